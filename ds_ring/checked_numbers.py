@@ -14,17 +14,7 @@ MOST_HEADS = 1 << 16
 
 
 def whole_number(value: object, what: str, error: type[RingError], most: int = MOST_TOKENS) -> int:
-    """The value as an int from 1 to `most`.
-
-    Args:
-        value: what the caller gave.
-        what: names it in the message.
-        error: class of the error.
-        most: the largest number that makes sense.
-
-    Raises:
-        RingError: of that class, for anything else.
-    """
+    """Return the value as an int from 1 to `most`; raise `error`, which names it as `what`, for another."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         number = operator.index(value)
         if 1 <= number <= most:
@@ -35,11 +25,7 @@ def whole_number(value: object, what: str, error: type[RingError], most: int = M
 
 
 def true_or_false(value: object, what: str, error: type[RingError]) -> bool:
-    """The value if it is a bool.
-
-    Raises:
-        RingError: of that class, for anything else.
-    """
+    """Return the value if it is a bool; raise `error`, which names it as `what`, for anything else."""
     if not isinstance(value, bool):
         raise error(f"{what}: expected True or False, got {shown(value)}")
     return value

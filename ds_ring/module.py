@@ -140,7 +140,13 @@ class RingAttention(nn.Module):
             pattern = config_or_pattern
         elif isinstance(config_or_pattern, RingConfig):
             options, name = options_from_config(config_or_pattern, scale), config_or_pattern.layout
-            pattern = pattern if pattern is not None else _pattern_of_all_batches(config_or_pattern)
+            if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
+                raise RingConfigError(
+                    'RingAttention: expected a pattern beside a config with "documents": true, got none;'
+                    " documents are each batch's own: call engine.ring.attention()(q, k, v), or pass"
+                    " pattern=pattern_from_config(config) & Documents(document_ids)"
+                )
+            pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
         else:
             raise RingConfigError(
                 f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__};"
@@ -200,17 +206,6 @@ class RingAttention(nn.Module):
     def extra_repr(self) -> str:
         context = self.context
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
-
-
-def _pattern_of_all_batches(config: RingConfig) -> Pattern:
-    """Return the config's pattern, unless it needs the documents of each batch."""
-    if config.pattern.documents:
-        raise RingConfigError(
-            'RingAttention: expected a pattern beside a config with "documents": true, got none; documents'
-            " are each batch's own: call engine.ring.attention()(q, k, v), or pass"
-            " pattern=pattern_from_config(config) & Documents(document_ids)"
-        )
-    return pattern_from_config(config)
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:

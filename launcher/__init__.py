@@ -10,12 +10,12 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     engines/     job -> command line; one file an engine holds all that is said about it
     run/         job.py: what goes into an engine, and what it makes; start.py: one attempt of a job, here or
                  on all hosts (agent.py); process.py: a command line, and the end of all processes that it
-                 started (guardian.py); rank.py: inside a rank; relaunch.py: attempts until the job is done;
+                 started; rank.py: inside a rank; relaunch.py: attempts until the job is done;
                  run_folder.py: the layout of a run's folder; local_ranks.py: a function on local ranks
     doctor/      what is wrong with hosts, network and ring (findings.py)
     status/      what is known of a run (run_status.py), as a table and as a page
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
     tune/        a search on real ranks; `python -m ds_ring_launcher.tune` inside any launch
     profile/     pictures and timelines of real and virtual rings
-    check/       a model on a ring against one process (model_check.py; small_*.py: model, batch)
+    check/       a model on a ring against one process (model_check.py; small_model.py: model, batch)
 """

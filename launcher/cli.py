@@ -11,24 +11,12 @@ from importlib import metadata
 
 from ds_ring.errors import RingError
 
-from .commands import (
-    check_model,
-    demo,
-    doctor,
-    launch,
-    plan,
-    profile,
-    resize_checkpoint,
-    simulate,
-    status,
-    tune,
-    verify_checkpoint,
-)
+from .commands import check_model, checkpoints, demo, doctor, launch, plan, profile, simulate, status, tune
 from .commands.parsers import Parser, readable
 
 COMMANDS = (
-    demo, launch, doctor, status, plan, simulate, profile, tune, check_model, verify_checkpoint,
-    resize_checkpoint,
+    demo.add, launch.add, doctor.add, status.add, plan.add, simulate.add, profile.add, tune.add,
+    check_model.add, checkpoints.add_verify, checkpoints.add_resize,
 )  # fmt: skip
 
 WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
@@ -61,7 +49,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     # The script's own options must not be taken for ours.
-    own, extra = _split(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    where = argv.index("--") if "--" in argv else len(argv)
+    own, extra = argv[:where], tuple(argv[where + 1 :])
     parser = _parser()
     for argument in own:
         if argument.startswith("--") and argument.endswith("=--"):  # argparse takes it for a list
@@ -94,12 +84,6 @@ def _cannot_print(error: Exception) -> int:
     return CANNOT_PRINT
 
 
-def _split(argv: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Split the arguments at `--`: ours before it, the script's after it."""
-    where = argv.index("--") if "--" in argv else len(argv)
-    return argv[:where], tuple(argv[where + 1 :])
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ds-ring",
@@ -109,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds-ring {metadata.version('ds_ring')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add(commands)
+    for add in COMMANDS:
+        add(commands)
     return parser
 
 

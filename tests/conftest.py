@@ -6,14 +6,16 @@ Spawned ranks inherit the parent's sys.path, so what is importable here is impor
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import IO
 
-import pytest
-import torch
-from hypothesis import settings
+gc.disable()  # until all is imported: what is imported stays, and a collection finds nothing (1 s of 4.6)
+
+import pytest  # noqa: E402
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
@@ -22,8 +24,7 @@ if ROOT not in sys.path:
 from tests.machine import skip_without  # noqa: E402
 from tests.selection import pytest_addoption, pytest_collection_modifyitems  # noqa: E402, F401
 
-# Two workers with a thread for every core each would spin against each other: tests took ten times as long.
-torch.set_num_threads(1)
+_INSIDE = pytest.StashKey[IO[str] | None]()  # the lock that this worker holds from one test to the next
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -33,25 +34,59 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw the same random cases in each run of the day, others in each run of the night."""
-    settings.register_profile("day", derandomize=True)
-    settings.load_profile("default" if config.option.night else "day")
+    """Prepare a process that runs tests; one that hands them to workers needs no torch (3 s)."""
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        gc.enable()
+        return
+    import torch
+    from hypothesis import settings
+
+    # Two workers with a thread for each core would spin against each other: tests took ten times as long.
+    torch.set_num_threads(1)
+    # The same random cases in each run of the day, others and more of them in each run of the night.
+    settings.register_profile("day", derandomize=True, max_examples=60, deadline=None)
+    settings.register_profile("night", max_examples=400, deadline=None)
+    settings.load_profile("night" if config.option.night else "day")
 
 
-@pytest.fixture(autouse=True)
-def _alone_or_not(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """With several workers (`-n 2`): while a test that is marked `alone` runs, the others wait.
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let collections look at what tests make, not at 400 thousand objects of modules (0.3 s each time)."""
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
+    """With several workers (`-n 2`): while tests that are marked `alone` run, the others wait.
 
     Such tests hold deadlines of a second or so, which other tests on the same two cores would break. Whoever
-    comes to the door first goes through first; inside are any number of tests, or one that is alone.
+    comes to the door first goes through first; inside are any number of tests, or one worker whose tests are
+    alone. It stays while its next test is, too: taking turns, each worker would wait for every test of the
+    other. This wait is no part of the test's own limit of time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    shared = tmp_path_factory.getbasetemp().parent  # of all workers
-    how = fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH
-    with open(shared / "inside", "w") as inside:
-        with open(shared / "door", "w") as door:
-            fcntl.flock(door, fcntl.LOCK_EX)
-            fcntl.flock(inside, how)
-        yield
+        return (yield)
+    inside = item.config.stash.get(_INSIDE, None) or _go_inside(item)
+    try:
+        return (yield)
+    finally:
+        if _is_alone(item) and nextitem is not None and _is_alone(nextitem):
+            item.config.stash[_INSIDE] = inside
+        else:
+            item.config.stash[_INSIDE] = None
+            inside.close()
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+def _go_inside(item: pytest.Item) -> IO[str]:
+    shared = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]  # of all workers
+    inside = open(shared / "inside", "w")  # noqa: SIM115 (closed by who called)
+    with open(shared / "door", "w") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(inside, fcntl.LOCK_EX if _is_alone(item) else fcntl.LOCK_SH)
+    return inside

@@ -13,12 +13,13 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
+from functools import partial
 
 import torch
+from bench import in_turns, parser_of, print_row
 from contestants import Attend, lend_xformers
 from torch import Tensor
 
@@ -85,13 +86,11 @@ def row_of(tokens: int, causal: bool, options: argparse.Namespace) -> dict[str, 
     shape = (1, tokens, heads, options.head_dim)
     inputs = [torch.rand(shape, generator=generator) for _ in range(4)]  # positive: sums far from 0
     ways = {"theirs": theirs(tokens, causal), "ours": ours(tokens, causal)}
-    times: dict[str, list[float]] = {name: [] for name in ways}
     results = {name: seconds_of(attend, inputs)[1] for name, attend in ways.items()}
     pairs = zip(results["ours"], results["theirs"], strict=True)
     difference = max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
-    for _ in range(options.rounds):
-        for name, attend in ways.items():
-            times[name].append(seconds_of(attend, inputs)[0])
+    passes = {name: partial(seconds_of, attend, inputs) for name, attend in ways.items()}
+    times = {name: [one for one, _ in found] for name, found in in_turns(passes, options.rounds).items()}
     row: dict[str, object] = {"tokens": tokens, "causal": causal, "heads": heads}
     row |= {f"{name}_cpu_s": round(statistics.median(taken), 3) for name, taken in times.items()}
     ratios = (mine / other for mine, other in zip(times["ours"], times["theirs"], strict=True))
@@ -100,17 +99,11 @@ def row_of(tokens: int, causal: bool, options: argparse.Namespace) -> dict[str, 
 
 def main(arguments: list[str] | None = None) -> int:
     """One row per length and direction."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384])
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(arguments)
+    options = parser_of(__doc__, tokens=[16384], head_dim=64, rounds=5).parse_args(arguments)
     torch.set_num_threads(1)
     for tokens in options.tokens:
         for causal in (True, False):
-            print(json.dumps(row_of(tokens, causal, options)), flush=True)
+            print_row(row_of(tokens, causal, options))
     return 0
 
 

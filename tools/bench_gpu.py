@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from bench import parser_of
 from gpu_rates import RateRow, Shape, host_seconds, kernel_rates, merge_rate, ring_row
 from rich.table import Table
 from tqdm import tqdm
@@ -110,15 +111,10 @@ def measure(options: argparse.Namespace) -> dict[str, list[RateRow]]:
     return found
 
 
-def as_table(title: str, rows: Sequence[RateRow]) -> Table:
-    """Return rows as a table; their columns are the keys of all of them."""
+def cells_of(rows: Sequence[RateRow]) -> list[list[str]]:
+    """Return rows as cells, their heads first; columns are the keys of all of them."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*(str(row.get(column, "")) for column in columns))
-    return table
+    return [columns, *([str(row.get(column, "")) for column in columns] for row in rows)]
 
 
 def as_markdown(header: RateRow, found: dict[str, list[RateRow]]) -> str:
@@ -126,9 +122,9 @@ def as_markdown(header: RateRow, found: dict[str, list[RateRow]]) -> str:
     lines = [f"# {header['device']}, {header['date']}", ""]
     lines += [f"- {key}: {value}" for key, value in header.items()]
     for title, rows in found.items():
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines += ["", f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+        head, *cells = cells_of(rows)
+        lines += ["", f"## {title}", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+        lines += ["| " + " | ".join(row) + " |" for row in cells]
     return "\n".join(lines) + "\n"
 
 
@@ -155,33 +151,26 @@ def write_rates(device: str, rows: Sequence[RateRow], path: Path = RATES) -> Non
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables, and write them where --output says."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(
+        __doc__, tokens=131_072, ring_sizes=[1, 2, 4, 8, 16], kernels=["flash", "flex"], heads=32, kv_heads=8,
+        head_dim=128, rounds=5, longest_start=(65_536, "first length that is tried, tokens"),
+        write_rates=(False, 'add the rates to those by which "auto" takes a kernel'),
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tokens", type=int, default=131_072)
-    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--kernels", nargs="+", default=["flash", "flex"])
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--longest-start", type=int, default=65_536, help="first length that is tried, tokens"
-    )
     parser.add_argument("--skip", nargs="*", choices=PARTS, default=[])
     parser.add_argument("--output", type=Path, help="folder for the Markdown and JSON files")
-    parser.add_argument(
-        "--write-rates", action="store_true", help='add the rates to those by which "auto" takes a kernel'
-    )
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
     header, found = where(options.device), measure(options)
     console().print("  ".join(f"{key} {value}" for key, value in header.items()), markup=False)
     for title, rows in found.items():
-        print_table(as_table(title, rows))
+        head, *cells = cells_of(rows)
+        table = Table(*head, title=title, title_justify="left")
+        for row in cells:
+            table.add_row(*row)
+        print_table(table)
     if options.output is not None:
         for path in write(options.output, header, found):
             print(path)

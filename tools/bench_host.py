@@ -121,19 +121,12 @@ def operator_us(rounds: int) -> float:
 
 @dataclass(frozen=True)
 class Hops:
-    """Hold one rank of a ring whose other ranks are not there, and its two passes.
+    """Hold one rank of a ring whose other ranks are not there, and its two passes."""
 
-    Attributes:
-        made: the pass.
-        ring_size: hops of a pass.
-        operands: q, k, v, grad_out.
-        results: out, lse.
-    """
-
-    made: RingPass
-    ring_size: int
-    operands: tuple[Tensor, Tensor, Tensor, Tensor]
-    results: tuple[Tensor, Tensor]
+    made: RingPass  # the pass
+    ring_size: int  # hops of a pass
+    operands: tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v, grad_out
+    results: tuple[Tensor, Tensor]  # out, lse
 
     def forward(self) -> object:
         q, k, v, _ = self.operands
@@ -153,7 +146,7 @@ def hops_of(
     rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
-        stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", _as_is))
+        stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", lambda x, width: x))
         if not whole_merge:
             stack.enter_context(mock.patch("ds_ring.runtime.ring_pass.merge_", one_launch))
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
@@ -187,10 +180,6 @@ def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, w
                         work()
                 pstats.Stats(found).sort_stats("tottime").print_stats(40)
     return within
-
-
-def _as_is(x: Tensor, width: int) -> Tensor:
-    return x
 
 
 def main() -> None:

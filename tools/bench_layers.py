@@ -10,23 +10,24 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from bench import in_turns, parser_of, print_row
 
 from ds_ring import Causal, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.layout import Layout
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 
 def patterns(layers: int, window: int) -> dict[str, list[Pattern]]:
@@ -65,13 +66,8 @@ def on_a_rank(asked: dict[str, int]) -> list[dict[str, Any]]:
         kind: make_layout("auto", tokens=asked["tokens"], ring_size=mesh.ring_size, pattern=Counter(layers))
         for kind, layers in kinds.items()
     }
-    rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
-    for turn in range(asked["rounds"] + 1):
-        for kind, layers in kinds.items():
-            # the first turn warms up: one layer of it
-            found = step(mesh, layouts[kind], layers if turn else layers[:1], asked)
-            if turn:
-                rounds[kind].append(found)
+    steps = {kind: partial(step, mesh, layouts[kind], layers, asked) for kind, layers in kinds.items()}
+    rounds = in_turns(steps, asked["rounds"])
     rows = []
     for kind, layers in kinds.items():
         middle = {key: statistics.median(one[key] for one in rounds[kind]) for key in rounds[kind][0]}
@@ -98,24 +94,19 @@ def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each of the two, and how they compare."""
-    from ds_ring_launcher.run.local_ranks import run_ranks
-
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__, tokens=16384, ring_size=4, layers=6, window=512, heads=4, kv_heads=1, head_dim=64, rounds=1
     )
-    defaults = {"tokens": 16384, "ring_size": 4, "layers": 6, "window": 512, "heads": 4, "kv_heads": 1}
-    for name, value in (defaults | {"head_dim": 64, "rounds": 1}).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     asked = vars(parser.parse_args(arguments))
     ranks = run_ranks(on_a_rank, asked["ring_size"], (asked,), threads=1, deadline_s=3600)
     rows = []
     for each in zip(*ranks, strict=True):  # one row of every rank
         worst = {key: max(row[key] for row in each) for key in ("wall_s", "cpu_s")}
         rows.append(each[0] | worst | {"bytes": sum(row["bytes"] for row in each)})
-        print(json.dumps(rows[-1]), flush=True)
+        print_row(rows[-1])
     own, whole = rows
     keys = ("wall_s", "cpu_s", "bytes", "pairs")
-    print(json.dumps({"of all global": {key: round(own[key] / whole[key], 3) for key in keys}}))
+    print_row({"of all global": {key: round(own[key] / whole[key], 3) for key in keys}})
     return 0
 
 

@@ -14,17 +14,16 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import os
 import statistics
 import sys
 import time
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from bench import engine_of, in_turns, llama, parser_of, print_row
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,59 +66,33 @@ class MeasuredPeak(NamedTuple):
     alive: dict[int, int]
 
 
-def long_sequence(parts: str) -> Any:
-    """Return the value of the JSON's key."""
-    if parts in ("off", "auto"):
-        return parts
-    return dict.fromkeys(NAMES if parts == "all" else parts.split(), True)
-
-
 def start(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return an engine and this rank's part of a batch."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    import ds_ring
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    config = LlamaConfig(
-        vocab_size=SHAPE.vocab, hidden_size=SHAPE.hidden, intermediate_size=SHAPE.intermediate,
-        num_hidden_layers=SHAPE.layers, num_attention_heads=SHAPE.heads, num_key_value_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim, max_position_embeddings=run.tokens, tie_word_embeddings=True,
+    model = llama(
+        run.tokens, SHAPE.vocab, SHAPE.hidden, SHAPE.intermediate, SHAPE.layers, SHAPE.heads, SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim, tie_word_embeddings=True,
     )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if run.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = ds_ring.initialize(
-        model=model, model_parameters=model.parameters(), config=deepspeed_json(run)
-    )
+    bucket = SHAPE.largest_parameter
+    zero = {
+        "stage": run.stage,
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+    }
+    section = {
+        "pattern": {"window": run.window},
+        "layout": "contiguous",
+        "hop_timeout_seconds": 600,
+        "heartbeat_timeout_seconds": 60,
+        "long_sequence": run.parts,
+    }
+    if run.parts not in ("off", "auto"):
+        section["long_sequence"] = dict.fromkeys(NAMES if run.parts == "all" else run.parts.split(), True)
+    engine = engine_of(model, run.ranks, section, zero)
     ids = torch.randint(1, SHAPE.vocab, (1, run.tokens), generator=torch.Generator().manual_seed(1))
     return engine, engine.ring.shard_batch({"input_ids": ids, "labels": ids})
-
-
-def deepspeed_json(run: Run) -> dict[str, Any]:
-    """Return a JSON with AdamW, a window, and the options."""
-    bucket = SHAPE.largest_parameter
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {
-            "stage": run.stage,
-            "reduce_bucket_size": bucket,
-            "stage3_prefetch_bucket_size": bucket,
-            "stage3_param_persistence_threshold": 0,
-        },
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "steps_per_print": 10**9,
-        "sequence_parallel_size": run.ranks,
-        "ring_attention": {
-            "pattern": {"window": run.window},
-            "layout": "contiguous",
-            "hop_timeout_seconds": 600,
-            "heartbeat_timeout_seconds": 60,
-            "long_sequence": long_sequence(run.parts),
-        },
-    }
 
 
 def step(engine: Any, batch: dict[str, torch.Tensor]) -> None:
@@ -153,17 +126,16 @@ def memory_rank(run: Run) -> MeasuredPeak:
 
 def time_rank(runs: list[Run], rounds: int) -> list[list[float]]:
     """Return the seconds of each run's steps: the runs take turns, after one step to warm up."""
-    started = [start(run) for run in runs]
-    seconds: list[list[float]] = [[] for _ in runs]
-    for turn in range(rounds + 1):
-        for (engine, batch), taken in zip(started, seconds, strict=True):
-            torch.distributed.barrier()
-            begin = time.perf_counter()
-            step(engine, batch)
-            torch.distributed.barrier()
-            if turn:
-                taken.append(time.perf_counter() - begin)
-    return seconds
+
+    def timed(engine: Any, batch: dict[str, torch.Tensor]) -> float:
+        torch.distributed.barrier()
+        begin = time.perf_counter()
+        step(engine, batch)
+        torch.distributed.barrier()
+        return time.perf_counter() - begin
+
+    works = {number: partial(timed, *start(run)) for number, run in enumerate(runs)}
+    return list(in_turns(works, rounds).values())
 
 
 def planned(run: Run) -> MemoryMoment:
@@ -228,7 +200,7 @@ def report(run: Run, found: MeasuredPeak, as_json: bool) -> None:
         "tokens_x_intermediate_mib": round(limit / MIB, 1),
     }
     if as_json:
-        print(json.dumps(row), flush=True)
+        print_row(row)
         return
     table = Table(title="  ".join(f"{key} {value}" for key, value in row.items()), title_justify="left")
     for head in ("alive at the peak", "MiB each", "number", "MiB"):
@@ -245,34 +217,18 @@ def report(run: Run, found: MeasuredPeak, as_json: bool) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a table for each set of options, or the seconds of their steps."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=131_072)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser = parser_of(
+        __doc__, tokens=131_072, ranks=2, window=512, rounds=5,
+        no_checkpointing=(False, "keep all activations of layers"),
+        options=(SETS, 'sets of options: "off", "all", names'), time=(False, "time steps instead"),
+        steps=(2, "of a run whose memory is measured"), deadline=(3000.0, "seconds for each run"),
+        json=(False, "one JSON row per line"),
+    )  # fmt: skip
     parser.add_argument("--stage", type=int, default=1, choices=range(4), help="of ZeRO")
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations of layers")
-    parser.add_argument("--options", nargs="+", default=SETS, help='sets of options: "off", "all", names')
-    parser.add_argument("--time", action="store_true", help="time steps instead")
-    parser.add_argument("--steps", type=int, default=2, help="of a run whose memory is measured")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--deadline", type=float, default=3000.0, help="seconds for each run")
-    parser.add_argument("--json", action="store_true", help="one JSON row per line")
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"
-    runs = [
-        Run(
-            parts,
-            options.tokens,
-            options.ranks,
-            options.stage,
-            not options.no_checkpointing,
-            options.window,
-            options.steps,
-        )
-        for parts in options.options
-    ]
+    given = (options.tokens, options.ranks, options.stage, not options.no_checkpointing, options.window)
+    runs = [Run(parts, *given, options.steps) for parts in options.options]
     errors: list[str] = []
     if not options.time:
         for run in runs:
@@ -283,14 +239,13 @@ def main(arguments: list[str] | None = None) -> int:
         for error in filter(None, errors):
             print(f"WRONG: {error}", file=sys.stderr)
         return int(any(errors))
-    given = (runs, options.rounds)
-    seconds = run_ranks(time_rank, options.ranks, given, threads=1, deadline_s=options.deadline)[0]
+    work = (time_rank, options.ranks, (runs, options.rounds))
+    seconds = run_ranks(*work, threads=1, deadline_s=options.deadline)[0]
     first = statistics.median(seconds[0])
     for run, taken in zip(runs, seconds, strict=True):
         middle = statistics.median(taken)
         row = {"options": run.parts, "tokens": run.tokens, "median_s": round(middle, 3)}
-        row |= {"least_s": round(min(taken), 3), "ratio": round(middle / first, 3)}
-        console().print(json.dumps(row), markup=False)
+        print_row(row | {"least_s": round(min(taken), 3), "ratio": round(middle / first, 3)})
     return 0
 
 

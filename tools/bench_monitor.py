@@ -9,12 +9,12 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import statistics
 import sys
 from pathlib import Path
+
+from bench import parser_of, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' light ranks
 
@@ -25,12 +25,7 @@ KINDS = ("killed", "stopped", "late in a ring", "late in a collective")
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row per kind of fault; exit code 1 if a verdict took a second or more."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heartbeat-s", type=float, default=3.0, help="heartbeat timeout")
+    parser = parser_of(__doc__, ranks=1024, rounds=5, heartbeat_s=(3.0, "heartbeat timeout"))
     options = parser.parse_args(arguments)
     slow = False
     for kind in KINDS:
@@ -44,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         row |= {"joined_median_s": round(statistics.median(joins), 3), "joined_max_s": round(max(joins), 3)}
         row |= {"verdict_median_s": round(statistics.median(verdicts), 3)}
         row |= {"verdict_max_s": round(max(verdicts), 3)}
-        print(json.dumps(row), flush=True)
+        print_row(row)
         slow |= max(verdicts) >= 1.0
     return int(slow)
 

@@ -19,12 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from bench import in_turns, parser_of, print_row
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, where the hosts are
@@ -44,28 +46,26 @@ class Arrived:
         """At once."""
 
 
-def _nothing_travels(
-    self: Exchange, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int
-) -> Arrived:
-    for tensor in received:
-        tensor.zero_()
-    return Arrived()
-
-
 @contextmanager
 def computing_alone() -> Iterator[None]:
     """Zeros arrive at once."""
-    with patch.object(Exchange, "start", _nothing_travels):
+
+    def start(
+        self: Exchange, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int
+    ) -> Arrived:
+        for tensor in received:
+            tensor.zero_()
+        return Arrived()
+
+    with patch.object(Exchange, "start", start):
         yield
 
 
 @contextmanager
 def transferring_alone() -> Iterator[None]:
     """Kernels do nothing."""
-    with (
-        patch.object(CpuKernel, "forward", lambda *_: iter(())),
-        patch.object(CpuKernel, "backward", lambda *_: iter(())),
-    ):
+    nothing = lambda *_: iter(())  # noqa: E731
+    with patch.object(CpuKernel, "forward", nothing), patch.object(CpuKernel, "backward", nothing):
         yield
 
 
@@ -102,13 +102,8 @@ def rank_main(options: argparse.Namespace) -> None:
     mesh = RingMesh.from_world(2, heartbeat_timeout_s=60)
     found: dict[str, dict[str, list[float]]] = {}
     for tokens in options.tokens:
-        times: dict[str, list[float]] = {way: [] for way in WAYS}
-        for turn in range(options.rounds + 1):
-            for way, seconds in times.items():
-                taken = one_pass(mesh, tokens, way, options)
-                if turn:
-                    seconds.append(taken)
-        found[str(tokens)] = times
+        ways = {way: partial(one_pass, mesh, tokens, way, options) for way in WAYS}
+        found[str(tokens)] = in_turns(ways, options.rounds)
     dist.barrier()
     Path(f"{options.rank_file}.{dist.get_rank()}").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -144,14 +139,10 @@ def row_of(tokens: int, ranks: list[dict[str, Any]], options: argparse.Namespace
 
 def main(arguments: list[str] | None = None) -> int:
     """One row per length."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mbit", type=float, default=200, help="rate of the link, Mbit/s")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=7, help="after one of warm-up")
+    parser = parser_of(
+        __doc__, mbit=(200.0, "rate of the link, Mbit/s"), tokens=[4096, 8192, 16384], heads=16, head_dim=64,
+        rounds=(7, "after one of warm-up"),
+    )  # fmt: skip
     parser.add_argument("--rank-file", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.rank_file:
@@ -162,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         ranks = measure(options, folder)
     for tokens in options.tokens:
-        print(json.dumps(row_of(tokens, ranks, options)), flush=True)
+        print_row(row_of(tokens, ranks, options))
     return 0
 
 

@@ -10,14 +10,15 @@ Example:
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
 import time
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from bench import in_turns, parser_of, print_row
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
@@ -67,18 +68,6 @@ def pairs_of(pattern: Pattern, tokens: int, options: argparse.Namespace) -> int:
     return build_plan(pattern, layout, query_heads=options.heads, kv_heads=options.heads).rank(0).pairs
 
 
-def measure(tokens: int, options: argparse.Namespace) -> dict[str, list[Seconds]]:
-    """All contestants in turn, so that a busy moment hits them alike; the first round warms up."""
-    patterns = contestants(tokens)
-    times: dict[str, list[Seconds]] = {name: [] for name in patterns}
-    for turn in range(options.rounds + 1):
-        for name, pattern in patterns.items():
-            seconds = seconds_of(pattern, tokens, options)
-            if turn:
-                times[name].append(seconds)
-    return times
-
-
 def median(times: list[Seconds]) -> Seconds:
     """Of wall and processor time, each by itself."""
     return Seconds(*(statistics.median(column) for column in zip(*times, strict=True)))
@@ -86,7 +75,9 @@ def median(times: list[Seconds]) -> Seconds:
 
 def rows(tokens: int, options: argparse.Namespace) -> list[dict[str, object]]:
     """One row per pattern."""
-    patterns, times = contestants(tokens), measure(tokens, options)
+    patterns = contestants(tokens)
+    passes = {name: partial(seconds_of, pattern, tokens, options) for name, pattern in patterns.items()}
+    times = in_turns(passes, options.rounds)
     dense, dense_pairs = median(times[DENSE]), pairs_of(patterns[DENSE], tokens, options)
     found: list[dict[str, object]] = []
     for name, pattern in patterns.items():
@@ -104,20 +95,15 @@ def rows(tokens: int, options: argparse.Namespace) -> list[dict[str, object]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print one row per pattern and length."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16384], help="sequence lengths")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="after one round of warm-up")
-    parser.add_argument("--json", action="store_true", help="one JSON row per line")
+    parser = parser_of(
+        __doc__, tokens=([16384], "sequence lengths"), heads=4, head_dim=64,
+        rounds=(5, "after one round of warm-up"), json=(False, "one JSON row per line"),
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for tokens in options.tokens:
         for row in rows(tokens, options):
-            text = json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items())
-            print(text, flush=True)
+            print_row(row, options.json)
     return 0
 
 

@@ -20,15 +20,23 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from fake_layer import HEADS, fake_layer
+import torch.distributed as dist
+from bench import parser_of, print_row
 from streamed.ledger import Ledger
 from streamed.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
 from streamed.ranks import PendingGradients
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from ds_ring.errors import RingError
+from ds_ring import RingMesh, make_layout
+from ds_ring.errors import RingError, RingMeshError
+from ds_ring.masks.catalog import Dilated
+from ds_ring.runtime.autograd import _pass_of
+from ds_ring.runtime.context import Options, context_for, context_of
 from ds_ring_launcher import cli as ds_ring_cli
 
 LLAMA_8B = [
@@ -37,34 +45,24 @@ LLAMA_8B = [
 ]
 
 
-def parser() -> argparse.ArgumentParser:
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
     """The options."""
-    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--tokens", type=int, default=1 << 30, help="T (2^30)")
-    own.add_argument("--ranks", type=int, default=1024, help="virtual ranks (1024)")
-    own.add_argument("--head-dim", type=int, default=32)
-    own.add_argument("--first-segment", type=int, default=256, help="of the first branch, tokens (256)")
-    own.add_argument("--growth", type=int, default=4, help="of segments and rates from branch to branch (4)")
-    own.add_argument("--seed", type=int, default=0)
-    own.add_argument("--backward", action="store_true", help="gradients as well")
-    own.add_argument("--query-block", type=int, default=1 << 16, help="queries attended at once (65536)")
-    own.add_argument("--workers", type=int, default=2, help="processes, one thread each (2)")
-    own.add_argument("--check-rows", type=int, default=5000, help="rows held against float64, about (5000)")
-    own.add_argument("--state", type=Path, default=Path("runs/billion_tokens"), help="folder of the state")
-    own.add_argument("--save-every", type=int, default=8, help="ranks of a worker between two saves (8)")
+    own = parser_of(
+        __doc__, tokens=(1 << 30, "T (2^30)"), ranks=(1024, "virtual ranks (1024)"), head_dim=32,
+        first_segment=(256, "of the first branch, tokens (256)"), seed=0,
+        growth=(4, "of segments and rates from branch to branch (4)"),
+        backward=(False, "gradients as well"), query_block=(1 << 16, "queries attended at once (65536)"),
+        workers=(2, "processes, one thread each (2)"),
+        check_rows=(5000, "rows held against float64, about (5000)"),
+        state=(Path("runs/billion_tokens"), "folder of the state"),
+        save_every=(8, "ranks of a worker between two saves (8)"),
+        plan=("", "HARDWARE: what a model of 8 billion parameters would need"),
+    )  # fmt: skip
     own.add_argument("--sample", type=int, nargs="+", metavar="RANK", help="time these ranks, save nothing")
     own.add_argument(
         "--fake", type=int, nargs="+", metavar="RANK", help="memory of a transformer layer on fake tensors"
     )
-    own.add_argument("--plan", metavar="HARDWARE", help="what a model of 8 billion parameters would need")
-    return own
-
-
-def cluster_plan(job: LongRun, hardware: str) -> int:
-    """`ds-ring plan` for a Llama of 8 billion parameters with this pattern, a device for each rank."""
-    dilated = {"segment_lengths": job.pattern.segment_lengths, "dilation_rates": job.pattern.dilation_rates}
-    sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", hardware]
-    return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--fit", "--pattern", json.dumps(dilated)])
+    return own.parse_args(arguments)
 
 
 def sample(job: LongRun, wanted: list[int]) -> int:
@@ -77,8 +75,88 @@ def sample(job: LongRun, wanted: list[int]) -> int:
         ledger.note_all(rank, job.parts(ranks, rank, pending))
         if number:
             row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
-            print(json.dumps(row | {"peak_rss_mib": round(peak_rss_mib(), 1)}), flush=True)
+            print_row(row | {"peak_rss_mib": round(peak_rss_mib(), 1)})
     return 0
+
+
+HEADS = 4
+# few and large calls: each fake operator costs milliseconds; the workspace is the larger for it
+FEW_CALLS = (("block", 1 << 17), ("triangle", 128))
+KINDS = {"PARAM": "parameters", "GRAD": "their gradients", "ACT": "activations", "TEMP": "backward"}
+
+
+# A transformer layer on one rank of a large ring, on fake tensors: nothing is allocated. Attention is the
+# production pass in an autograd function of its own: through the operator, fake tensors would only see its
+# fake implementation.
+
+
+class _Attention(torch.autograd.Function):
+    """The ring pass, as the operator has it."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
+        out, lse = _pass_of(q, k, v, context_of(handle)).forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.handle = handle
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        made = _pass_of(q, k, v, context_of(ctx.handle), grads[0])
+        return (*made.backward(grads[0], q, k, v, out, lse), None)
+
+
+class Layer(nn.Module):
+    """Norm, attention, norm, MLP of four times the width; x [1, S, H * D]."""
+
+    def __init__(self, head_dim: int, handle: int) -> None:
+        super().__init__()
+        width = HEADS * head_dim
+        self.head_dim, self.handle = head_dim, handle
+        self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.mix = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], 3, HEADS, self.head_dim)
+        q, k, v = self.qkv(self.before_attention(x)).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = _Attention.apply(q, k, v, self.handle).transpose(1, 2).reshape(x.shape)
+        x = x + self.mix(attended)
+        return x + self.down(nn.functional.gelu(self.up(self.before_mlp(x))))
+
+
+def fake_layer(job: LongRun, rank: int) -> dict[str, float]:
+    """Peak MiB of one rank, forward + backward, by what it is; activations include the ring's buffers.
+
+    Raises:
+        RingMeshError: no such rank.
+    """
+    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not 0 <= rank < job.ring_size:
+        raise RingMeshError(f"--fake: expected ranks from 0 to {job.ring_size - 1}, got {rank}")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.ring_size)
+    try:
+        mesh = RingMesh.from_world(job.ring_size)
+        layout = make_layout("contiguous", tokens=job.tokens, ring_size=job.ring_size)
+        dilated = job.pattern
+        pattern = Dilated(dilated.segment_lengths, dilated.dilation_rates, head_offsets="zero")
+        options = Options(kernel="cpu", kernel_options=FEW_CALLS, chunk_bytes=1 << 40)
+        context = context_for(pattern, layout, mesh, options)
+        with FakeTensorMode():
+            layer, tracker = Layer(job.head_dim, context.handle), MemTracker()
+            tracker.track_external(layer)
+            with tracker:
+                x = torch.empty(1, job.local_tokens, HEADS * job.head_dim, requires_grad=True)
+                out = layer(x)
+                out.backward(torch.empty_like(out))
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+    finally:
+        dist.destroy_process_group()
+    found = {KINDS[kind]: value for key, value in peak.items() if (kind := str(key).split(".")[-1]) in KINDS}
+    return {name: round(size / 2**20, 1) for name, size in {**found, "total": peak["Total"]}.items()}
 
 
 def fake_layers(job: LongRun, wanted: list[int]) -> int:
@@ -87,7 +165,7 @@ def fake_layers(job: LongRun, wanted: list[int]) -> int:
         began = time.perf_counter()
         mib = fake_layer(job, rank)
         row = {"rank": rank, "ranks": job.ring_size, "heads": HEADS, "peak_mib": mib}
-        print(json.dumps(row | {"seconds": round(time.perf_counter() - began, 1)}), flush=True)
+        print_row(row | {"seconds": round(time.perf_counter() - began, 1)})
     return 0
 
 
@@ -124,14 +202,18 @@ def whole(job: LongRun, options: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """The whole run, or a sample."""
-    options = parser().parse_args(arguments)
+    options = options_of(arguments)
     try:
         job = LongRun(
             options.tokens, options.ranks, options.head_dim, options.first_segment, options.growth,
             options.seed, options.backward, options.query_block, options.workers, options.check_rows,
         )  # fmt: skip
-        if options.plan:
-            return cluster_plan(job, options.plan)
+        if options.plan:  # a Llama of 8 billion parameters with this pattern, a device for each rank
+            dilated = job.pattern.segment_lengths, job.pattern.dilation_rates
+            pattern = dict(zip(("segment_lengths", "dilation_rates"), dilated, strict=True))
+            sizes = ["--tokens", str(job.tokens), "--devices", str(job.ring_size), "--hardware", options.plan]
+            sizes += ["--pattern", json.dumps(pattern)]
+            return ds_ring_cli.main(["plan", *sizes, *LLAMA_8B, "--fit"])
         if options.fake:
             return fake_layers(job, options.fake)
         return sample(job, options.sample) if options.sample else whole(job, options)

@@ -10,15 +10,13 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import os
 import sys
 import time
 from typing import Any, NamedTuple
 
 import torch
+from bench import engine_of, llama, parser_of, print_row
 
 from ds_ring_launcher.run.local_ranks import run_ranks
 
@@ -49,37 +47,14 @@ def generate(model: Any, request: Request) -> tuple[Any, int, float]:
 
 def build(request: Request) -> Any:
     """A Llama whose attention decides on the next token, and which never ends a text."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=request.prompt + request.tokens,
-        initializer_range=0.15, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    tokens = request.prompt + request.tokens
+    return llama(tokens, 512, 128, 256, 4, 4, 2, initializer_range=0.15, eos_token_id=None).eval()
 
 
 def on_a_rank(request: Request) -> dict[str, Any]:
     """One rank: the model alone, then on the ring."""
-    import deepspeed
-
-    import ds_ring
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
     alone, alone_bytes, alone_seconds = generate(build(request), request)
-    model = build(request)
-    engine, *_ = ds_ring.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": request.stage},
-            "zero_allow_untested_optimizer": True,
-            "sequence_parallel_size": request.ring_size,
-            "ring_attention": {},
-        },
-    )
+    engine = engine_of(build(request), request.ring_size, {}, {"stage": request.stage}, sgd=0.0)
     engine.eval()
     ring, ring_bytes, ring_seconds = generate(engine, request)
     logits = [torch.stack(output.logits) for output in (ring, alone)]
@@ -111,13 +86,9 @@ def faults(ranks: list[dict[str, Any]], request: Request) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """One row a ring size; exit status 1 if a token or a logit differs, or the cache is not sharded."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__, prompt=4096, tokens=(64, "tokens to generate"), ring_sizes=[2, 4], stage=(0, "of ZeRO")
     )
-    parser.add_argument("--prompt", type=int, default=4096, metavar="TOKENS")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate")
-    parser.add_argument("--ring-sizes", type=int, nargs="+", default=[2, 4], metavar="P")
-    parser.add_argument("--stage", type=int, default=0, help="of ZeRO")
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"
     wrong = 0
@@ -128,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
         row["equal_tokens"] = min(one["equal_tokens"] for one in found)
         row |= {"wrong": (told := faults(found, request))}
         wrong += len(told)
-        print(json.dumps({"ring_size": ring_size, "of_tokens": options.tokens} | row), flush=True)
+        print_row({"ring_size": ring_size, "of_tokens": options.tokens} | row)
     return int(wrong > 0)
 
 

@@ -11,17 +11,18 @@ Example:
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-from rich.table import Table
+from bench import parser_of
+from check_training import judged, print_cells
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and models
 
-from ds_ring_launcher.tables import console, print_table
-from tests.dist.harness import RankPool, RanksFailed
+from tests.dist.harness import RankPool
 from tests.dist.long_table import FAMILIES, OPTIONS, Step, errors, step_alone, step_on_ring
 
 LOSS, GRADIENT = 1e-6, 1e-5
@@ -31,50 +32,32 @@ def cell(
     pool: RankPool, family: str, stage: int, option: str, checkpointing: bool, alone: Step
 ) -> tuple[str, bool]:
     """Return the text of one step and whether it is good."""
-    try:
-        found = pool.run(step_on_ring, family, stage, option, pool.world_size, checkpointing)
-    except RanksFailed as failed:
-        console().print(str(failed)[-1500:], markup=False)
-        return "failed !", False
-    loss, gradient = errors(found, alone)
-    good = loss <= LOSS and gradient <= GRADIENT
-    return f"{loss:.0e} {gradient:.0e}{'' if good else ' !'}".replace("e-0", "e-"), good
+    arguments = (family, stage, option, pool.world_size, checkpointing)
+    return judged(lambda: errors(pool.run(step_on_ring, *arguments), alone), (LOSS, GRADIENT))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"), rings=([1, 2, 4], "ring sizes"))
     parser.add_argument("--families", nargs="*", choices=tuple(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--options", nargs="*", choices=(*OPTIONS, "auto", "off"), default=list(OPTIONS))
-    parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 2, 3], help="of ZeRO")
-    parser.add_argument("--rings", nargs="*", type=int, default=[1, 2, 4], help="ring sizes")
     options = parser.parse_args(arguments)
-    bad, cells, started = 0, 0, time.monotonic()
+    good, started = list[bool](), time.monotonic()
     alone = {family: step_alone(family) for family in options.families}
+    kinds = list(itertools.product(options.families, options.options, (False, True)))
     for ring in options.rings:
-        table = Table(title=f"ring {ring}: error of the loss, of gradients", title_justify="left")
-        for head in ("", *(f"ZeRO {stage}" for stage in options.stages)):
-            table.add_column(head, no_wrap=True)
         with RankPool(ring) as pool:
-            for family in options.families:
-                for option in options.options:
-                    for checkpointing in (False, True):
-                        row = [
-                            cell(pool, family, stage, option, checkpointing, alone[family])
-                            for stage in options.stages
-                        ]
-                        name = f"{family}, {option}{', checkpointing' if checkpointing else ''}"
-                        print(
-                            f"ring {ring}, {name}:", *(text for text, _ in row), file=sys.stderr, flush=True
-                        )
-                        bad += sum(not good for _, good in row)
-                        cells += len(row)
-                        table.add_row(name, *(text for text, _ in row))
-        print_table(table)
-    console().print(f"{bad} of {cells} cells beyond rounding, {time.monotonic() - started:.0f} s")
-    return min(bad, 1)
+            rows = (
+                (
+                    f"{family}, {option}{', checkpointing' if again else ''}",
+                    partial(cell, pool, family, option=option, checkpointing=again, alone=alone[family]),
+                )
+                for family, option, again in kinds
+            )
+            good += print_cells(f"ring {ring}: error of the loss, of gradients", options.stages, rows)
+    seconds = time.monotonic() - started
+    print(f"{good.count(False)} of {len(good)} cells beyond rounding, {seconds:.0f} s")
+    return int(not all(good))
 
 
 if __name__ == "__main__":

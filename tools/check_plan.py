@@ -13,9 +13,6 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import os
 import sys
 import time
@@ -24,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from bench import engine_of, llama, parser_of, print_row
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
@@ -184,63 +182,35 @@ def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
 
 def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     """Run one rank of training: build the model, make two steps."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    import ds_ring.integrations.transformers.attention  # noqa: F401  registers attn_implementation="ds_ring"
 
-    import ds_ring
-    import ds_ring.integrations.transformers.attention  # registers attn_implementation="ds_ring"
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    model_shape = point.model
-    assert model_shape is not None
-    config = LlamaConfig(
-        vocab_size=model_shape.vocab,
-        hidden_size=model_shape.hidden,
-        intermediate_size=model_shape.intermediate,
-        num_hidden_layers=model_shape.layers,
-        num_attention_heads=model_shape.heads,
-        num_key_value_heads=model_shape.kv_heads,
-        head_dim=model_shape.head_dim,
-        max_position_embeddings=point.tokens,
-    )
-    torch.manual_seed(0)
-    ids = torch.randint(1, model_shape.vocab, (1, point.tokens))
+    shape = point.model
+    assert shape is not None
+    sizes = (shape.vocab, shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads)
+    ids = torch.randint(1, shape.vocab, (1, point.tokens), generator=torch.Generator().manual_seed(0))
+    bucket = bucket_of(point)
+    zero = {
+        "stage": point.stage,
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+    }
+    section = {
+        "pattern": PATTERNS[point.pattern][1],
+        "long_sequence": {key: TILES.get(key, True) for key in point.long},
+        "recompute_attention": point.recompute,
+    }
+    low: dict[str, Any] = {"bf16": {"enabled": True}} if point.dtype == "bfloat16" else {}
     with patient_waits(), measure_cpu_memory() as memory:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="ds_ring")
+        model = llama(point.tokens, *sizes, attention="ds_ring", head_dim=shape.head_dim)
         if point.checkpointing:
             model.gradient_checkpointing_enable()
-        engine, *_ = ds_ring.initialize(
-            model=model, model_parameters=model.parameters(), config=deepspeed_json(point)
-        )
+        engine = engine_of(model, point.ranks, section, zero, **low)
         for _ in range(2):
             loss = engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids.clone()})).loss
             engine.backward(loss)
             engine.step()
     return PeakAndTraffic(memory.peak_bytes, 0)
-
-
-def deepspeed_json(point: CheckedSetting) -> dict[str, Any]:
-    """Return a JSON with Adam, and buckets in proportion to the model."""
-    zero = {
-        "stage": point.stage,
-        "reduce_bucket_size": bucket_of(point),
-        "stage3_prefetch_bucket_size": bucket_of(point),
-        "stage3_param_persistence_threshold": 0,
-    }
-    adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-    low = {"bfloat16": {"bf16": {"enabled": True}}, "float32": {}}[point.dtype]
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "optimizer": adam,
-        "steps_per_print": 10**9,
-        "sequence_parallel_size": point.ranks,
-        "ring_attention": {
-            "pattern": PATTERNS[point.pattern][1],
-            "long_sequence": {key: TILES.get(key, True) for key in point.long},
-            "recompute_attention": point.recompute,
-        },
-    } | low
 
 
 @contextmanager
@@ -279,11 +249,9 @@ def measured(point: CheckedSetting) -> PeakAndTraffic:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each point; exit status 1 if a peak is off by more than 5 %, or bytes differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        __doc__, only=("", "points whose name has this in it"), json=(False, "one JSON row per line")
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="points whose name has this in it")
-    parser.add_argument("--json", action="store_true", help="one JSON row per line")
     options = parser.parse_args(arguments)
     os.environ["DS_ACCELERATOR"] = "cpu"
     points = [point for point in POINTS if options.only in point.name]
@@ -298,8 +266,8 @@ def main(arguments: list[str] | None = None) -> int:
         row |= {"measured_mib": round(real.peak / 2**20, 1), "off_percent": round(100 * off, 1)}
         if point.stage is None:
             row |= {"planned_bytes": plan.sent, "sent_bytes": real.sent}
-        print(json.dumps(row) if options.json else "  ".join(map(str, row.values())), flush=True)
-    print(json.dumps({"points": len(points), "within_5_percent": good}))
+        print_row(row, options.json)
+    print_row({"points": len(points), "within_5_percent": good})
     return 0 if good == len(points) else 1
 
 

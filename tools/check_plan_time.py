@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench import parser_of, print_row
 
 from ds_ring import RingMesh, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
@@ -83,7 +84,7 @@ def rank_main(options: argparse.Namespace) -> None:
             row = {"ranks": size, "tokens": tokens, "pattern": name, "layout": layout.name}
             row |= {"planned_s": round(planned, 4), "measured_s": round(measured, 4)}
             if dist.get_rank() == 0:
-                print(json.dumps(row | {"planned_over_measured": round(planned / measured, 3)}), flush=True)
+                print_row(row | {"planned_over_measured": round(planned / measured, 3)})
         if dist.get_rank() == 0 and options.hardware:
             print(json.dumps(hardware.model_dump(), indent=1), flush=True)
     mesh.close()
@@ -91,16 +92,11 @@ def rank_main(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """One row per length and pattern."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", type=int, default=2)
+    parser = parser_of(
+        __doc__, processes=2, tokens=[4096, 8192, 16384], heads=4, head_dim=64,
+        rounds=(5, "timed, after one of warm-up"), hardware=(False, "print what was measured, too"),
+    )  # fmt: skip
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5, help="timed, after one of warm-up")
-    parser.add_argument("--hardware", action="store_true", help="print what was measured, too")
     options = parser.parse_args(arguments)
     threads = max(1, len(os.sched_getaffinity(0)) // options.processes)
     run_ranks(rank_main, options.processes, (options,), threads=threads, deadline_s=1800)

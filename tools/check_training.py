@@ -11,11 +11,13 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
+from bench import parser_of
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and variants
@@ -30,42 +32,53 @@ def cell(pool: RankPool, name: str, stage: int, mesh: str) -> tuple[str, bool]:
     variant = VARIANTS[name]
     if stage < variant.least_stage:
         return "-", True
+    found = lambda: errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))  # noqa: E731
+    return judged(found, variant.errors)
+
+
+def judged(run: Callable[[], tuple[float, float]], limits: tuple[float, float]) -> tuple[str, bool]:
+    """Return the text of a run's errors of loss and gradients, and whether both are within limits."""
     try:
-        loss, gradient = errors(pool.run(train_on_ring, name, stage, mesh), train_alone(name))
+        loss, gradient = run()
     except RanksFailed as failed:
         console().print(str(failed)[-1500:], markup=False)
         return "failed !", False
-    good = loss <= variant.errors[0] and gradient <= variant.errors[1]
+    good = loss <= limits[0] and gradient <= limits[1]
     return f"{loss:.0e} {gradient:.0e}{'' if good else ' !'}".replace("e-0", "e-"), good
+
+
+def print_cells(
+    title: str, stages: Sequence[int], rows: Iterable[tuple[str, Callable[[int], tuple[str, bool]]]]
+) -> list[bool]:
+    """Print a table of a cell for each row and ZeRO stage; return which cells are good."""
+    table, good = Table(title=title, title_justify="left"), []
+    for head in ("", *(f"ZeRO {stage}" for stage in stages)):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for name, cell_at in rows:
+        cells = [cell_at(stage) for stage in stages]
+        print(f"{title}, {name}:", *(text for text, _ in cells), sep="  ", file=sys.stderr, flush=True)
+        good += [fine for _, fine in cells]
+        table.add_row(name, *(text for text, _ in cells))
+    print_table(table)
+    return good
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the tables; return 1 if a cell is beyond rounding."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, stages=([0, 1, 2, 3], "of ZeRO"))
     parser.add_argument("--only", nargs="*", default=[], help="variants whose name contains one of these")
-    parser.add_argument("--stages", nargs="*", type=int, default=[0, 1, 2, 3], help="of ZeRO")
     parser.add_argument("--meshes", nargs="*", choices=tuple(MESHES), default=list(MESHES))
     options = parser.parse_args(arguments)
     names = [name for name in VARIANTS if not options.only or any(part in name for part in options.only)]
     if not names:
         parser.error(f"--only: expected parts of the names of variants, got {options.only}; see --help")
-    bad, started = 0, time.monotonic()
+    good, started = list[bool](), time.monotonic()
     for mesh in options.meshes:
-        table = Table(title=f"{mesh}: error of losses, of gradients", title_justify="left")
-        table.add_column("")
-        for stage in options.stages:
-            table.add_column(f"ZeRO {stage}", justify="right", no_wrap=True)
         with RankPool(MESHES[mesh][0]) as pool:
-            for name in names:
-                cells = [cell(pool, name, stage, mesh) for stage in options.stages]
-                print(f"{mesh}, {name}:", *(text for text, _ in cells), sep="  ", file=sys.stderr, flush=True)
-                bad += sum(not good for _, good in cells)
-                table.add_row(name, *(text for text, _ in cells))
-        print_table(table)
-    console().print(f"{bad} cells beyond rounding, {time.monotonic() - started:.0f} s")
-    return min(bad, 1)
+            rows = ((name, partial(cell, pool, name, mesh=mesh)) for name in names)
+            good += print_cells(f"{mesh}: error of losses, of gradients", options.stages, rows)
+    print(f"{good.count(False)} cells beyond rounding, {time.monotonic() - started:.0f} s")
+    return int(not all(good))
 
 
 if __name__ == "__main__":

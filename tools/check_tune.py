@@ -18,10 +18,12 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from bench import in_turns, parser_of
 from tqdm import tqdm
 
 from ds_ring_launcher.run.local_ranks import run_ranks
@@ -38,15 +40,14 @@ def grid(
     passes: Passes, everyone: Sequence[TuningCandidate], tokens: int, rounds: int, name: str
 ) -> tuple[Times, float]:
     """Seconds of every candidate by round, and of all of it."""
-    times: Times = {candidate: [] for candidate in everyone}
     started = time.perf_counter()
     bar = tqdm(total=len(everyone) * (rounds + 1), desc=name, disable=dist.get_rank() != 0)
-    for turn in range(rounds + 1):
-        for candidate in everyone:
-            seconds = passes.seconds(candidate, tokens)
-            if turn:
-                times[candidate].append(seconds)
-            bar.update()
+
+    def timed(candidate: TuningCandidate) -> float:
+        bar.update()
+        return passes.seconds(candidate, tokens)
+
+    times = in_turns({candidate: partial(timed, candidate) for candidate in everyone}, rounds)
     bar.close()
     return times, time.perf_counter() - started
 
@@ -79,7 +80,6 @@ def row_of(options: argparse.Namespace, request: TuningRequest, result: TuningRe
         "worst_over_best": round(max(medians.values()) / medians[best], 4),
         "at_full_length": {str(one.candidate): round(one.median_s, 4) for one in result.finalists},
         "passes": result.passes,
-        "shortest_tokens": result.shortest_tokens,
     }
 
 
@@ -105,19 +105,13 @@ def rank_main(options: argparse.Namespace) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """One row."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=4)
+    parser = parser_of(
+        __doc__, processes=2, tokens=8192, heads=4, head_dim=64, deadline_seconds=7200.0,
+        pattern=("", "JSON, causal by default; say '{\"window\": 1024}'"),
+        rounds=(3, "of the grid, after one of warm-up"), again=(9, "rounds of that"),
+        best=(4, "of the grid, timed again beside the choice"),
+    )  # fmt: skip
     parser.add_argument("--kv-heads", type=int, default=None)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--pattern", metavar="JSON", help="causal by default; say '{\"window\": 1024}'")
-    parser.add_argument("--rounds", type=int, default=3, help="of the grid, after one of warm-up")
-    parser.add_argument("--best", type=int, default=4, help="of the grid, timed again beside the choice")
-    parser.add_argument("--again", type=int, default=9, help="rounds of that")
-    parser.add_argument("--deadline-seconds", type=float, default=7200)
     parser.add_argument("--json", metavar="FILE", type=Path, help="append the row")
     options = parser.parse_args(arguments)
     threads = max(1, len(os.sched_getaffinity(0)) // options.processes)

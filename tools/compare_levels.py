@@ -9,8 +9,9 @@ of 128.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
+
+from bench import parser_of
 
 from ds_ring import Causal
 from ds_ring_launcher.plan.hardware import read_hardware
@@ -22,18 +23,13 @@ from ds_ring_launcher.plan.training_setting import TrainingSetting
 HEADS, HEAD_DIM = 32, 128
 
 
-def seconds(setting: TrainingSetting) -> float:
-    """Return the seconds of both passes of a layer on the slowest rank looked at."""
-    return total_cost(slowest_passes(setting, setting.bytes_per_s)).seconds
-
-
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=HEADS, help="of 32 query heads")
-    parser.add_argument("--hardware", default="h100_flash3", help="name or file, as of ds-ring plan")
-    parser.add_argument("--local-tokens", type=int, nargs="+", default=[8192, 16384, 32768, 65536, 131072])
+    parser = parser_of(
+        __doc__, nodes=8, kv_heads=(HEADS, "of 32 query heads"),
+        hardware=("h100_flash3", "name or file, as of ds-ring plan"),
+        local_tokens=[8192, 16384, 32768, 65536, 131072],
+    )  # fmt: skip
     options = parser.parse_args()
     hardware = read_hardware(options.hardware)
     ranks = options.nodes * hardware.devices_per_node
@@ -44,11 +40,13 @@ def main() -> None:
         setting = TrainingSetting(
             local * ranks, ranks, 1, model, Causal(), "zigzag", Zero(0, ranks, 2), "bfloat16", hardware
         )
-        row = [
-            seconds(replace(setting, gradient_payload=payload, ring_ranks_per_node=node))
+        settings = [
+            replace(setting, gradient_payload=payload, ring_ranks_per_node=node)
             for payload in ("float32", "bfloat16")
             for node in (0, None)
         ]
+        # of both passes of a layer on the slowest rank looked at
+        row = [total_cost(slowest_passes(one, one.bytes_per_s)).seconds for one in settings]
         flat, two, flat_less, two_less = row
         print(f"{local:13,d} {flat:10.4f} {two:12.4f} {flat / two:7.3f} {flat_less:35.4f} {two_less:12.4f}")
 

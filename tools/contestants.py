@@ -34,18 +34,13 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class ContestSetup:
-    """Where a contestant runs.
+    """Where a contestant runs."""
 
-    Attributes:
-        rank, size: of the process group; 0 and 1 for one process.
-        tokens: of the whole sequence.
-        mesh: of the ranks; None for one process.
-    """
-
+    # rank, size: of the process group; 0 and 1 for one process
     rank: int
     size: int
-    tokens: int
-    mesh: RingMesh | None
+    tokens: int  # of the whole sequence
+    mesh: RingMesh | None  # of the ranks; None for one process
 
     @property
     def contiguous(self) -> Tensor:
@@ -132,8 +127,11 @@ def all_gather_and_mask(place: ContestSetup) -> Entry:
 @contestant("DeepSpeed Ulysses")
 def ulysses(place: ContestSetup) -> Entry:
     """`deepspeed.sequence.layer.DistributedAttention` around SDPA, [b, s, h, d]."""
+    import deepspeed
     from deepspeed import comm
     from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # is compiled for two minutes, not used
 
     def local(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))

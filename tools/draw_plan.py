@@ -13,6 +13,7 @@ import re
 import sys
 
 import numpy as np
+from bench import parser_of
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
@@ -35,19 +36,14 @@ def pattern_of(options: argparse.Namespace) -> Pattern:
 
 def main(arguments: list[str] | None = None) -> int:
     """Draw, and print the plan's summary."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--ring-size", type=int, default=4)
-    parser.add_argument("--layout", default="auto")
-    parser.add_argument("--block", type=int, default=32, help="tokens on a side of a point of the picture")
-    parser.add_argument("--full", action="store_true", help="not causal")
+    parser = parser_of(
+        __doc__, tokens=4096, ring_size=4, layout="auto", full=(False, "not causal"), out="plan.png",
+        block=(32, "tokens on a side of a point of the picture"),
+    )  # fmt: skip
     parser.add_argument("--window", type=int)
     parser.add_argument("--documents", type=int, nargs="+", help="lengths in tokens; --tokens is their sum")
     parser.add_argument("--segment-lengths", type=int, nargs="+")
     parser.add_argument("--dilation-rates", type=int, nargs="+")
-    parser.add_argument("--out", default="plan.png")
     parser.add_argument("--schedule", type=int, metavar="RANK", help="print this rank's steps, draw nothing")
     options = parser.parse_args(arguments)
     if options.documents:
@@ -58,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.schedule is not None:
         classes = plan.rank(options.schedule).classes
         for backward in (False, True):
-            schedule = lower_pass(classes, plan.group, backward=backward)
-            print(format_schedule(schedule))
+            print(format_schedule(lower_pass(classes, plan.group, backward=backward)))
         return 0
     print(plan.summary())
     heads = f"; K/V heads {plan.classes[0].kv_heads}" if len(plan.classes) > 1 else ""

@@ -14,12 +14,12 @@ Example:
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
+
+from bench import parser_of, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' campaign
 
@@ -31,13 +31,9 @@ KINDS_OF = {"attention": (*KINDS, *WHILE_STARTING), "deepspeed": KINDS, "outside
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row per fault; the exit code is the number of bad rounds, 100 at most."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=10)
+    parser = parser_of(__doc__, rounds=10, json=(False, "one JSON row per fault"))
     parser.add_argument("--mode", choices=tuple(KINDS_OF), default="attention")
     parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
-    parser.add_argument("--json", action="store_true", help="one JSON row per fault")
     options = parser.parse_args(arguments)
     every = KINDS_OF[options.mode]
     kinds = [kind for kind in every if not options.only or any(part in kind for part in options.only)]
@@ -51,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         bad += len(wrong)
         row = {"fault": kind, "mode": options.mode, "rounds": len(rounds), "good": len(rounds) - len(wrong)}
         row |= {"median_s": round(statistics.median(times), 2), "slowest_s": round(max(times), 2)}
-        print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+        print_row(row, options.json)
         for text in wrong[:2]:
             print("    " + text.replace("\n", "\n    "), flush=True)
     zygote.close()

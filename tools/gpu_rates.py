@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from bench import in_turns
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -75,12 +76,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
 
 def medians(works: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
     """Return the median seconds of each work: they take turns, after one round to warm up."""
-    taken: dict[str, list[float]] = {name: [] for name in works}
-    for turn in range(rounds + 1):
-        for name, work in works.items():
-            spent = seconds(work, device)
-            if turn:
-                taken[name].append(spent)
+    taken = in_turns({name: partial(seconds, work, device) for name, work in works.items()}, rounds)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
@@ -153,12 +149,6 @@ def both(kernel: Kernel, rank: Rank) -> None:
     differentiate(kernel, rank)
 
 
-def contestants(shape: Shape) -> dict[str, Kernel]:
-    """Return the kernels that can run on the device, but the slow reference."""
-    able = (name for name, row in KERNELS.items() if row.device in (None, shape.device))
-    return {name: get_kernel(name, shape.device) for name in able if name != "reference"}
-
-
 def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
     """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
     rows = []
@@ -169,7 +159,10 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
         forward: dict[str, Callable[[], object]] = {}
         backward: dict[str, Callable[[], object]] = {}
         refused: dict[str, str] = {}
-        for name, kernel in contestants(shape).items():
+        for name, known in KERNELS.items():
+            if name == "reference" or known.device not in (None, shape.device):
+                continue  # slow, or of another device
+            kernel = get_kernel(name, shape.device)
             try:
                 both(kernel, rank)
             except RingError as error:

@@ -13,10 +13,8 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
-import logging
 import os
 import resource
 import sys
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench import engine_of, llama, parser_of, print_row
 
 from ds_ring.errors import RingError
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
@@ -39,7 +38,7 @@ class TooLongError(RingError, RuntimeError):
 
 
 class Trial(NamedTuple):
-    """Describe one run; `sizes` are those of transformers' LlamaConfig."""
+    """Describe one run; `sizes` are those of `bench.llama`."""
 
     device: str
     ranks: int
@@ -49,28 +48,6 @@ class Trial(NamedTuple):
     stage: int
     offload: bool
     memory_gib: float
-
-
-def deepspeed_json(trial: Trial) -> dict[str, Any]:
-    """Return the JSON of a trial; parameters and optimizer on the host if `offload`."""
-    zero: dict[str, Any] = {"stage": trial.stage}
-    if trial.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": trial.device == "cuda"}
-        if trial.stage == 3:
-            zero["offload_param"] = {"device": "cpu", "pin_memory": trial.device == "cuda"}
-    params: dict[str, Any] = {"lr": 1e-5}
-    if trial.device == "cpu":
-        params["torch_adam"] = True  # DeepSpeed's own is compiled for two minutes
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": trial.device == "cuda"},
-        "optimizer": {"type": "AdamW", "params": params},
-        "steps_per_print": 10**9,
-        "sequence_parallel_size": trial.ranks,
-        "ring_attention": trial.section | {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60},
-    }
 
 
 def trial_rank(trial: Trial) -> tuple[float, float]:
@@ -90,21 +67,21 @@ def trial_rank(trial: Trial) -> tuple[float, float]:
 
 def two_steps(trial: Trial) -> tuple[float, float]:
     """Train for two steps, in a process group that is there."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    import ds_ring
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    dtype = torch.bfloat16 if trial.device == "cuda" else torch.float32
-    config = LlamaConfig(**trial.sizes, max_position_embeddings=trial.tokens)
+    cuda = trial.device == "cuda"
     with torch.device(trial.device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        model = llama(trial.tokens, **trial.sizes, dtype=torch.bfloat16 if cuda else torch.float32)
     model.activation_checkpointing_enable({"use_reentrant": False})
-    engine, *_ = ds_ring.initialize(
-        model=model, model_parameters=model.parameters(), config=deepspeed_json(trial)
-    )
-    ids = torch.arange(trial.tokens)[None] % trial.sizes["vocab_size"]
+    zero: dict[str, Any] = {"stage": trial.stage}
+    if trial.offload:  # optimizer, and at stage 3 parameters, on the host
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": cuda}
+        if trial.stage == 3:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": cuda}
+    section = trial.section | {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60}
+    more: dict[str, Any] = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
+    if cuda:
+        more["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
+    engine = engine_of(model, trial.ranks, section, zero, **more)
+    ids = torch.arange(trial.tokens)[None] % trial.sizes["vocab"]
     batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     seconds = 0.0
     for _ in range(2):
@@ -129,9 +106,7 @@ def fits(trial: Trial, deadline_s: float, as_json: bool) -> bool:
         if not any(words in str(error) for words in (*_NO_MEMORY, "bad_alloc", "MemoryError")):
             raise
         row |= {"fits": False}
-    print(
-        json.dumps(row) if as_json else "  ".join(f"{key} {value}" for key, value in row.items()), flush=True
-    )
+    print_row(row, as_json)
     return bool(row["fits"])
 
 
@@ -157,32 +132,21 @@ def longest(holds: Callable[[int], bool], start: int, multiple: int, precision: 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row for each length that is tried, and the longest that fits."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(
+        __doc__, ranks=2, layers=4, hidden=256, heads=4, kv_heads=2, intermediate=768, vocab=8192,
+        no_offload=(False, "optimizer and parameters on the device"), memory_gib=(2.0, "of a CPU rank"),
+        start=(4096, "the first length, in tokens"), precision=(0.05, "of the answer"),
+        deadline=(1800.0, "seconds for each length"), json=(False, "one JSON row per line"),
+    )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--ranks", type=int, default=2)
-    for name, size in {
-        "layers": 4, "hidden": 256, "heads": 4, "kv-heads": 2, "intermediate": 768, "vocab": 8192,
-    }.items():  # fmt: skip
-        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="of ZeRO")
-    parser.add_argument("--no-offload", action="store_true", help="optimizer and parameters on the device")
     parser.add_argument("--long-sequence", default="auto", choices=("auto", "off"))
     parser.add_argument("--pattern", type=json.loads, default={}, metavar="JSON", help="of the section")
-    parser.add_argument("--memory-gib", type=float, default=2.0, help="of a CPU rank")
-    parser.add_argument("--start", type=int, default=4096, help="the first length, in tokens")
-    parser.add_argument("--precision", type=float, default=0.05, help="of the answer")
-    parser.add_argument("--deadline", type=float, default=1800.0, help="seconds for each length")
-    parser.add_argument("--json", action="store_true", help="one JSON row per line")
     options = parser.parse_args(arguments)
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    sizes = {
-        "num_hidden_layers": options.layers, "hidden_size": options.hidden, "vocab_size": options.vocab,
-        "num_attention_heads": options.heads, "num_key_value_heads": options.kv_heads,
-        "intermediate_size": options.intermediate,
-    }  # fmt: skip
+    names = ("vocab", "hidden", "intermediate", "layers", "heads", "kv_heads")
+    sizes = {name: getattr(options, name) for name in names}
     section = {"long_sequence": options.long_sequence, "pattern": options.pattern}
 
     def holds(tokens: int) -> bool:
@@ -193,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         return fits(trial, options.deadline, options.json)
 
     found = longest(holds, options.start, 128 * options.ranks, options.precision)
-    print(json.dumps({"longest": found}) if options.json else f"longest {found}")
+    print_row({"longest": found}, options.json)
     return 0 if found else 1
 
 

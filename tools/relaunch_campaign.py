@@ -16,33 +16,29 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from bench import parser_of, print_row
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' hosts
 
 from tests.dist.leave_rounds import PLACES, kill_the_launcher, leave_when_told
-from tests.dist.relaunch_rounds import ENGINES, FAULTS, Round, play_round, same_losses_by, uninterrupted
+from tests.dist.relaunch_rounds import ENGINES, FAULTS, play_round, same_losses_by, uninterrupted
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a row per round; the exit code is the number of bad rounds, 100 at most."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of each fault")
+    parser = parser_of(
+        __doc__, rounds=(5, "of each fault"), tolerance=(1e-5, "largest difference of a loss"),
+        engines=(False, "compare the losses under every engine instead"),
+        leave=(False, "SIGTERM and kill -9 of the launcher instead"),
+    )  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], help="rounds whose name contains one of these")
     parser.add_argument("--engine", choices=("torchrun", "deepspeed", "slurm"), default="torchrun")
-    parser.add_argument(
-        "--engines", action="store_true", help="compare the losses under every engine instead"
-    )
-    parser.add_argument("--leave", action="store_true", help="SIGTERM and kill -9 of the launcher instead")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of a loss")
     options = parser.parse_args(arguments)
     bad, started = 0, time.monotonic()
     if options.leave:
@@ -59,7 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
                 found = play_round(folder, fault, number, options.engine)
                 wrong = found.wrong(expected, options.tolerance)
                 bad += bool(wrong)
-                print(json.dumps(_row(fault, number, found, wrong)), flush=True)
+                row = {"fault": fault, "round": number}
+                row["seconds"] = {name: round(value, 1) for name, value in found.seconds.items()}
+                names = ("world_sizes", "resumed_from", "culprit", "said")
+                print_row(row | {name: getattr(found, name) for name in names} | {"wrong": wrong})
     print(f"{bad} bad rounds, {time.monotonic() - started:.0f} s", flush=True)
     return min(bad, 100)
 
@@ -76,7 +75,7 @@ def _leave(rounds: int, only: list[str]) -> int:
                 continue
             row = act(Path(name, "-".join(map(str, what.values()))), engine, far, number)
             bad += bool(row["wrong"])
-            print(json.dumps({**what, **row}), flush=True)
+            print_row({**what, **row})
     return min(bad, 100)
 
 
@@ -90,25 +89,12 @@ def _compare_engines(tolerance: float) -> int:
             expected = found[ENGINES[0]]
             worst = max(abs(losses.get(step, 1e9) - loss) for step, loss in expected.items())
             row = {"engine": engine, "steps": len(losses), "largest_difference": worst}
-            print(json.dumps(row | {"seconds": round(time.monotonic() - started)}), flush=True)
+            print_row(row | {"seconds": round(time.monotonic() - started)})
     expected = found[ENGINES[0]]
     return sum(
         losses.keys() != expected.keys() or any(abs(losses[s] - expected[s]) > tolerance for s in expected)
         for losses in found.values()
     )
-
-
-def _row(fault: str, number: int, found: Round, wrong: str) -> dict[str, object]:
-    return {
-        "fault": fault,
-        "round": number,
-        "seconds": {name: round(value, 1) for name, value in found.seconds.items()},
-        "world_sizes": found.world_sizes,
-        "resumed_from": found.resumed_from,
-        "culprit": found.culprit,
-        "said": found.said,
-        "wrong": wrong,
-    }
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
+from bench import parser_of
 from rich.table import Table
 from simulated_cluster.figures import Of
 from simulated_cluster.job import FAULTS, ClusterSetting, SimulationError, Story, helper, play
@@ -31,25 +30,15 @@ from ds_ring_launcher.tables import print_table
 JOIN_S, VERDICT_S, DECIDED_S = 20.0, 1.0, 5.0
 
 
-class TimedEvent(NamedTuple):
-    """Hold how long something took, in seconds, and how long it may; None where nothing is promised."""
-
-    what: str
-    seconds: float
-    bound: float | None = None
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Print a table per fault; return 1 if anything is not as promised."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=1024)
+    parser = parser_of(
+        __doc__, ranks=1024, heartbeat_seconds=(10.0, "heartbeat timeout"),
+        deadline_seconds=(300.0, "for each fault"),
+    )  # fmt: skip
     parser.add_argument("--hosts", type=int, help="all with as many ranks; default: 8 ranks each")
     what = "kill (a rank), stop (a rank), bug (in a rank), host (all of its ranks)"
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, metavar="FAULT", help=what)
-    parser.add_argument("--heartbeat-seconds", type=float, default=10.0, help="heartbeat timeout")
-    parser.add_argument("--deadline-seconds", type=float, default=300.0, help="for each fault")
     parser.add_argument("--keep", type=Path, help="a new folder for runs and logs; default: none is kept")
     options = parser.parse_args(arguments)
     hosts = options.hosts or max(options.ranks // 8, 1)
@@ -93,7 +82,8 @@ def _print(story: Story, setting: ClusterSetting, fault: str) -> bool:
     return bool(wrong)
 
 
-def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[TimedEvent]:
+def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[tuple[str, float, float | None]]:
+    """Return how long things took, in seconds, and how long they may; None where nothing is promised."""
     first = story.attempts[0]
     forked, told = min(first.all(Of.FORKED)), first.known(Of.TOLD).values()
     joined = max(first.all(Of.JOINED)) - forked
@@ -101,23 +91,24 @@ def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[TimedEve
     silence = setting.heartbeat_s if fault == "stop" else 0.0
     since = story.struck + silence
     chosen_s = DECIDED_S if fault == "host" else None
-    moments = [
-        TimedEvent(
+    moments: list[tuple[str, float, float | None]] = [
+        (
             "(before it) all hosts asked, from the launcher's start",
             story.event("start", 1)["at"] - story.started,
+            None,
         ),
-        TimedEvent("(before it) all have joined, from the first fork", joined, JOIN_S),
+        ("(before it) all have joined, from the first fork", joined, JOIN_S),
     ]
     if silence:
-        moments.append(TimedEvent(f"(after it) silence of {silence:g} s is over; from there", silence))
+        moments.append((f"(after it) silence of {silence:g} s is over; from there", silence, None))
     moments += [
-        TimedEvent("the first rank knows the verdict", min(told, default=since) - since),
-        TimedEvent("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
-        TimedEvent("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
-        TimedEvent("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
+        ("the first rank knows the verdict", min(told, default=since) - since, None),
+        ("the last rank knows the verdict", max(told, default=since) - since, VERDICT_S),
+        ("relaunch is decided", story.event("end", 1)["at"] - since, DECIDED_S),
+        ("hosts are asked, the ring is chosen", story.event("start", 2)["at"] - since, chosen_s),
     ]
     if len(story.attempts) > 1:
-        moments.append(TimedEvent("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since))
+        moments.append(("all have joined again", max(story.attempts[1].all(Of.JOINED)) - since, None))
     return moments
 
 

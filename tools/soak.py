@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
-import tempfile
 import time
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+from bench import parser_of, print_row
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from ds_ring import Causal, Dilated, RingMesh, make_layout, ring_attention
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.messages import Message
+from ds_ring_launcher.run.local_ranks import run_ranks
 
 PATTERNS = (Causal(), Dilated((64, 256), (1, 2)))
 WARM_UP = 0.1  # of the passes, before anything is called flat
@@ -74,11 +71,9 @@ def large_hop(mesh: RingMesh) -> bool:
     return all(torch.equal(message.tensor, of(before, which)) for which, message in enumerate(receives))
 
 
-def rank_main(rank: int, size: int, store: str, options: argparse.Namespace, out: str) -> None:
+def on_a_rank(options: argparse.Namespace) -> dict[str, Any]:
     """All passes of one rank; rank 0 prints."""
-    torch.set_num_threads(1)
-    timeout = timedelta(minutes=10)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    size = dist.get_world_size()
     mesh = RingMesh.from_world(size)
     first = [one_pass(mesh, options.tokens, number) for number in range(len(PATTERNS))]
     different, seen, started = 0, [], time.monotonic()
@@ -87,13 +82,10 @@ def rank_main(rank: int, size: int, store: str, options: argparse.Namespace, out
         different += one_pass(mesh, options.tokens, number) != first[number % len(PATTERNS)]
         if number in marks:
             seen.append({"pass": number, **usage()})
-            if rank == 0:
-                print(json.dumps({"ranks": size, "seconds": round(time.monotonic() - started), **seen[-1]}))
-    exact = large_hop(mesh) if options.large else None
-    found: dict[str, Any] = {"different": different, "large_hop_exact": exact, "seen": seen}
-    Path(f"{out}.{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+            if mesh.ring_rank == 0:
+                print_row({"ranks": size, "seconds": round(time.monotonic() - started), **seen[-1]})
+    exact = None if options.no_large else large_hop(mesh)
+    return {"different": different, "large_hop_exact": exact, "seen": seen}
 
 
 def judge(found: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
@@ -111,26 +103,20 @@ def judge(found: dict[str, Any], passes: int, slack_mib: float) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """One row per ring size; exit code 1 if anything grew or differed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--passes", type=int, default=10000, help="forward + backward")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--no-large", dest="large", action="store_false", help="without the hop of 512 MB")
-    parser.add_argument("--slack-mib", type=float, default=8.0, help="of growth that counts as none")
+    parser = parser_of(
+        __doc__, passes=(10000, "forward + backward"), ranks=[2, 4], tokens=512,
+        no_large=(False, "without the hop of 512 MB"), slack_mib=(8.0, "of growth that counts as none"),
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     bad = False
     for size in options.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(rank_main, (size, f"{folder}/store", options, f"{folder}/out"), nprocs=size)
-            ranks = [json.loads(Path(f"{folder}/out.{rank}").read_text()) for rank in range(size)]
+        ranks = run_ranks(on_a_rank, size, (options,), threads=1, deadline_s=86_400)
         wrong = [judge(found, options.passes, options.slack_mib) for found in ranks]
         bad |= any(wrong)
         last = [found["seen"][-1] for found in ranks]
         exact = all(found["large_hop_exact"] is not False for found in ranks)
-        row = {"ranks": size, "passes": options.passes, "wrong": wrong, "last": last, "large_exact": exact}
-        print(json.dumps(row), flush=True)
+        row = {"ranks": size, "passes": options.passes, "wrong": wrong, "last": last}
+        print_row(row | {"large_exact": exact})
     return int(bad)
 
 

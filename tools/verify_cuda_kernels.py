@@ -71,24 +71,16 @@ CUDA: dict[str, Callable[..., Any]] = {
 }
 
 
-class Driver:
-    """What Inductor asks of Triton's driver."""
-
-    utils = types.SimpleNamespace(
+# What Inductor asks of Triton's driver.
+DRIVER = types.SimpleNamespace(
+    utils=types.SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": 232448, "multiprocessor_count": 132}
-    )
-
-    def get_current_target(self) -> Any:
-        return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+    ),
+    get_current_target=lambda: importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=None: 0,
+    get_active_torch_device=lambda: torch.device("cpu"),
+)
 
 
 @contextmanager
@@ -131,7 +123,7 @@ def prepare(sources: list[str]) -> None:
     triton = importlib.import_module("triton")  # not there with the CPU wheel
     if not hasattr(triton.runtime.driver, "set_active"):
         raise SystemExit(f"triton {triton.__version__} has no driver.set_active")
-    triton.runtime.driver.set_active(Driver())
+    triton.runtime.driver.set_active(DRIVER)
     triton_helpers.set_driver_to_gpu = lambda: None
     config.fx_graph_cache = False
     config.compile_threads = 1

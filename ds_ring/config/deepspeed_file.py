@@ -67,8 +67,7 @@ def _top_level_problems(whole: Json) -> list[Problem]:
         for key in _BREAKS_GRADIENTS
         if key in whole
     ]
-    misspelt = None if SP_KEY in whole else _near_key(whole, SP_KEY)
-    return problems if misspelt is None else [*problems, _misspelt(misspelt, SP_KEY)]
+    return problems if SP_KEY in whole else [*problems, *_misspelt(whole, SP_KEY)]
 
 
 def _crowded(section: Json) -> list[Problem]:
@@ -85,19 +84,19 @@ def _crowded(section: Json) -> list[Problem]:
 def _no_section(whole: Json) -> Problem:
     if SECTION in whole:
         return Problem(SECTION, sentence("an object {...}", shown(whole[SECTION]), "use {} for the defaults"))
-    misspelt = _near_key(whole, SECTION)
-    if misspelt is not None:
-        return _misspelt(misspelt, SECTION)
+    if misspelt := _misspelt(whole, SECTION):
+        return misspelt[0]
     add = f'"{SECTION}": {{}}' if SP_KEY in whole else f'"{SECTION}": {{"ring_size": 4}}'
     return Problem(SECTION, sentence("this section", "none", f"add {add} at the top level to run a ring"))
 
 
-def _misspelt(key: str, wanted: str) -> Problem:
-    return Problem(key, sentence(f"'{wanted}'", f"the unknown key '{key}'", f"did you mean '{wanted}'?"))
-
-
-def _near_key(whole: Json, wanted: str) -> str | None:
+def _misspelt(whole: Json, wanted: str) -> list[Problem]:
+    """Return the problem of the first key that was meant to be `wanted`, if there is one."""
     if len(whole) > MOST_KEYS:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
-        return None
+        return []
     # 0.85: "sequence_parallel" is a slip of the pen, DeepSpeed's own "tensor_parallel" and its like are not.
-    return next((str(key) for key in whole if did_you_mean(key, [wanted], cutoff=0.85)), None)
+    for key in whole:
+        if did_you_mean(key, [wanted], cutoff=0.85):
+            what = sentence(f"'{wanted}'", f"the unknown key '{key}'", f"did you mean '{wanted}'?")
+            return [Problem(str(key), what)]
+    return []

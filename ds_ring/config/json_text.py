@@ -26,12 +26,7 @@ from ds_ring.errors import RingConfigError
 # writer, and to read /dev/zero never ends.
 
 MOST_BYTES = 4 * 2**20
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
+_KINDS = {"p": "a pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has them
 
 
 def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
@@ -44,21 +39,27 @@ def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
     label = str(path) if str(path).isprintable() else repr(str(path))
     label = label if len(label) <= 200 else f"{label[:100]}...{label[-90:]}"
     try:
-        _require_regular(os.stat(path), label)
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError
+        if not stat.S_ISREG(mode):
+            got = _KINDS.get(stat.filemode(mode)[0], "something else")
+            what = sentence("a regular file", got, "write its contents to a file first")
+            raise config_error(label, what)
         # Whoever swaps a pipe in between makes nobody wait.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with open(handle, "rb") as file:
-            _require_regular(os.fstat(handle), label)
             data = file.read(most_bytes + 1)
-    except (FileNotFoundError, IsADirectoryError):
+    except (FileNotFoundError, IsADirectoryError, RingConfigError):
         raise
     except (OSError, ValueError) as error:  # no permission, a name that is too long, a NUL in the name
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         what = sentence("a file that can be read", said, "give the path of a file")
         raise config_error(label, what) from None
     if len(data) > most_bytes:
-        got, most = f"more than {most_bytes:,} bytes", f"a file of at most {most_bytes:,} bytes"
-        raise config_error(label, sentence(most, got, "is this the right file?"))
+        most = f"{most_bytes:,} bytes"
+        what = sentence(f"a file of at most {most}", f"more than {most}", "is this the right file?")
+        raise config_error(label, what)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -99,14 +100,6 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _require_regular(found: os.stat_result, label: str) -> None:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError
-    if not stat.S_ISREG(found.st_mode):
-        got = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
-        raise config_error(label, sentence("a regular file", got, "write its contents to a file first"))
-
-
 Json = dict[str, Any]
 MOST_NESTED = 64
 
@@ -117,18 +110,36 @@ def read_object(source: str | os.PathLike[str]) -> Json:
     if str(path).lstrip().startswith("{"):
         advice = "pass json.loads(text), or write it to a file"
         raise config_error(f"{str(path)[:40]!r}", sentence("the path of a file", "JSON text", advice))
-    return parse_object(_read_text(path), str(path))
+    try:
+        text = read_small(path)
+    except FileNotFoundError:
+        raise config_error(str(path), f"the file does not exist: {_what_is_there(path)}") from None
+    except IsADirectoryError:
+        raise config_error(str(path), f"expected a JSON file, got a directory; {_files_in(path)}") from None
+    if not text.strip():
+        advice = 'it must hold at least {"ring_attention": {"ring_size": 4}}'
+        raise config_error(str(path), f"expected a JSON object, got an empty file; {advice}")
+    return parse_object(text, str(path))
 
 
 def parse_object(text: str, label: str) -> Json:
     """Return the JSON object that `text` is; RingConfigError, beginning with `label`, where it is none."""
-    duplicates: list[tuple[Json, str]] = []
+    # An object, and its keys that stand in it more than once: json would silently keep the last.
+    duplicates: list[tuple[Json, list[str]]] = []
+
+    def built(pairs: list[tuple[str, Any]]) -> Json:
+        value: Json = dict(pairs)
+        if len(value) < len(pairs):
+            times = Counter(name for name, _ in pairs)
+            duplicates.append((value, [name for name, count in times.items() if count > 1]))
+        return value
+
     # The parser recurses: it would overflow its stack on what is nested deeper.
     if _depth(text) > MOST_NESTED:
         what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
         raise config_error(label, f"cannot be read as JSON: {what}")
     try:
-        value = json.loads(text, object_pairs_hook=lambda pairs: _object(pairs, duplicates))
+        value = json.loads(text, object_pairs_hook=built)
     except json.JSONDecodeError as error:
         raise config_error(label, _syntax_message(text, error)) from None
     except ValueError as error:  # an integer of 5000 digits
@@ -136,13 +147,15 @@ def parse_object(text: str, label: str) -> Json:
         what = sentence("numbers that can be read", got, "correct them")
         raise config_error(label, f"cannot be read as JSON: {what}") from None
     if not isinstance(value, dict):
-        got = shown(value)
-        raise config_error(
-            label, sentence("a JSON object {...} at the top level", got, "write {...} with keys")
-        )
-    problems = [_duplicate(value, owner, key) for owner, key in duplicates[:MOST_PROBLEMS]] + non_finite(
-        value
-    )
+        expected = "a JSON object {...} at the top level"
+        raise config_error(label, sentence(expected, shown(value), "write {...} with keys"))
+    problems = []
+    what = sentence("each key once in an object", "this one more than once", "keep one of them")
+    for owner, names in duplicates[:MOST_PROBLEMS]:
+        # An owner that was itself overwritten by a later duplicate is no longer in the tree.
+        prefix = next((key for key, item in _walk(value) if item is owner), "")
+        problems += [Problem(f"{prefix}.{name}".removeprefix("."), what) for name in names]
+    problems += non_finite(value)
     if problems:
         raise config_error(label, *problems)
     return value
@@ -179,31 +192,13 @@ def _walk(value: object, key: str = "") -> Iterator[tuple[str, object]]:
             yield from _walk(item, f"{key}[{index}]")
 
 
-def _read_text(path: Path) -> str:
-    try:
-        text = read_small(path)
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except IsADirectoryError:
-        raise config_error(str(path), "expected a JSON file, got a directory; " + _files_in(path)) from None
-    if not text.strip():
-        advice = 'it must hold at least {"ring_attention": {"ring_size": 4}}'
-        raise config_error(str(path), f"expected a JSON object, got an empty file; {advice}")
-    return text
-
-
-def _missing(path: Path) -> RingConfigError:
+def _what_is_there(path: Path) -> str:
     where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
-    if path.parent.is_dir():
-        what = f"nothing of that name in {path.parent.resolve()}{where}; {_near_files(path)}"
-    else:
-        what = f"the folder {path.parent} does not exist either{where}; check the path"
-    return config_error(str(path), f"the file does not exist: {what}")
-
-
-def _near_files(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist either{where}; check the path"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(near)}?" if near else _files_in(path.parent)
+    advice = f"did you mean {' or '.join(near)}?" if near else _files_in(path.parent)
+    return f"nothing of that name in {path.parent.resolve()}{where}; {advice}"
 
 
 def _files_in(folder: Path) -> str:
@@ -229,10 +224,11 @@ def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
     """Return where the fault really is (a trailing comma is noticed one token late), and its name."""
     position = error.pos
     before, here = text[:position].rstrip(), text[position : position + 12]
+    trailing = "JSON allows no trailing comma; remove this one"
     if here[:1] in ("}", "]") and before.endswith(","):
-        return len(before) - 1, "JSON allows no trailing comma; remove this one"
+        return len(before) - 1, trailing
     if here.startswith(",") and text[position + 1 :].lstrip()[:1] in ("}", "]"):  # what Python 3.13 points at
-        return position, "JSON allows no trailing comma; remove this one"
+        return position, trailing
     if here.startswith(("//", "/*", "#")):
         return position, "JSON has no comments; remove it"
     if here.startswith("'"):
@@ -246,19 +242,3 @@ def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
     if error.msg.startswith("Extra data"):
         return position, "expected one JSON object, got more text after its end; remove it"
     return position, f"{error.msg}; correct it here or just before"
-
-
-def _object(pairs: list[tuple[str, Any]], duplicates: list[tuple[Json, str]]) -> Json:
-    """Build an object and note duplicate keys, of which json would silently keep the last."""
-    built: Json = dict(pairs)
-    if len(built) < len(pairs):
-        times = Counter(name for name, _ in pairs)
-        duplicates.extend((built, name) for name, count in times.items() if count > 1)
-    return built
-
-
-def _duplicate(root: Json, owner: Json, name: str) -> Problem:
-    # An owner that was itself overwritten by a later duplicate is no longer in the tree: name the key alone.
-    prefix = next((key for key, item in _walk(root) if item is owner), "")
-    key = f"{prefix}.{name}" if prefix else name
-    return Problem(key, sentence("each key once in an object", "this one more than once", "keep one of them"))

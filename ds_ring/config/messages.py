@@ -52,8 +52,15 @@ def sentence(expected: str, got: str, advice: str) -> str:
 
 def config_error(source: str, *problems: Problem | str) -> RingConfigError:
     """Build one error for all problems: one line for one, a list of at most 20 for more."""
-    texts = [item if isinstance(item, str) else f"{item.key}: {item.sentence}" for item in problems]
-    texts = [_readable(text) for text in texts[:MOST_PROBLEMS]]
+    texts = []
+    for item in problems[:MOST_PROBLEMS]:
+        text = item if isinstance(item, str) else f"{item.key}: {item.sentence}"
+        # Without characters that a terminal would obey.
+        kept = [
+            sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MOST_LETTERS]
+        ]
+        text = "".join(kept)
+        texts.append(text if len(text) < _MOST_LETTERS else f"{text}...")
     if len(problems) == 1:
         return RingConfigError(f"{source}: {texts[0]}")
     more = len(problems) - len(texts)
@@ -61,25 +68,14 @@ def config_error(source: str, *problems: Problem | str) -> RingConfigError:
     return RingConfigError(f"{source}: {len(problems)} problems" + "".join(f"\n  - {text}" for text in texts))
 
 
-def _readable(text: str) -> str:
-    """Return the text without characters that a terminal would obey, cut where it is very long."""
-    text = "".join(
-        sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MOST_LETTERS]
-    )
-    return text if len(text) < _MOST_LETTERS else f"{text}..."
-
-
 def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice nearest to `word`, looking past case, dashes, underscores and blanks."""
     if len(str(word)) > 200:  # nobody means that; the comparison would be slow
         return None
-    by_plain_form = {_plain(choice): choice for choice in choices}
-    near = difflib.get_close_matches(_plain(str(word)), by_plain_form, n=1, cutoff=cutoff)
-    return by_plain_form[near[0]] if near else None
-
-
-def _plain(word: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", word.lower())
+    choices = list(choices)
+    plain, *others = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (str(word), *choices))
+    near = difflib.get_close_matches(plain, others, n=1, cutoff=cutoff)
+    return choices[others.index(near[0])] if near else None
 
 
 def shown(value: object) -> str:
@@ -166,9 +162,8 @@ def _field_at(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[Bas
     field: FieldInfo | None = None
     inner: Any = root
     for part in loc:
-        if not (
-            isinstance(inner, type) and issubclass(inner, BaseModel)
-        ):  # inside a list or an options object: the field stays
+        # Inside a list or an options object the field stays.
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
             break
         owner, field = inner, inner.model_fields.get(str(part))
         inner = field.annotation if field else None
@@ -200,25 +195,16 @@ def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> st
     """Describe a key nobody knows: a near miss here, a key of the neighbouring section, or neither."""
     known = _keys(owner)
     near = did_you_mean(word, known)
-    home = _home_of(word, owner, root)
-    if home:
-        advice = f"move it to {home}"
-    elif near:
+    advice = "remove it, or move it to the section that it belongs to"
+    if near:
         advice = f"did you mean '{near}'?"
-    else:
-        advice = "remove it, or move it to the section that it belongs to"
-    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word[:80]}'", advice)
-
-
-def _home_of(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str | None:
-    """Return where a key that is right but stands in the wrong section belongs."""
-    if owner is not root and word in _keys(root):
-        return "the section above"
-    sections: dict[str, Any] = {name: field.annotation for name, field in root.model_fields.items()}
-    for name, section in sections.items():
+    for name, field in root.model_fields.items():
+        section: Any = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel) and word in section.model_fields:
-            return f'the sub-section "{name}"'
-    return None
+            advice = f'move it to the sub-section "{name}"'
+    if owner is not root and word in _keys(root):
+        advice = "move it to the section above"
+    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word[:80]}'", advice)
 
 
 def _type_advice(value: object, what: str) -> str | None:

@@ -21,7 +21,7 @@ from ds_ring.config.messages import Accepts, Refused, Section, problems_of, sent
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import PUBLIC, JsonKey, load
+from ds_ring.registry import PUBLIC, load
 
 ONE_UP = "a whole number of at least 1"
 WORD = Accepts("a word", "write one of these in double quotes")
@@ -92,20 +92,16 @@ class PatternKeys(Section):
                 raise Refused(sentence(BRANCHES.what, got, "sort the branches, none twice"))
         return values
 
-    @field_validator("window_dilation", "sinks")
+    @field_validator("window_dilation", "sinks", "head_offsets")
     @classmethod
-    def _of_a_window(cls, value: int | None, info: ValidationInfo) -> int | None:
-        default = cls.model_fields[str(info.field_name)].default
-        if value != default and info.data.get("window", ()) is None:
-            raise Refused(without_effect(shown(value), "window null", "sees all tokens already"))
+    def _is_read(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
+        other, why = "window", "sees all tokens already"
+        if name == "head_offsets":
+            other, why = "segment_lengths", "is not dilated"
+        if value != cls.model_fields[name].default and info.data.get(other, ()) is None:
+            raise Refused(without_effect(shown(value), f"{other} null", why))
         return value
-
-    @field_validator("head_offsets")
-    @classmethod
-    def _of_a_dilation(cls, offsets: str, info: ValidationInfo) -> str:
-        if offsets != "paper" and info.data.get("segment_lengths", ()) is None:
-            raise Refused(without_effect(shown(offsets), "segment_lengths null", "is not dilated"))
-        return offsets
 
     @field_validator("dilation_rates")
     @classmethod
@@ -138,15 +134,11 @@ def _checked_slices(value: Any) -> Any:
         raise Refused(str(error).removeprefix("Slices: ")) from None
 
 
-def _patterns_by_key() -> dict[str, tuple[JsonKey, type[Pattern]]]:
-    """Return the public patterns that say themselves what their key is (`Pattern.json_key`)."""
-    # functions of a pair are no JSON, and their modules take torch with them
-    homes = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "_mod" not in home)
-    found: list[type[Pattern]] = [load(home) for home in homes]
-    return {one.json_key.name: (one.json_key, one) for one in found if one.json_key}
-
-
-PATTERNS_BY_KEY = _patterns_by_key()
+# The public patterns that say themselves what their key is (`Pattern.json_key`). Functions of a pair are no
+# JSON, and their modules take torch with them.
+_HOMES = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "_mod" not in home)
+_PATTERNS: list[type[Pattern]] = [load(home) for home in _HOMES]
+PATTERNS_BY_KEY = {one.json_key.name: (one.json_key, one) for one in _PATTERNS if one.json_key}
 
 
 def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
@@ -192,19 +184,14 @@ def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
         raise Refused(sentence("an object of pattern keys", shown(own), 'write {"window": 512}, say'))
     for key in ("layers", "documents", "causal"):
         if key in own:
-            raise Refused(
-                sentence(f"no {key} in {shown(names)}", shown(own[key]), "it is the same for all layers")
-            )
+            what = sentence(f"no {key} in {shown(names)}", shown(own[key]), "it is the same for all layers")
+            raise Refused(what)
+    whole = {key: value for key, value in others.items() if key != "documents"} | own
     try:
-        return PatternConfig.model_validate(
-            {key: value for key, value in others.items() if key != "documents"} | own
-        )
+        return PatternConfig.model_validate(whole)
     except ValidationError as error:
-        raise Refused(
-            "; ".join(
-                f"{shown(names)}.{one.key}: {one.sentence}" for one in problems_of(error, PatternConfig, "")
-            )
-        ) from None
+        found = problems_of(error, PatternConfig, "")
+        raise Refused("; ".join(f"{shown(names)}.{one.key}: {one.sentence}" for one in found)) from None
 
 
 LayerList = Annotated[

@@ -36,10 +36,6 @@ from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, S
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import KERNELS, LAYOUTS
 
-if TYPE_CHECKING:
-    from ds_ring.config.pattern_section import PatternConfig
-
-
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
 
 TileChoice = Literal["auto"] | bool | int
@@ -48,16 +44,12 @@ Switch = Literal["auto"] | bool
 _TILE = Accepts('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
 _SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
 
-MIB = 1 << 20
-_TILE_BYTES = {"cpu": 64 * MIB}
-_TILE_BYTES_ELSEWHERE = 512 * MIB
+_MIB = 1 << 20
 _LEAST_TOKENS = 64
 
 
 def _tile(value: object) -> TileChoice:
-    if isinstance(value, bool) or value == "auto":
-        return value
-    if type(value) is int and 1 <= value <= MOST:
+    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MOST):
         return value
     raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
 
@@ -103,9 +95,8 @@ class LongSequenceConfig(Section):
     @property
     def any(self) -> bool:
         """Return whether a part of a model is on, or may be; `offload_attention` is attention's own."""
-        return any(
-            value is not False for value in (self.tiled_loss, self.tiled_mlp, self.offload_checkpoints)
-        )
+        parts = (self.tiled_loss, self.tiled_mlp, self.offload_checkpoints)
+        return any(value is not False for value in parts)
 
 
 def _from_word(value: Any) -> Any:
@@ -132,7 +123,7 @@ def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
     """
     if type(tile) is int:
         return tile
-    return max(_TILE_BYTES.get(device, _TILE_BYTES_ELSEWHERE) // (4 * width), _LEAST_TOKENS)
+    return max((64 if device == "cpu" else 512) * _MIB // (4 * width), _LEAST_TOKENS)
 
 
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
@@ -292,9 +283,8 @@ class RingConfig(Section):
         fits = [size for size in _divisors(world_size) if size % ulysses == 0]
         advice = f"use {listed(fits)}" if fits else f"no multiple of ulysses_size {ulysses} does: change that"
         if world_size < whole:  # a script that was started without a launcher, say
-            advice += (
-                f", or start {whole} processes (deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch)"
-            )
+            start = f"deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch"
+            advice += f", or start {whole} processes ({start})"
         raise RingMeshError(f"{SP_KEY} {whole} does not divide world size {world_size}; {advice}")
 
     def fingerprint(self) -> str:
@@ -350,7 +340,11 @@ class RingConfig(Section):
         kernel = info.data.get("kernel")
         if size != 128 and kernel in KERNELS and not KERNELS[kernel].takes_blocks:
             raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
-        return size
+        if size >= 16 and size.bit_count() == 1:
+            return size
+        below = 1 << (size.bit_length() - 1) if size > 16 else 16
+        near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
+        raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
 
     @field_validator("overlap", "prune", "gradient_payload", "chunk_bytes", "monitor")
     @classmethod
@@ -369,15 +363,6 @@ class RingConfig(Section):
         if value and info.data.get("attention") == "as_is":
             raise Refused(sentence("false", 'true beside "attention": "as_is"', "a graph has one ring"))
         return value
-
-    @field_validator("block_size")
-    @classmethod
-    def _is_a_power_of_two(cls, size: int) -> int:
-        if size >= 16 and size.bit_count() == 1:
-            return size
-        below = 1 << (size.bit_length() - 1) if size > 16 else 16
-        near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
-        raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
 
     @field_validator("hop_timeout_seconds")
     @classmethod
@@ -408,8 +393,7 @@ def _divisors(number: int) -> list[int]:
 
 def pattern_from_config(config: RingConfig) -> Pattern:
     """Build the pattern of the section; its parts are composed with `&`."""
-    # "documents": true is not in it: documents change with every batch, and are added to this pattern by
-    # whoever has the batch (`pattern & Documents(...)`).
+    # Without documents: they change with every batch, and who has the batch adds them.
     return _pattern(config.pattern)
 
 
@@ -425,7 +409,10 @@ def _pattern(section: PatternConfig) -> Pattern:
         lengths, rates = tuple(section.segment_lengths), tuple(section.dilation_rates)
         parts.append(Dilated(lengths, rates, section.causal, section.head_offsets))
     if section.window is not None:
-        parts.append(_window(section, section.window))
+        near: Pattern = SlidingWindow(section.window, section.causal)
+        if section.window_dilation > 1:
+            near = DilatedWindow(section.window, section.window_dilation, section.causal)
+        parts.append(near if section.sinks is None else near | Sinks(section.sinks, section.causal))
     for name, (_, kind) in PATTERNS_BY_KEY.items():
         tokens, make = getattr(section, name), cast(Callable[..., Pattern], kind)
         if tokens is not None:
@@ -437,20 +424,10 @@ def _pattern(section: PatternConfig) -> Pattern:
     return reduce(and_, parts) if parts else Causal() if section.causal else Full()
 
 
-def _window(section: PatternConfig, window: int) -> Pattern:
-    """The sliding window, dilated or not, with the sinks that are seen beside it."""
-    near: Pattern = SlidingWindow(window, section.causal)
-    if section.window_dilation > 1:
-        near = DilatedWindow(window, section.window_dilation, section.causal)
-    return near if section.sinks is None else near | Sinks(section.sinks, section.causal)
-
-
 def by_json_key(config: RingConfig) -> Json:
     """Return the values by their dotted JSON keys, with everything that was left out filled in."""
     values = config.model_dump(mode="json")
     flat = {SP_KEY: values.pop(SP_KEY)}
-    inner = {part: values.pop(part) for part in ("pattern", "long_sequence")}
-    flat |= {f"{SECTION}.{name}": value for name, value in values.items()}
-    for part, keys in inner.items():
-        flat |= {f"{SECTION}.{part}.{name}": value for name, value in keys.items()}
-    return flat
+    for part in ("pattern", "long_sequence"):
+        values |= {f"{part}.{name}": value for name, value in values.pop(part).items()}
+    return flat | {f"{SECTION}.{name}": value for name, value in values.items()}

@@ -1,6 +1,6 @@
 """Join the failure detector of an initialised world, before anything else that ranks do together.
 
-In order: what ranks write to the process group's store (`Store`, `RankPresence`), waiting until all have come
+In order: what ranks write to the process group's store (`RankPresence`), waiting until all have come
 (`Arrival`, `FirstCollective`), starting the monitor process and connecting to it (`join`).
 """
 
@@ -18,9 +18,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
@@ -32,18 +32,17 @@ from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
-# Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch.
+# Functions import torch where they use it: tools/simulate_cluster.py joins a thousand ranks without torch,
+# by a store of its own.
 
 PROBE_S = 1.0  # for the collective to end, once everybody is here
 _LOOK_S = 0.002
 
 
 class FirstCollective:
-    """A sum of one number over the default group, which is gloo's, in the background while ranks come.
-
-    It fails in a neighbour of a rank that dies.
-    """
+    """A sum of one number over gloo's default group, in the background: it fails beside a rank that dies."""
 
     def __init__(self) -> None:
         import torch
@@ -69,34 +68,14 @@ class FirstCollective:
     def end(self) -> None:
         """Wait until the collective ends, which it does now that everybody is here."""
         end = time.monotonic() + PROBE_S
-        while self._is_under_way() and time.monotonic() < end:
+        while self._work is not None and not self._work.is_completed() and time.monotonic() < end:
             time.sleep(_LOOK_S)
         self.leave()
 
     def leave(self) -> None:
         """Go on without its end; torch may write to the number for as long as the process lives."""
-        if self._is_under_way():
+        if self._work is not None and not self._work.is_completed():
             keep_for_ever(self._work, self._number)
-
-    def _is_under_way(self) -> bool:
-        return self._work is not None and not self._work.is_completed()
-
-
-class Store(Protocol):
-    """What joining uses of torch's Store. A store that is lost raises a RuntimeError.
-
-    `tools/simulate_cluster.py` starts a thousand ranks with a store of its own.
-    """
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-    def add(self, key: str, value: int, /) -> int: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 LOOPBACK = "127.0.0.1"
@@ -146,12 +125,6 @@ def listening_hosts(store: Store, presences: Sequence[RankPresence]) -> list[str
         if address in found and not ipaddress.ip_address(address).is_loopback
     ]
     return [reachable[0], LOOPBACK] if reachable else [""]
-
-
-def all_addresses() -> list[str]:
-    """Return what this host may be reached by from others; fe80 is of one cable only."""
-    outside = [a for a in _own_addresses() if not a.startswith(("127.", "::1", "fe80"))]
-    return [LOOPBACK, *outside, socket.gethostname()]
 
 
 def _own_addresses() -> list[str]:
@@ -223,10 +196,6 @@ class Arrival:
         if self._collective is not None:
             self._collective.begin()
 
-    def wait_for_all(self) -> None:
-        """Wait until every rank has announced itself."""
-        self._wait(lambda: self.store.check(self._keys))
-
     def check(self) -> None:
         """Raise PeerLost if a rank that had come has died since."""
         fault = self._or_lost(self._look)
@@ -238,8 +207,9 @@ class Arrival:
         self._wait(lambda: self.store.check([f"{self.name}/{key}"]))
         return self.store.get(f"{self.name}/{key}")
 
-    def presences(self) -> list[RankPresence]:
-        """Return host and process of all ranks, once they have come."""
+    def wait_for_all(self) -> list[RankPresence]:
+        """Wait until every rank has announced itself; return host and process of all."""
+        self._wait(lambda: self.store.check(self._keys))
         found = [RankPresence(*json.loads(text)) for text in self.store.multi_get(self._keys)]
         self._known |= {rank: found[rank] for rank in self._unknown}
         self._unknown.clear()
@@ -258,10 +228,7 @@ class Arrival:
             pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
 
     def _or_lost(self, ask: Callable[[], T]) -> T:
-        """Return the result of a query.
-
-        Raise PeerLost if the store is lost with the process that hosts it.
-        """
+        """Return the result of a query, or raise PeerLost if the store is lost with its host."""
         try:
             return ask()
         except RuntimeError as error:
@@ -270,17 +237,14 @@ class Arrival:
             raise PeerLost(Fault(0, cause)) from error
 
     def _look(self) -> Fault | None:
-        """Return the rank that is known to be dead, if any.
+        """Return the rank that is known to be dead, if any; write deaths that are seen here to the store.
 
-        Rank 0 decides which rank that is, as long as it lives; after all ranks have come, the monitor
-        decides.
+        Rank 0 decides which rank that is, as long as it lives; after all have come, the monitor decides.
         """
         # One query for all keys, because a thousand ranks query one store.
         fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
-        return fault or self._look_around()
-
-    def _look_around(self) -> Fault | None:
-        """Write the deaths that this rank sees to the store; return one that rank 0 need not decide on."""
+        if fault is not None:
+            return fault
         for _ in range(min(len(self._unknown), NEWCOMERS)):
             rank = self._unknown.popleft()
             if self.store.check([f"{self.name}/{rank}"]):
@@ -392,18 +356,28 @@ def join(
     arrival = Arrival(store, name, rank, world_size, time.monotonic() + timeout_s, collective)
     arrival.announce()
     if rank == 0:
-        arrival.wait_for_all()
-        hosts = listening_hosts(store, arrival.presences())
+        hosts = listening_hosts(store, arrival.wait_for_all())
         published = None if secret is not None else secrets.token_hex(32)
         port = start_monitor(hosts[0], world_size, heartbeat_timeout_s, secret or published or "")
         arrival.check()  # from here on the monitor would wait for the dead
-        hosts = hosts[::-1] if hosts[0] else all_addresses()  # loopback first
+        hosts = hosts[::-1]  # loopback first
+        if hosts == [""]:  # fe80 is of one cable only
+            outside = [a for a in _own_addresses() if not a.startswith(("127.", "::1", "fe80"))]
+            hosts = [LOOPBACK, *outside, socket.gethostname()]
         address = MonitorAddress(port, hosts, published, heartbeat_timeout_s)
         store.set(f"{name}/monitor", json.dumps(address))
     else:
         address = MonitorAddress(*json.loads(arrival.wait_for("monitor")))
-    known = _secret_of(address, secret, rank)
-    watch = Watch(rank, _connect(address, known, rank), 0, address.heartbeat_timeout_s, exit_after_s)
+    known = secret or address.secret
+    if known is None or (secret is not None and address.secret is not None):
+        has, other = ("none", "one") if secret is None else ("one", "none")
+        raise RingMeshError(
+            f"secret: expected every rank to get one from its launcher, or none, got {other} on rank 0 and"
+            f" {has} on rank {rank}; start all hosts by one `ds-ring launch`, or set DS_RING_SECRET to one"
+            " value on all"
+        )
+    connection = _connect(address, known.encode(), rank)
+    watch = Watch(rank, connection, 0, address.heartbeat_timeout_s, exit_after_s)
     if collective is not None:
         collective.end()
     return watch
@@ -431,39 +405,24 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
     return int(done.stdout)
 
 
-def _secret_of(address: MonitorAddress, mine: str | None, rank: int) -> bytes:
-    """Return the job's secret; a rank that was given one speaks to nobody who has another."""
-    if mine is not None and address.secret is None:
-        return mine.encode()
-    if mine is None and address.secret is not None:
-        return address.secret.encode()
-    has, other = ("none", "one") if mine is None else ("one", "none")
-    raise RingMeshError(
-        f"secret: expected every rank to get one from its launcher, or none, got {other} on rank 0 and {has}"
-        f" on rank {rank}; start all hosts by one `ds-ring launch`, or set DS_RING_SECRET to one value on all"
-    )
-
-
 def _connect(address: MonitorAddress, secret: bytes, rank: int) -> socket.socket:
     """Connect to the first host that answers as this job's monitor; try again while it may only be busy."""
     deadline, tried = time.monotonic() + JOIN_S, dict[str, str]()
     pause_s = 0.05
     while True:
         for host in dict.fromkeys(address.hosts):
-            try:
-                connection = socket.create_connection((host, address.port), timeout=CONNECT_S)
-            except OSError as error:
-                tried[host] = str(error)
-                continue
-            try:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                handshake.authenticate(connection, secret, rank, HANDSHAKE_S)
-                return connection
-            except handshake.HandshakeError as error:
-                tried[host] = f"another service: {error}"
-            except OSError as error:
-                tried[host] = str(error)
-            connection.close()
+            with ExitStack() as opened:
+                try:
+                    connection = socket.create_connection((host, address.port), timeout=CONNECT_S)
+                    opened.enter_context(connection)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    handshake.authenticate(connection, secret, rank, HANDSHAKE_S)
+                    opened.pop_all()
+                    return connection
+                except handshake.HandshakeError as error:
+                    tried[host] = f"another service: {error}"
+                except OSError as error:
+                    tried[host] = str(error)
         # Where every address refuses there is no monitor to wait for.
         refused = all("refused" in text or "another service" in text for text in tried.values())
         if refused or time.monotonic() > deadline:
@@ -499,10 +458,10 @@ def join_monitor(
     if grid.world_size == 1 or dist.get_backend() == "fake":
         return None
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    settings = (heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
     collective = FirstCollective() if dist.get_backend() == "gloo" else None
+    settings = (heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s, collective)
     try:
-        return join(store, rank, grid.world_size, *settings, collective)
+        return join(store, rank, grid.world_size, *settings)
     except PeerLost as lost:
         raise peer_error(grid, rank, None, lost.fault) from lost
 
@@ -512,17 +471,12 @@ def leave_on_error(watch: Watch | None) -> Iterator[None]:
     """Leave the failure detector where a start fails, and say why before that."""
     try:
         yield
-    except RingPeerError:
-        if watch is not None:
-            watch.noticed = True
-        raise
-    except RingError:  # of the user: every rank raises one
-        if watch is not None:
-            watch.leave()
-        raise
     except BaseException as error:
-        if watch is not None:
-            text = str(error).splitlines()[0][:300] if str(error) else ""
-            watch.failed(f"{type(error).__name__} while the ranks were starting: {text}")
+        if watch is not None and isinstance(error, RingPeerError):
+            watch.noticed = True
+        elif watch is not None:
+            if not isinstance(error, RingError):  # those are of the user: every rank raises one
+                text = str(error).splitlines()[0][:300] if str(error) else ""
+                watch.failed(f"{type(error).__name__} while the ranks were starting: {text}")
             watch.leave()
         raise

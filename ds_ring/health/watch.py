@@ -22,13 +22,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from multiprocessing import util
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from ds_ring.errors import RingError, RingPeerError
-from ds_ring.health.monitor.failure_detector import GRACE_S, Fault
-from ds_ring.health.monitor.waits import ranges_of
+from ds_ring.health.monitor.failure_detector import GRACE_S, Fault, ranges_of
 from ds_ring.schedule.grid import Grid
 
 LINGER_S = 1.5
@@ -71,17 +71,12 @@ class Watch:
         self._waiting: set[threading.Event] = set()
         self._connection = connection
         self._connection.settimeout(heartbeat_timeout_s)
-        self._open = True
+        self.is_open = True  # until this rank has left, or the monitor is lost
         if os.getpid() not in _prepared_in:  # children of multiprocessing run no atexit functions
             _prepared_in.add(os.getpid())
             util.Finalize(None, _say_goodbye, exitpriority=100)
         threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
         _living.add(self)
-
-    @property
-    def is_open(self) -> bool:
-        """Return False once this rank has left, or the monitor is lost."""
-        return self._open
 
     def expect(self, wake: threading.Event) -> None:
         """Set this event when a fault becomes known."""
@@ -117,17 +112,10 @@ class Watch:
 
     def leave(self) -> None:
         """Send a goodbye and end the connection."""
-        if self._open:
+        if self.is_open:
             self._send({"kind": "bye"})
             self._close()
         _living.discard(self)
-
-    def say_unnoticed(self) -> None:
-        """Name who failed where this process ends for another reason, or for one that it did not see."""
-        if self.fault is not None and not self.noticed and self.fault.rank != self.rank:
-            log.error(
-                "rank %d ends; rank %d had failed before: %s", self.rank, self.fault.rank, self.fault.cause
-            )
 
     # [Note: the end of a process]
     # An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing,
@@ -135,10 +123,14 @@ class Watch:
     # ends, so that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as
     # one is gone. A thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter
     # from shutting down: then the process ends without that, with exit code 1.
-    def linger(self) -> None:
-        """Wait until others had time to say what they saw; see [Note: the end of a process]."""
+    def end(self) -> None:
+        """Name who failed, if no error here did; wait until others had time to say what they saw; leave."""
         if self.fault is not None:
+            if not self.noticed and self.fault.rank != self.rank:
+                text = "rank %d ends; rank %d had failed before: %s"
+                log.error(text, self.rank, self.fault.rank, self.fault.cause)
             time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
+        self.leave()
 
     def _know(self, fault: Fault) -> None:
         with self._lock:
@@ -154,7 +146,7 @@ class Watch:
 
     def _last_resort(self) -> None:
         """End a process that is stuck where no error can be raised: in a collective of somebody else."""
-        if self._open and not self.noticed and self.fault is not None:
+        if self.is_open and not self.noticed and self.fault is not None:
             faulthandler.dump_traceback(all_threads=True)
             # The last line of the output, which is read first: who failed, not where this rank stood.
             log.critical(
@@ -166,16 +158,12 @@ class Watch:
             os._exit(1)
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._sending:
-            if not self._open:
-                return
-            try:
+        with self._sending, suppress(OSError):  # the reader notices, too, and says so
+            if self.is_open:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
-            except OSError:
-                return  # the reader notices, too, and says so
 
     def _close(self) -> None:
-        self._open = False
+        self.is_open = False
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes the reader
         self._connection.close()
@@ -187,7 +175,7 @@ class Watch:
         answered = before = next_beat = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(self._connection, selectors.EVENT_READ)
-        while self._open:
+        while self.is_open:
             now = time.monotonic()
             if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the monitor's
                 answered += now - before
@@ -215,9 +203,9 @@ class Watch:
                     self._know(Fault(message["rank"], message["cause"]))
 
     def _lose_the_monitor(self, how: str) -> None:
-        if self._open and self.fault is None:
-            host = f"the host of rank {self._host}"
-            self._know(Fault(self._host, f"{host}, where the monitor process is, is lost: {how}"))
+        if self.is_open and self.fault is None:
+            what = f"the host of rank {self._host}, where the monitor process is, is lost: {how}"
+            self._know(Fault(self._host, what))
         self._close()
 
 
@@ -239,9 +227,7 @@ def _say_goodbye() -> None:
         if error is not None and watch.fault is None:
             watch.failed(f"it ended with {type(error).__name__}: {str(error)[:300]}")
     for watch in watches:
-        watch.say_unnoticed()
-        watch.linger()
-        watch.leave()
+        watch.end()
     if _stuck:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -252,7 +238,7 @@ def _say_goodbye() -> None:
 def _forget_in_child() -> None:
     """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
     for watch in list(_living):
-        watch._open = False
+        watch.is_open = False
         watch._connection.close()
     _living.clear()
 
@@ -268,42 +254,13 @@ VERDICT_S = GRACE_S + 1.5  # for the monitor's answer
 T = TypeVar("T")
 
 
-class _Call(Generic[T]):
-    """What a thread is to do, and its result."""
-
-    def __init__(self, act: Callable[[], T]) -> None:
-        self.act, self.wake = act, threading.Event()
-        self.results: list[T] = []
-        self.error: BaseException | None = None
-        import torch
-
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self.device = torch.cuda.current_device() if cuda else None  # a thread has its own
-
-    @property
-    def finished(self) -> bool:
-        return bool(self.results) or self.error is not None
-
-    def run(self) -> None:
-        import torch
-
-        try:
-            if self.device is not None:
-                torch.cuda.set_device(self.device)
-            self.results.append(self.act())
-        except BaseException as error:
-            self.error = error
-        self.wake.set()
-
-
 def call_guarded(
     act: Callable[[], T], watch: Watch | None, grid: Grid, what: str, step: int, timeout_s: float
 ) -> T:
     """Make a call in which all ranks of the world take part; leave it when one of them fails.
 
     Args:
-        act: the call. Where it is left, its thread stays, and the process ends as
-            [Note: the end of a process] in `watch.py` says.
+        act: the call. Where it is left, its thread stays: [Note: the end of a process].
         watch: None calls without a guard.
         grid: for the names of ranks in the error.
         what: for messages, "making process groups" say.
@@ -315,44 +272,57 @@ def call_guarded(
     """
     if watch is None:
         return act()
-    call = _Call(act)
-    thread = threading.Thread(target=call.run, name="ds_ring call", daemon=True)
+    import torch
+
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = torch.cuda.current_device() if cuda else None  # a thread has its own
+    call: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            call.set_result(act())
+        except BaseException as error:
+            call.set_exception(error)
+
+    thread = threading.Thread(target=run, name="ds_ring call", daemon=True)
     thread.start()
     # Most calls end at once: only a long one is worth a message to the monitor.
-    if not call.wake.wait(PATIENCE_S):
+    if wait([call], PATIENCE_S).not_done:
         _wait_watched(call, watch, grid, what, step, time.monotonic() + timeout_s)
-    if call.finished:
+    error = None
+    if call.done():
         thread.join()  # it only lets go of the call; [Note: threads at exit] in runtime/waiting.py
-    if call.results:
-        return call.results[0]
-    if call.finished and call.error is not None and not is_of_distributed(call.error):
-        raise call.error
-    if not call.finished:
-        keep_for_ever(call)
-    cause = f"{what} failed" if call.finished else f"{what} did not end within {timeout_s:g} s"
-    fault = verdict(watch) or Fault(-1, f"{cause}, and no rank is known to have failed: {call.error}")
-    raise peer_error(grid, watch.rank, None, fault) from call.error
+        error = call.exception()
+        if error is None or not is_of_distributed(error):
+            return call.result()
+    else:
+        keep_for_ever(call, act)
+    cause = f"{what} failed" if call.done() else f"{what} did not end within {timeout_s:g} s"
+    fault = verdict(watch) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
+    raise peer_error(grid, watch.rank, None, fault) from error
 
 
-def _wait_watched(call: _Call[T], watch: Watch, grid: Grid, what: str, step: int, deadline: float) -> None:
+def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: int, deadline: float) -> None:
     """Tell the monitor, and wait until the call is over, a fault is known or the deadline passes."""
     others = [rank for rank in range(grid.world_size) if rank != watch.rank]
-    watch.expect(call.wake)
+    wake = threading.Event()
+    call.add_done_callback(lambda _: wake.set())
+    watch.expect(wake)
     watch.waits(others, (-1, step), what)
     try:
-        while not call.finished and watch.fault is None and time.monotonic() < deadline:
-            call.wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+        while not call.done() and watch.fault is None and time.monotonic() < deadline:
+            wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         if watch.fault is not None:
-            end = time.monotonic() + PATIENCE_S
-            while not call.finished and time.monotonic() < end:
-                time.sleep(0.005)
+            wait([call], PATIENCE_S)
         # The deadline has passed and nobody is known to have failed: ask the monitor who is late.
-        elif not call.finished:
+        elif not call.done():
             watch.accuse(others, f"it did not come to {what} in time")
-        if call.finished:
+        if call.done():
             watch.goes_on()
     finally:
-        watch.expect_no_more(call.wake)
+        watch.expect_no_more(wake)
 
 
 def verdict(watch: Watch) -> Fault | None:

@@ -151,8 +151,15 @@ class PatchTable:
                     owner, name = self._owner(row, {})
                     _get(owner, name)
                 elif self.classes[begin]:
-                    owner = pkgutil.resolve_name(self.classes[begin])
-                    if name and row.kind != "added" and not _instances_have(owner, name):
+                    kind = pkgutil.resolve_name(self.classes[begin])
+                    # Objects have what their class has, or what a method of it assigns.
+                    assigned = re.compile(rf"self\.{name}\b[^=\n]*=").search
+                    sources = (inspect.getsource(one) for one in kind.__mro__[:-1])
+                    if (
+                        name
+                        and row.kind != "added"
+                        and not (hasattr(kind, name) or any(map(assigned, sources)))
+                    ):
                         raise self._lacks(row)
             except (ImportError, AttributeError, KeyError):
                 raise self._lacks(row) from None
@@ -180,7 +187,7 @@ class PatchTable:
             raise self._lacks(row) from None
         own = name in (owner if type(owner) is dict else vars(owner))
         own = own or hasattr(getattr(type(owner), name, None), "__set__")  # a property that can be set
-        _set(owner, name, _around(before, part) if row.kind == "wrapped" else part)
+        _set(owner, name, _wrapped(before, part) if row.kind == "wrapped" else part)
         return AppliedPatch(
             row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name))
         )
@@ -195,7 +202,7 @@ class PatchTable:
         )
 
 
-def _around(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return part(call, *args, **kwargs)
@@ -212,13 +219,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
-
-
-def _instances_have(kind: type, name: str) -> bool:
-    """Return whether objects of a class have an attribute: the class has it, or a method of it assigns it."""
-    return hasattr(kind, name) or any(
-        re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(one)) for one in kind.__mro__[:-1]
-    )
 
 
 def undo(changes: list[AppliedPatch]) -> None:

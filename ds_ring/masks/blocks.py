@@ -1,7 +1,6 @@
-"""Tiles -> blocks of the attention matrix, by interval arithmetic: what a block-sparse kernel must visit.
+"""The blocks of B queries x B keys (FlexAttention's unit) that a block-sparse kernel must visit for tiles.
 
-Owns the rounding of tiles to blocks of B queries x B keys (FlexAttention's unit); knows no tensor. Blocks of
-a row come as intervals, so the cost is that of the tiles and their rows, not of the blocks inside them.
+Blocks of a row come as intervals, so the cost is that of the tiles and their rows, not of the blocks inside.
 """
 
 from __future__ import annotations
@@ -23,32 +22,11 @@ class BlockIntervals(NamedTuple):
     end: IntArray
 
 
-def blocks_of_tiles(tiles: Tiles, block: int) -> IntArray:
-    """Return the non-empty blocks of a table of tiles, each once.
-
-    Args:
-        tiles: of one hop and one query head.
-        block: side of a block in slots, B.
-
-    Returns:
-        int64 [n, 2] of (query block, key block), ascending.
-    """
-    partial, full = block_intervals(tiles, block)
-    row, first, end = _union(*(np.concatenate(parts) for parts in zip(partial, full, strict=True)))
-    which, place = repeat_rows(end - first)
-    return np.stack([row[which], first[which] + place], axis=1)
-
-
 def block_intervals(tiles: Tiles, block: int, by_key: bool = False) -> tuple[BlockIntervals, BlockIntervals]:
-    """Return the blocks to visit in each row of blocks: those with a mask inside, and those without.
+    """Return the blocks to visit for one head's tiles: those with a mask inside, and those without.
 
     A block has none if one tile attends to all of it. Where several tiles share a block, it counts as one
-    with a mask: that costs the mask and is right.
-
-    Args:
-        tiles: of one hop and one query head.
-        block: side of a block in slots, B.
-        by_key: rows are the key blocks, and their entries the query blocks.
+    with a mask: that costs the mask and is right. `by_key`: rows are key blocks, their entries query blocks.
     """
     ours, theirs = (tiles.k, tiles.q) if by_key else (tiles.q, tiles.k)
     low, high = tiles.band

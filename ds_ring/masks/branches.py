@@ -1,8 +1,9 @@
 """Branches: the data that every pattern consists of, and their algebra. Owns product, difference and union.
 
 [Note: sum of branches]
-A pattern is a sum of branches. A branch gives labels to queries and keys and has a band of distances: query q
-and key k take part in it if their labels are equal and least <= q - k <= most. The multiplicity m(q, k) is
+A pattern is a sum of branches. A branch gives labels to queries and keys (the number of a token's document,
+say) and has a band of distances: query q and key k take part in it if their labels are equal and
+least <= q - k <= most. A causal pattern is the one branch with least = 0. The multiplicity m(q, k) is
 the number of branches in which the pair takes part. The kernels add log m to the pair's score, so a pair with
 m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
 
@@ -13,11 +14,12 @@ not. So `|` works only if ranges and bands alone describe the pairs that are sub
 
 Tiles, FlexAttention's labels, the multiplicity and the tokens that a shard reads are derived from the
 branches, each by one function for all patterns. So a pattern cannot be right with one kernel and wrong with
-another. A union of which neither side can be taken away is refused.
+another.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -33,18 +35,15 @@ LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 class Branch:
     """The pairs of equal label within a band of distances; see [Note: sum of branches].
 
-    Attributes:
-        queries, keys: the labels and the range of positions of either side. Both have the same number of
-            primitives: the n-th label of a query is compared with the n-th label of a key.
-        least, most: bounds of (query position - key position); +-UNBOUNDED if open.
-        masks: mask functions of single pairs, which must all be true.
+    Both sides have a range of positions and the same number of primitives, functions that label positions:
+    the n-th label of a query is compared with the n-th label of a key.
     """
 
     queries: Partition = ALL
     keys: Partition = ALL
-    least: int = -UNBOUNDED
+    least: int = -UNBOUNDED  # least and most (query position - key position); +-UNBOUNDED if open
     most: int = UNBOUNDED
-    masks: tuple[PairMask, ...] = ()
+    masks: tuple[PairMask, ...] = ()  # functions of single pairs, which must all be true
 
     def __post_init__(self) -> None:
         assert len(self.queries.primitives) == len(self.keys.primitives), (
@@ -77,7 +76,7 @@ class Branch:
     @property
     def is_causal(self) -> bool:
         """Return whether no query attends to a key after itself."""
-        return self.distance[0] >= 0 or any(mask.is_causal for mask in self.masks)
+        return self.distance[0] >= 0 or any(mask.whole.is_known_causal for mask in self.masks)
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Return the labels of query positions q and key positions k, int64 [n] and [m].
@@ -86,7 +85,8 @@ class Branch:
         """
         split = len(q)
         # Renumber both sides in one array, so that equal labels get the same number on both sides.
-        both = np.where(np.concatenate([self.queries.holds(q), self.keys.holds(k)]), 0, NO_LABEL)
+        inside = [(x >= side.first) & (x < side.end) for x, side in ((q, self.queries), (k, self.keys))]
+        both = np.where(np.concatenate(inside), 0, NO_LABEL)
         for ours, theirs in self.labels_of:
             more = np.concatenate([ours.labels(q), theirs.labels(k)])
             # mixed radix: two numbers are equal only if the labels of all primitives so far are equal
@@ -105,28 +105,21 @@ def equal_labels(primitive: Primitive, least: int = -UNBOUNDED, most: int = UNBO
 
 def product(first: Iterable[Branch], second: Iterable[Branch]) -> tuple[Branch, ...]:
     """Return the branches of `a & b`: one for each combination of a branch of `a` and a branch of `b`."""
-    second = tuple(second)
-    both = [
-        Branch(
-            a.queries & b.queries,
-            a.keys & b.keys,
-            max(a.least, b.least),
-            min(a.most, b.most),
-            a.masks + b.masks,
-        )
-        for a in first
-        for b in second
-    ]
+    both = []
+    for a, b in itertools.product(first, second):
+        least, most = max(a.least, b.least), min(a.most, b.most)
+        both.append(Branch(a.queries & b.queries, a.keys & b.keys, least, most, a.masks + b.masks))
     # A pattern has at least one branch, so keep an empty one if all are empty.
     return tuple(branch for branch in both if not branch.is_empty) or tuple(both[:1])
 
 
 def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArray:
     """Return which branches have pairs in common, judged by ranges and bands alone; bool [n, m]."""
-    (q0, q1, k0, k1, low, high), (p0, p1, j0, j1, floor, top) = (
-        _bounds(first)[:, :, None],
-        _bounds(second)[:, None],
-    )
+    bounds = []
+    for branches in (first, second):
+        rows = [(b.queries.first, b.queries.end, b.keys.first, b.keys.end, b.least, b.most) for b in branches]
+        bounds.append(np.array(rows, dtype=np.int64).reshape(len(branches), 6).T)
+    (q0, q1, k0, k1, low, high), (p0, p1, j0, j1, floor, top) = bounds[0][:, :, None], bounds[1][:, None]
     q_first, q_end = np.maximum(q0, p0), np.minimum(q1, p1)
     k_first, k_end = np.maximum(k0, j0), np.minimum(k1, j1)
     # A rectangle of positions contains every distance between the smallest and the largest of its corners.
@@ -134,12 +127,6 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
     farthest = np.minimum(np.minimum(high, top), q_end - 1 - k_first)
     found: IntArray = (q_first < q_end) & (k_first < k_end) & (nearest <= farthest)
     return found
-
-
-def _bounds(branches: tuple[Branch, ...]) -> IntArray:
-    """Return (first, end) of queries and keys, and (least, most), of every branch; int64 [6, n]."""
-    rows = [(b.queries.first, b.queries.end, b.keys.first, b.keys.end, b.least, b.most) for b in branches]
-    return np.array(rows, dtype=np.int64).reshape(len(branches), 6).T
 
 
 def counts_twice(branches: tuple[Branch, ...]) -> bool:
@@ -159,28 +146,25 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
         added = [branch]
         for other in kept:
             touched = overlapping(tuple(added), (other,)).any()
-            if touched and _is_told_by_range(other, branch):
+            if touched and _only_ranges_differ(other, branch):
                 added = [piece for part in added for piece in subtract(part, other)]
             elif touched:
                 break
         else:
             kept += added
             continue
-        # An overlap cannot be subtracted from the new branch: subtract the new branch from the others
-        # instead.
-        if not all(
-            _is_told_by_range(branch, other) for other in kept if overlapping((branch,), (other,)).any()
-        ):
-            return None
-        kept = [
-            part
-            for other in kept
-            for part in (subtract(other, branch) if overlapping((other,), (branch,)).any() else [other])
-        ] + [branch]
+        # second attempt: subtract the new branch from the others
+        without = [branch]
+        for other in reversed(kept):
+            touched = overlapping((branch,), (other,)).any()
+            if touched and not _only_ranges_differ(branch, other):
+                return None
+            without = (subtract(other, branch) if touched else [other]) + without
+        kept = without
     return tuple(kept)
 
 
-def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
+def _only_ranges_differ(taken: Branch, whole: Branch) -> bool:
     """Return whether ranges and band alone describe which pairs of `whole` are in `taken`."""
     # Every label and mask of `taken` also restricts `whole`, so none of them has to be negated.
     return set(taken.labels_of) <= set(whole.labels_of) and set(taken.masks) <= set(whole.masks)
@@ -188,26 +172,22 @@ def _is_told_by_range(taken: Branch, whole: Branch) -> bool:
 
 def subtract(whole: Branch, taken: Branch) -> list[Branch]:
     """Return the pairs of `whole` outside the ranges and the band of `taken`, as at most six branches."""
-    q, k, out = taken.queries, taken.keys, taken
-    inside = replace(whole, queries=_clip(whole.queries, q.first, q.end))
     # The parts are disjoint: queries before and after the range, keys likewise, distances below and above the
     # band.
-    parts = [
-        replace(whole, queries=_clip(whole.queries, 0, q.first)),
-        replace(whole, queries=_clip(whole.queries, q.end, UNBOUNDED)),
-        replace(inside, keys=_clip(whole.keys, 0, k.first)),
-        replace(inside, keys=_clip(whole.keys, k.end, UNBOUNDED)),
-    ]
-    inside = replace(inside, keys=_clip(whole.keys, k.first, k.end))
+    parts = []
+    for side in ("queries", "keys"):
+        mine, other = getattr(whole, side), getattr(taken, side)
+        parts += [
+            replace(whole, **{side: replace(mine, end=min(mine.end, other.first))}),
+            replace(whole, **{side: replace(mine, first=max(mine.first, other.end))}),
+        ]
+        inside = replace(mine, first=max(mine.first, other.first), end=min(mine.end, other.end))
+        whole = replace(whole, **{side: inside})
     parts += [
-        replace(inside, most=min(whole.most, out.least - 1)),
-        replace(inside, least=max(whole.least, out.most + 1)),
+        replace(whole, most=min(whole.most, taken.least - 1)),
+        replace(whole, least=max(whole.least, taken.most + 1)),
     ]
     return [part for part in parts if not part.is_empty]
-
-
-def _clip(partition: Partition, first: int, end: int) -> Partition:
-    return replace(partition, first=max(partition.first, first), end=min(partition.end, end))
 
 
 MANY_PAIRS = 4096  # filter if there are at least this many pairs of runs

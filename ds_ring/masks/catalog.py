@@ -1,11 +1,5 @@
 """The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is a class here.
 
-- `Full`, `Causal`
-- `SlidingWindow`, `DilatedWindow`, `Sinks`: near tokens, every n-th of them, and the first tokens
-- `Chunked`, `PrefixLM`, `Documents`, `Slices`: parts of the sequence
-- `Dilated`: LongNet
-- `HeadsOfPart`, `FirstQueries`: some heads, or some queries, of another pattern; made by ds_ring itself
-
 Masks that are a function of single pairs are `mask_mod.py`'s.
 """
 
@@ -43,8 +37,16 @@ class Causal(Pattern):
         return (Branch(least=0),)
 
 
+class _NumbersOfTokens:
+    """Check patterns whose fields are positive integers, and perhaps `causal`."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, *(name for name in vars(self) if name != "causal"))
+        true_or_false(getattr(self, "causal", True), f"{type(self).__name__}: causal", RingPatternError)
+
+
 @dataclass(frozen=True)
-class SlidingWindow(Pattern):
+class SlidingWindow(_NumbersOfTokens, Pattern):
     """Attend to the `window` positions that end with the query itself (Beltagy et al. 2020, Longformer).
 
     Attributes:
@@ -59,27 +61,12 @@ class SlidingWindow(Pattern):
     window: int
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "window")
-        true_or_false(self.causal, "SlidingWindow: causal", RingPatternError)
-
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(least=0 if self.causal else 1 - self.window, most=self.window - 1),)
 
 
-def applies_window(pattern: Pattern, least: int, most: int) -> bool:
-    """Return whether a sliding window with these bounds is all that limits how far a pattern sees.
-
-    Args:
-        pattern: alone or put together with `&`.
-        least, most: of query position - key position.
-    """
-    windowed = any(isinstance(part, SlidingWindow) for part in pattern.conjuncts)
-    return windowed and pattern.distance == (least, most)
-
-
 @dataclass(frozen=True)
-class DilatedWindow(Pattern):
+class DilatedWindow(_NumbersOfTokens, Pattern):
     """Attend to `window` positions `rate` apart that end with the query itself (Longformer's dilated window).
 
     Attributes:
@@ -95,10 +82,6 @@ class DilatedWindow(Pattern):
     rate: int
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "window", "rate")
-        true_or_false(self.causal, "DilatedWindow: causal", RingPatternError)
-
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
         # the remainder picks every `rate`-th position, the band how many of them
@@ -106,7 +89,7 @@ class DilatedWindow(Pattern):
 
 
 @dataclass(frozen=True)
-class Sinks(Pattern):
+class Sinks(_NumbersOfTokens, Pattern):
     """Attend to the first `sinks` tokens (Xiao et al. 2023, StreamingLLM): `SlidingWindow(w) | Sinks(n)`.
 
     Attributes:
@@ -120,16 +103,12 @@ class Sinks(Pattern):
     sinks: int
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "sinks")
-        true_or_false(self.causal, "Sinks: causal", RingPatternError)
-
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(ALL, in_range(0, self.sinks), least=0 if self.causal else -UNBOUNDED),)
 
 
 @dataclass(frozen=True)
-class Chunked(Pattern):
+class Chunked(_NumbersOfTokens, Pattern):
     """Attend to the query itself and to earlier keys in the query's own chunk of `chunk` tokens.
 
     Attributes:
@@ -144,16 +123,12 @@ class Chunked(Pattern):
     chunk: int
     causal: bool = True
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "chunk")
-        true_or_false(self.causal, "Chunked: causal", RingPatternError)
-
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (equal_labels(Segment(self.chunk), least=0 if self.causal else -UNBOUNDED),)
 
 
 @dataclass(frozen=True)
-class PrefixLM(Pattern):
+class PrefixLM(_NumbersOfTokens, Pattern):
     """Attend causally, and within the first `prefix` tokens both ways (as in T5 and PaliGemma).
 
     Attributes:
@@ -174,9 +149,6 @@ class PrefixLM(Pattern):
         },
     )
     prefix: int
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "prefix")
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         # the second branch has only keys after their query, so no pair is in both
@@ -302,30 +274,26 @@ class Slices(Pattern):
 
 
 def _checked(number: int, given: Any) -> Slice:
+    """Return a slice of Python ints, or raise RingPatternError."""
     where = f"Slices: slice {number}"
     if not isinstance(given, (list, tuple)) or len(given) != 3:
         raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
     *ranges, kind = given
     if not isinstance(kind, str) or kind not in SLICE_KINDS:
         raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
-    queries, keys = (
-        _checked_range(f"{where}: {name}", one)
-        for name, one in zip(("q_range", "k_range"), ranges, strict=True)
-    )
-    return queries, keys, kind
-
-
-def _checked_range(where: str, given: Any) -> tuple[int, int]:
-    if not isinstance(given, (list, tuple)) or len(given) != 2:
-        raise RingPatternError(f"{where}: expected (start, end), got {shown(given)}")
-    start, end = given
-    # a range may begin at 0, which `whole_number` refuses
-    if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
-        start = whole_number(start, f"{where}: start", RingPatternError)
-    end = whole_number(end, f"{where}: end", RingPatternError)
-    if start >= end:
-        raise RingPatternError(f"{where}: expected start below end, got {start} and {end}")
-    return start, end
+    found = []
+    for name, one in zip((f"{where}: q_range", f"{where}: k_range"), ranges, strict=True):
+        if not isinstance(one, (list, tuple)) or len(one) != 2:
+            raise RingPatternError(f"{name}: expected (start, end), got {shown(one)}")
+        start, end = one
+        # a range may begin at 0, which `whole_number` refuses
+        if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
+            start = whole_number(start, f"{name}: start", RingPatternError)
+        end = whole_number(end, f"{name}: end", RingPatternError)
+        if start >= end:
+            raise RingPatternError(f"{name}: expected start below end, got {start} and {end}")
+        found.append((start, end))
+    return found[0], found[1], kind
 
 
 HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
@@ -368,8 +336,7 @@ class Dilated(Pattern):
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise RingPatternError(
                 "Dilated: expected one dilation rate for each segment length: got"
-                f" {len(self.segment_lengths)} lengths"
-                f" and {len(self.dilation_rates)} rates"
+                f" {len(self.segment_lengths)} lengths and {len(self.dilation_rates)} rates"
             )
         true_or_false(self.causal, "Dilated: causal", RingPatternError)
         if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
@@ -396,11 +363,7 @@ class Dilated(Pattern):
 
 
 def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
-    """Return the numbers of a list.
-
-    Raises:
-        RingPatternError: no list, an empty one, or one of anything but positive integers.
-    """
+    """Return the positive integers of a list, or raise RingPatternError."""
     if not isinstance(given, (list, tuple)) or not given:
         raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
     try:
@@ -429,9 +392,8 @@ class HeadsOfPart(Pattern):
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         number = self.part * head.query_heads + head.number
-        return self.whole.branches(
-            QueryHead(number, self.parts * head.query_heads, self.parts * head.kv_heads)
-        )
+        of_all = QueryHead(number, self.parts * head.query_heads, self.parts * head.kv_heads)
+        return self.whole.branches(of_all)
 
     def __str__(self) -> str:
         return f"{self.whole} (part {self.part} of {self.parts} of the heads)"
@@ -442,9 +404,6 @@ class FirstQueries(Pattern):
     """Let queries at positions below `count` attend to all keys, and later queries to none.
 
     This is the mask of a recomputation of the first queries, which reuses the results of later ones.
-
-    Attributes:
-        count: number of queries, at least 1.
     """
 
     count: int

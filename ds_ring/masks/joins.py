@@ -13,14 +13,14 @@ as tests show.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.nested_dilations import refine_dilations
 from ds_ring.masks.partitions import ALL, Partition, Primitive, Residue
-from ds_ring.masks.tiles import IntArray, MaskInside, PairMask, Tiles, repeat_rows
+from ds_ring.masks.tiles import MaskInside, PairMask, Tiles, repeat_rows
 from ds_ring.masks.triangulation import within_distances
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
@@ -44,7 +44,10 @@ def tiles_by_head(
     # Group by band, so that the rectangles of all heads are cut by a band in one call.
     bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
     for number, whole in enumerate(branches_by_head):
-        for band, alike in _by_band(whole).items():
+        of_head: dict[Band, list[Branch]] = {}
+        for branch in whole:
+            of_head.setdefault((branch.least, branch.most, branch.masks), []).append(branch)
+        for band, alike in of_head.items():
             bands.setdefault(band, []).append((number if len(branches_by_head) > 1 else -1, alike))
     parts = []
     for (least, most, masks), jobs in bands.items():
@@ -56,8 +59,9 @@ def tiles_by_head(
         found = refined[1] if len(refined) == 2 else Tiles.concat(refined)
         if masks:
             # The mask function includes the band, so blocks are kept or dropped, but not cut.
-            blocks = found.in_blocks(MASK_BLOCK).masked(MaskInside(masks, least, most))
-            parts.append(may_touch(blocks, least, most))
+            blocks = may_touch(_in_blocks(found), least, most)
+            column = np.zeros(len(blocks), dtype=np.int64)
+            parts.append(replace(blocks, mask=column, masks=(MaskInside(masks, least, most),)))
         else:
             parts.append(within_distances(found, least, most))
     return parts[0] if len(parts) == 1 else Tiles.concat([nothing, *parts])
@@ -70,22 +74,28 @@ def may_touch(tiles: Tiles, least: int, most: int) -> Tiles:
     return tiles if keep.all() else tiles.rows(keep)
 
 
-def _by_band(branches: Iterable[Branch]) -> dict[Band, list[Branch]]:
-    found: dict[Band, list[Branch]] = {}
-    for branch in branches:
-        found.setdefault((branch.least, branch.most, branch.masks), []).append(branch)
-    return found
+def _in_blocks(tiles: Tiles) -> Tiles:
+    """Cut every rectangle into blocks of at most `MASK_BLOCK` x `MASK_BLOCK` tokens."""
+    q_parts, k_parts = -(-tiles.q.length // MASK_BLOCK), -(-tiles.k.length // MASK_BLOCK)
+    row, which = repeat_rows(q_parts * k_parts)
+    q_first, k_first = which // k_parts[row] * MASK_BLOCK, which % k_parts[row] * MASK_BLOCK
+    cut = tiles.rows(row)
+    q_length = np.minimum(MASK_BLOCK, cut.q.length - q_first)
+    return cut.take(q_first, q_length, k_first, np.minimum(MASK_BLOCK, cut.k.length - k_first))
 
 
 def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> list[Tiles]:
     """Return the rectangles of branches with one band, before they are cut by the band."""
-    alternatives: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
+    by_ranges: dict[tuple[Partition, Partition], list[tuple[Joined, ...]]] = {}
     for branch in branches:
-        ranges = tuple(Partition(side.first, side.end) for side in (branch.queries, branch.keys))
-        alternatives.setdefault((ranges[0], ranges[1]), []).append(branch.labels_of)
+        ranges = replace(branch.queries, primitives=()), replace(branch.keys, primitives=())
+        by_ranges.setdefault(ranges, []).append(branch.labels_of)
     parts = []
-    for (queries, keys), joined in alternatives.items():
-        near = _within(tiles, queries, keys)
+    for (queries, keys), joined in by_ranges.items():
+        near = tiles
+        if queries != ALL or keys != ALL:
+            q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
+            near = tiles.sides(q, tiles.k if keys == ALL else tiles.k.between(keys.first, keys.end))
         products = [[[pair] for pair in one] for one in joined] if plain else _factors(joined)
         for factors in products:
             refined = near
@@ -93,14 +103,6 @@ def _refine(tiles: Tiles, branches: list[Branch], causal: bool, plain: bool) -> 
                 refined = _refine_by(refined, factor, causal, plain)
             parts.append(refined)
     return parts
-
-
-def _within(tiles: Tiles, queries: Partition, keys: Partition) -> Tiles:
-    """Return the part of every rectangle inside a range of query positions and one of key positions."""
-    if queries == ALL and keys == ALL:
-        return tiles
-    q = tiles.q if queries == ALL else tiles.q.between(queries.first, queries.end)
-    return tiles.sides(q, tiles.k if keys == ALL else tiles.k.between(keys.first, keys.end))
 
 
 def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
@@ -140,15 +142,11 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     # If each number occurs once and in the same order on both sides, pieces pair up without a search.
     if np.array_equal(ours, theirs) and (np.diff(ours) > 0).all():
         return tiles.rows(q_row).sides(q, k)
-    q_index, k_index = _matches(ours, theirs)
-    return tiles.rows(q_row[q_index]).sides(q.rows(q_index), k.rows(k_index))
-
-
-def _matches(ours: IntArray, theirs: IntArray) -> tuple[IntArray, IntArray]:
-    """Return indices of all pairs of equal numbers, in the order of `ours`."""
+    # all pairs of equal numbers, in the order of `ours`
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
     first = np.searchsorted(ordered, ours, side="left")
     count = np.searchsorted(ordered, ours, side="right") - first
-    index, which = repeat_rows(count)
-    return index, order[first[index] + which]
+    q_index, which = repeat_rows(count)
+    k_index = order[first[q_index] + which]
+    return tiles.rows(q_row[q_index]).sides(q.rows(q_index), k.rows(k_index))

@@ -15,7 +15,7 @@ from functools import lru_cache, reduce
 from operator import and_
 
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.catalog import Causal, Chunked, Documents, Full, SlidingWindow, applies_window
+from ds_ring.masks.catalog import Causal, Chunked, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 
 # words of `layer_types`, each with the key of the configuration that has its width
@@ -24,15 +24,10 @@ NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attention
 
 @dataclass(frozen=True)
 class LayerPatterns:
-    """The patterns of layers in the JSON.
+    """The patterns of layers in the JSON."""
 
-    Attributes:
-        pattern: pattern of all layers that the JSON does not name.
-        named: patterns of the layers that it names, by layer number from 0.
-    """
-
-    pattern: Pattern
-    named: Mapping[int, Pattern]
+    pattern: Pattern  # of all layers that the JSON does not name
+    named: Mapping[int, Pattern]  # of the layers that it names, by number from 0
 
     def of(self, tokens: int, said: Pattern | None, layer: int | None, mixed: bool) -> Pattern:
         """Return the pattern of a layer, without documents.
@@ -58,12 +53,7 @@ class LayerPatterns:
         return pattern_of_layer(said, given, tokens, layer in self.named, mixed)
 
     def counted(self, tokens: int, said: Sequence[Pattern]) -> Counter[Pattern]:
-        """Count the layers of each pattern, in the order of the layers.
-
-        Args:
-            tokens: length of the sequence.
-            said: the patterns that the model gives for its layers; empty if unknown.
-        """
+        """Count the layers of each pattern, in order; `said` is empty if the model's are unknown."""
         found: Counter[Pattern] = Counter()
         count = max([len(said), 1, *(layer + 1 for layer in self.named)])
         for layer, one in enumerate(said or [None] * count):
@@ -82,7 +72,7 @@ class LayerPatterns:
 # raises an error, so that no layer is changed silently. A window as long as the sequence counts as no window.
 @lru_cache(maxsize=1024)
 def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool) -> Pattern:
-    """Return the pattern of a layer: [Note: the pattern of a layer].
+    """Return the pattern of a layer, or raise RingPatternError: [Note: the pattern of a layer].
 
     Args:
         said: the model's: Causal or Full, SlidingWindow, Chunked, or several put together by `&`.
@@ -90,9 +80,6 @@ def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mi
         tokens: of the sequence.
         named: whether the JSON names this very layer.
         mixed: whether layers of the model differ.
-
-    Raises:
-        RingPatternError: the two contradict each other; it says what to write.
     """
     if said.is_causal != given.is_causal:
         raise RingPatternError(
@@ -127,16 +114,16 @@ def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mi
 def covers(given: Pattern, part: Pattern) -> bool:
     """Return whether the JSON's pattern includes the model's window or chunk."""
     if isinstance(part, SlidingWindow):
-        return applies_window(given, *part.distance)
+        windowed = any(isinstance(other, SlidingWindow) for other in given.conjuncts)
+        return windowed and given.distance == part.distance
     return part in given.conjuncts
 
 
 def _advice(narrow: list[Pattern], tokens: int) -> str:
-    keys = [(part, "chunk" if isinstance(part, Chunked) else "window") for part in narrow]
-    ways = [
-        f'write "{key}": {getattr(part, key)} in the "pattern" section, or leave it out there'
-        for part, key in keys
-    ]
+    ways = []
+    for part in narrow:
+        key = "chunk" if isinstance(part, Chunked) else "window"
+        ways.append(f'write "{key}": {getattr(part, key)} in the "pattern" section, or leave it out there')
     return (
         "; ".join(dict.fromkeys(ways))
         + ": a layer takes its own from the model. To change the model, set its configuration before it is"

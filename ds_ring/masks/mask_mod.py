@@ -19,11 +19,12 @@ has only elementwise operators and look-ups of integers gives the same result fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import random
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,7 +34,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.checked_numbers import true_or_false
@@ -49,7 +49,7 @@ _STATE_DEPTH = 4  # how deep nested functions are searched for captured values
 _SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
 
 
-def refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
+def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
     """Return the error for a function that is no mask."""
     return RingPatternError(
         f"MaskMod {name_of(function)}: expected {expected}, got {got}; write it like FlexAttention's"
@@ -71,13 +71,16 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0][:100] if text else ''}"
 
 
-def graph_of(function: MaskFunction) -> fx.GraphModule:
-    """Trace a mask function with 0-d tensors; see [Note: the trace of a mask].
+def indexed_by_tensors() -> AbstractContextManager[Any]:
+    """Return the mode without which `table[position]` reads the position as a Python number."""
+    # Imported here: it brings Dynamo, 1.3 s, and few processes have a mask function
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-    Raises:
-        RingPatternError: it raises, returns no boolean tensor without dimensions, draws random numbers, or
-            writes to its arguments or captured tensors.
-    """
+    return TransformGetItemToIndex()
+
+
+def graph_of(function: MaskFunction) -> fx.GraphModule:
+    """Trace a mask function with 0-d tensors, or refuse it; see [Note: the trace of a mask]."""
     arguments = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
     results = []
 
@@ -86,47 +89,44 @@ def graph_of(function: MaskFunction) -> fx.GraphModule:
         return results[-1]
 
     try:
-        # without that mode, table[position] would read the position as a Python number
-        with torch.no_grad(), TransformGetItemToIndex():
+        with torch.no_grad(), indexed_by_tensors():
             traced = make_fx(with_result, tracing_mode="real")(*arguments)
     except Exception as error:
-        raise refusal(
-            function, "a mask_mod(batch, head, q_position, k_position)", first_line(error)
-        ) from error
+        expected = "a mask_mod(batch, head, q_position, k_position)"
+        raise _refusal(function, expected, first_line(error)) from error
     (result,) = results
-    if not isinstance(result, Tensor):
-        raise refusal(function, "a boolean tensor without dimensions", f"{type(result).__name__}")
-    if result.dtype != torch.bool or result.dim():
-        got = f"{result.dtype} of shape {tuple(result.shape)}"
-        raise refusal(function, "a boolean tensor without dimensions", got)
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor or result.dtype != torch.bool or result.dim():
+        got = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
+        raise _refusal(function, "a boolean tensor without dimensions", got)
     # torch.cond and while_loop keep their branches as submodules of the graph
     if any(isinstance(module, fx.GraphModule) for module in traced.children()):
-        raise refusal(function, "torch operators on tensors", "control flow (torch.cond, while_loop)")
+        raise _refusal(function, "torch operators on tensors", "control flow (torch.cond, while_loop)")
     no_writes = "a mask that writes to no tensor but its own"
     try:
         with torch.no_grad():
             functional = torch.func.functionalize(lambda *args: traced(*args))
             graph = make_fx(functional, decomposition_table=_CREATE)(*arguments)
     except Exception as error:
-        raise refusal(function, no_writes, first_line(error)) from error
+        raise _refusal(function, no_writes, first_line(error)) from error
     for node in graph.graph.nodes:
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
         if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise refusal(function, "a mask without random numbers", f"a call of {node.target}")
+            raise _refusal(function, "a mask without random numbers", f"a call of {node.target}")
         if node.target._schema.is_mutable:
-            raise refusal(function, no_writes, f"a call of {node.target}")
+            raise _refusal(function, no_writes, f"a call of {node.target}")
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
 
 
-def is_elementwise(graph: fx.GraphModule) -> bool:
+def _is_elementwise(graph: fx.GraphModule) -> bool:
     """Return whether the graph may be called with tensors that broadcast; [Note: all pairs at once]."""
 
     def accepts(node: fx.Node) -> bool:
         if node.op == "get_attr":
-            constant = constant_of(graph, node)
+            constant = _constant_of(graph, node)
             return not (constant.is_floating_point() or constant.is_complex())
         if node.op != "call_function":
             return True
@@ -135,15 +135,14 @@ def is_elementwise(graph: fx.GraphModule) -> bool:
         if node.target is not _aten.index.Tensor:
             return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
         table, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
-        return table.op == "get_attr" and len(indices) == constant_of(graph, table).dim()
+        return table.op == "get_attr" and len(indices) == _constant_of(graph, table).dim()
 
     return all(map(accepts, graph.graph.nodes))
 
 
-def constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+def _constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
     """Return the captured tensor that a node of the graph stands for."""
-    found: Any = functools.reduce(getattr, str(node.target).split("."), graph)
-    return cast(Tensor, found)
+    return cast(Tensor, functools.reduce(getattr, str(node.target).split("."), graph))
 
 
 def digest_of(graph: fx.GraphModule) -> str:
@@ -160,7 +159,7 @@ def digest_of(graph: fx.GraphModule) -> str:
     for node in graph.graph.nodes:
         target = str(node.target)
         if node.op == "get_attr":
-            tensor = constant_of(graph, node).detach().cpu().contiguous()
+            tensor = _constant_of(graph, node).detach().cpu().contiguous()
             # as bytes: numpy has no bfloat16
             data = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
             values = hashlib.sha256(data.numpy().tobytes()).hexdigest()
@@ -173,62 +172,40 @@ def digest_of(graph: fx.GraphModule) -> str:
 
 
 class MaskFacts(NamedTuple):
-    """What a trace says about a mask function; [Note: the trace of a mask].
+    """What a trace says about a mask function; [Note: the trace of a mask]."""
 
-    Attributes:
-        by_batch, by_head: whether the result depends on the index of the sample, or of the query head.
-        contents: digest of the code and of the captured values.
-        tensors: the captured tensors, with their version at the trace (None if torch keeps no version).
-        elementwise: the graph, if it may be called with all positions at once; [Note: all pairs at once].
-    """
-
-    by_batch: bool
-    by_head: bool
-    contents: str
-    tensors: tuple[tuple[Tensor, int | None], ...]
-    elementwise: Callable[..., Tensor] | None
+    by_batch: bool  # whether the result depends on the index of the sample
+    by_head: bool  # ... and of the query head
+    contents: str  # digest of the code and of the captured values
+    tensors: tuple[tuple[Tensor, int | None], ...]  # captured, with their number of writes at the trace
+    elementwise: Callable[..., Tensor] | None  # the graph, for all positions; [Note: all pairs at once]
 
 
 def trace_mask(function: MaskFunction) -> MaskFacts:
-    """Trace a mask function twice and compare the two graphs.
-
-    Raises:
-        RingPatternError: see `graph_of`; or the two graphs differ, or Python's or numpy's random numbers are
-            drawn.
-    """
+    """Trace a mask function twice and refuse it if the two graphs differ, or if it draws random numbers."""
     # Random numbers of Python and numpy leave no node in the graph, but they change this state.
     before = random.getstate(), repr(np.random.get_state())
     first, second = (graph_of(function) for _ in range(2))
     contents = digest_of(first)
     if contents != digest_of(second):
-        raise refusal(function, "a mask that is the same at every call", "two traces that differ")
+        raise _refusal(function, "a mask that is the same at every call", "two traces that differ")
     if before != (random.getstate(), repr(np.random.get_state())):
-        raise refusal(function, "a mask without random numbers", "one that draws them")
+        raise _refusal(function, "a mask without random numbers", "one that draws them")
     batch, head, *nodes = first.graph.nodes
-    constants = (constant_of(first, node) for node in nodes if node.op == "get_attr")
+    constants = (_constant_of(first, node) for node in nodes if node.op == "get_attr")
     # several nodes may read the same captured tensor
     unique = {id(tensor): tensor for tensor in constants}
-    versions = tuple((tensor, version_of(tensor)) for tensor in unique.values())
-    elementwise = first.forward if is_elementwise(first) else None
+    versions = tuple((tensor, _writes_to(tensor)) for tensor in unique.values())
+    elementwise = first.forward if _is_elementwise(first) else None
     return MaskFacts(bool(batch.users), bool(head.users), contents, versions, elementwise)
 
 
-def evaluate(
+def _evaluate(
     function: MaskFunction, facts: MaskFacts, samples: int, heads: tuple[int, ...], q: Tensor, k: Tensor
 ) -> Tensor:
-    """Evaluate a mask function for all pairs of two lists of positions.
+    """Evaluate a mask function for all pairs of two lists of positions, int64 [n] and [m].
 
-    Args:
-        function, facts: the mask function and its trace.
-        samples: batch size.
-        heads: indices of the query heads.
-        q, k: positions, int64 [n] and [m].
-
-    Returns:
-        bool [n, m]; [samples or 1, len(heads) or 1, n, m] if the mask differs by sample or by head.
-
-    Raises:
-        RingPatternError: the function raises at these positions, or returns a dtype other than bool.
+    Returns bool [n, m]; [samples or 1, len(heads) or 1, n, m] if the mask differs by sample or by head.
     """
     # an index that the result does not depend on is a 0-d tensor of 0
     batch = torch.arange(samples, device=q.device) if facts.by_batch else torch.zeros_like(q[0])
@@ -246,18 +223,18 @@ def evaluate(
         mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
         mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
-    found = _call(function, mapped, TransformGetItemToIndex(), batch, head, q, k)
+    found = _call(function, mapped, indexed_by_tensors(), batch, head, q, k)
     if facts.by_batch and not facts.by_head:
         return found.unsqueeze(1)
     return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
 
 
-def version_of(tensor: Tensor) -> int | None:
+def _writes_to(tensor: Tensor) -> int | None:
     """Return the number of writes to a tensor so far; None if torch does not count them."""
     return None if tensor.is_inference() else tensor._version
 
 
-def captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[object]:
+def _captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[object]:
     """Yield what a function captured, in a fixed order: numbers, texts, and the id of any other object.
 
     If two such lists are equal, a second trace would give the same graph, as far as Python lets us look.
@@ -265,21 +242,19 @@ def captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[obj
     if isinstance(function, functools.partial):
         parts: list[object] = [function.func, *function.args, *function.keywords.values()]
     elif isinstance(function, types.FunctionType):
-        cells = (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
-        parts = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        parts += _named(function, function.__globals__)
+        parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            # an empty cell: the function refers to itself and is still being defined
+            with contextlib.suppress(ValueError):
+                parts.append(cell.cell_contents)
+        parts += [function.__globals__.get(name) for name in function.__code__.co_names]
     else:  # a method, or an object with __call__
         owner = getattr(function, "__self__", function)
         code = getattr(function, "__func__", vars(type(function)).get("__call__"))
-        parts = [code, *_named(code, getattr(owner, "__dict__", {}))]
+        names = code.__code__.co_names if isinstance(code, types.FunctionType) else ()
+        parts = [code, *(getattr(owner, "__dict__", {}).get(name) for name in names)]
     for part in parts:
         yield from _value(part, depth)
-
-
-def _named(function: object, known: Mapping[str, object]) -> list[object]:
-    """Return those objects of `known` whose names occur in the code of a function."""
-    names = function.__code__.co_names if isinstance(function, types.FunctionType) else ()
-    return [known[name] for name in names if name in known]
 
 
 def _value(part: object, depth: int) -> Iterator[object]:
@@ -294,14 +269,7 @@ def _value(part: object, depth: int) -> Iterator[object]:
         # A tensor is identified by its id here; its version tells whether its values have changed.
         yield id(part)
         if depth and callable(part) and not isinstance(part, (type, types.BuiltinFunctionType)):
-            yield from captured_values(part, depth - 1)
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # the cell is empty: the function refers to itself and is still being defined
-        return False
+            yield from _captured_values(part, depth - 1)
 
 
 def _call(
@@ -312,9 +280,9 @@ def _call(
             found = mapped(*args)
     except Exception as error:
         where = f"positions up to {int(args[2].max())} and {int(args[3].max())}"
-        raise refusal(function, f"a mask of {where}", first_line(error)) from error
+        raise _refusal(function, f"a mask of {where}", first_line(error)) from error
     if found.dtype != torch.bool:
-        raise refusal(function, "a tensor of torch.bool", f"{found.dtype}")
+        raise _refusal(function, "a tensor of torch.bool", f"{found.dtype}")
     return found
 
 
@@ -365,13 +333,9 @@ class MaskMod(Pattern):
 
     @cached_property
     def facts(self) -> MaskFacts:
-        """Return what a trace says of the function; cached.
-
-        Raises:
-            RingPatternError: it is no mask.
-        """
+        """Return what a trace says of the function, or refuse it."""
         # the dataclass is frozen; `HeadMask.check` compares with it later
-        self.__dict__["_captured"] = list(captured_values(self.function))
+        self.__dict__["_captured"] = list(_captured_values(self.function))
         return trace_mask(self.function)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
@@ -389,36 +353,23 @@ class MaskMod(Pattern):
 
 @dataclass(frozen=True)
 class HeadMask:
-    """Represent the function of a `MaskMod`, for some query heads, as a `PairMask` of `masks/tiles.py`.
+    """The function of a `MaskMod` for some query heads; empty if the function does not depend on the head.
 
-    Attributes:
-        whole: the pattern.
-        heads: numbers of the query heads; empty if the function does not depend on the head.
+    Other files of this folder, which do not need torch, call it `PairMask`.
     """
 
     whole: MaskMod
     heads: tuple[int, ...] = ()
 
-    @property
-    def function(self) -> MaskFunction:
-        return self.whole.function
-
     def __call__(self, samples: int, q: Tensor, k: Tensor) -> Tensor:
-        return evaluate(self.whole.function, self.whole.facts, samples, self.heads, q, k)
-
-    @property
-    def is_causal(self) -> bool:
-        return self.whole.is_known_causal
-
-    def for_heads(self, heads: tuple[int, ...]) -> HeadMask:
-        """Return the same mask for other heads."""
-        return HeadMask(self.whole, heads if self.whole.facts.by_head else ())
+        """Return the mask of positions int64 [n] and [m], bool [n, m]; batch and head lead if they matter."""
+        return _evaluate(self.whole.function, self.whole.facts, samples, self.heads, q, k)
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Try the function at some positions, once for each kind of call; see `Pattern.check`."""
         whole, facts, function = self.whole, self.whole.facts, self.whole.function
-        written = any(version_of(tensor) != version for tensor, version in facts.tensors)
-        if written or whole.__dict__["_captured"] != list(captured_values(function)):
+        written = any(_writes_to(tensor) != version for tensor, version in facts.tensors)
+        if written or whole.__dict__["_captured"] != list(_captured_values(function)):
             raise RingPatternError(
                 f"MaskMod {name_of(function)}: expected what it captured to stay as it was at its first"
                 " use, got other values; make a new MaskMod for a new mask"
@@ -427,23 +378,18 @@ class HeadMask:
         if key not in whole._tried:
             # spread over the whole sequence, first and last position included
             some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
-            evaluate(function, facts, samples, tuple(range(query_heads)), some, some)
+            _evaluate(function, facts, samples, tuple(range(query_heads)), some, some)
             whole._tried.add(key)
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:
-        """Return bool of pairs of positions, for the first of the heads.
-
-        Raises:
-            RingPatternError: a function that differs from sample to sample.
-        """
+        """Return bool of pairs of positions for the first head; refuse a mask that differs by sample."""
         function = self.whole.function
         if self.whole.facts.by_batch:
-            raise refusal(function, "a mask that is the same for all samples here", "one that is not")
+            raise _refusal(function, "a mask that is the same for all samples here", "one that is not")
         if not q.size:
             return np.zeros(q.shape, dtype=bool)
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
         pairwise = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(0), torch.tensor(self.heads[0])
-        found = _call(function, pairwise, TransformGetItemToIndex(), batch, head, ours, theirs)
-        result: IntArray = found.numpy().reshape(q.shape)
-        return result
+        found = _call(function, pairwise, indexed_by_tensors(), batch, head, ours, theirs)
+        return found.numpy().reshape(q.shape)

@@ -1,7 +1,8 @@
-"""Dilations that nest: few large rectangles, where the plain join would make many small ones.
+"""LongNet's dilations as few large rectangles, where the plain join would make many small ones.
 
-Two rewrites of a sum of `Residue` branches. Both give every pair its multiplicity m (how many branches have
-the pair). `tests/unit/masks/test_branches.py` compares both with the plain derivation.
+Two rewrites of a sum of `Residue` branches (every r-th token of a segment attends to the same).
+Both give every pair its multiplicity m (how many branches have the pair).
+`tests/unit/masks/test_branches.py` compares both with the plain derivation.
 
 [Note: smallest segment]
 If every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those of
@@ -25,6 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,7 +46,7 @@ class Progression(NamedTuple):
 
 
 class CommonBranches(NamedTuple):
-    """Hold queries and keys whose common branches are exactly `branches`."""
+    """Queries and keys whose common branches are exactly `branches`."""
 
     queries: tuple[Progression, ...]
     keys: tuple[Progression, ...]
@@ -54,27 +56,30 @@ class CommonBranches(NamedTuple):
 def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
     """Return the rectangles of a sum of dilations, every pair with its m.
 
-    Args:
-        tiles: rectangles.
-        residues: the branches.
-        causal: keys after their query may be left out: the band will drop them.
+    If `causal`, keys after their query may be left out: the band will drop them.
     """
     residues = sorted(residues, key=lambda residue: residue.length)
-    lengths, rates, offsets = (
-        tuple(x) for x in zip(*((r.length, r.rate, r.offset) for r in residues), strict=True)
-    )
+    lengths = tuple(r.length for r in residues)
+    rates, offsets = tuple(r.rate for r in residues), tuple(r.offset for r in residues)
     # a single segment starts at position 0: its length need not be a multiple of the rate
     reaches = int(max(tiles.q.last_position.max(), tiles.k.last_position.max())) if len(tiles) else 0
     if not all(w % r == 0 or w > reaches for w, r in zip(lengths, rates, strict=True)):
         # the offset inside a segment is then no residue of the position
         return [part for residue in residues for part in _one_branch(tiles, residue)]
+    # segments are unions of those of the branch before, and tokens a subset of its tokens
+    nested = all(
+        b.length % a.length == 0 and b.rate % a.rate == 0 and b.offset % a.rate == a.offset
+        for a, b in itertools.pairwise(residues)
+    )
     # a tile has room for one `Weights`
-    if _nested(lengths, rates, offsets) and (tiles.weight < 0).all():
+    if nested and (tiles.weight < 0).all():
         return _by_segment(tiles, residues, causal)
     parts = []
     for share in common_branches(rates, offsets):
+        sides = itertools.product(share.queries, share.keys)
+        on = Tiles.concat([tiles.sides(tiles.q.residue(*q), tiles.k.residue(*k)) for q, k in sides])
         for chain in _chains(share.branches, lengths):
-            parts += _levels(_on(tiles, share), [lengths[i] for i in chain], causal)
+            parts += _levels(on, [lengths[i] for i in chain], causal)
     return parts
 
 
@@ -114,16 +119,6 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
     # inside one segment the offset is a residue, which differs from segment to segment
     residue = (inside.q.position // branch.length * branch.length + branch.offset) % branch.rate
     return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
-
-
-def _on(tiles: Tiles, share: CommonBranches) -> Tiles:
-    """Return the rectangles restricted to the queries and keys of a share."""
-    parts = [
-        tiles.sides(tiles.q.residue(*queries), tiles.k.residue(*keys))
-        for queries in share.queries
-        for keys in share.keys
-    ]
-    return Tiles.concat(parts)
 
 
 def _same_segment(tiles: Tiles, length: int) -> Tiles:
@@ -168,25 +163,14 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
     return chains
 
 
-def _nested(lengths: tuple[int, ...], rates: tuple[int, ...], offsets: tuple[int, ...]) -> bool:
-    """Return whether each branch has segments that are unions, and tokens a subset, of the one before."""
-    return all(b % a == 0 for a, b in itertools.pairwise(lengths)) and all(
-        b % a == 0 and y % a == x for (a, x), (b, y) in itertools.pairwise(zip(rates, offsets, strict=True))
-    )
-
-
 @lru_cache(maxsize=256)
 def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[CommonBranches, ...]:
     """Return which positions have which branches in common; see [Note: levels]."""
-    if math.lcm(*rates) <= MOST_RESIDUES:
-        return tuple(_common_by_residue(rates, offsets))
-    # too many residues to enumerate: each branch by itself, and the merge adds up what is done twice
-    classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
-    return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
-
-
-def _common_by_residue(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list[CommonBranches]:
     period = math.lcm(*rates)
+    if period > MOST_RESIDUES:
+        # each branch by itself, and the merge adds up what is done twice
+        classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
+        return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
     # residues modulo the period, by the set of branches that have them
     by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
     for residue in range(period):
@@ -202,15 +186,13 @@ def _common_by_residue(rates: tuple[int, ...], offsets: tuple[int, ...]) -> list
                 keys_of[own & other] += keys
         for common, keys in keys_of.items():
             rectangles[common, tuple(sorted(keys))] += queries
-    return [
-        CommonBranches(
-            _progressions(queries, period), _progressions(list(keys), period), tuple(sorted(common))
-        )
+    return tuple(
+        CommonBranches(_progressions(queries, period), _progressions(keys, period), tuple(sorted(common)))
         for (common, keys), queries in rectangles.items()
-    ]
+    )
 
 
-def _progressions(residues: list[int], period: int) -> tuple[Progression, ...]:
+def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ...]:
     """Return a set of residues modulo `period` as few progressions, the coarsest first."""
     left, found = set(residues), []
     for modulus in (d for d in range(1, period + 1) if period % d == 0):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,24 +21,15 @@ NO_LABEL = -1  # the label of a token that takes no part
 
 
 class Pieces(NamedTuple):
-    """The rows of an axis, cut into pieces of one label each; some pieces may be empty.
+    """The rows of an axis, cut into pieces of one label each; some pieces may be empty."""
 
-    Attributes:
-        row: index of the row that each piece was cut from, ascending.
-        axis: the pieces.
-        label: the label of each piece, never `NO_LABEL`.
-    """
-
-    row: IntArray
+    row: IntArray  # that each piece was cut from, ascending
     axis: Axis
-    label: IntArray
+    label: IntArray  # never `NO_LABEL`
 
 
 class Primitive(ABC):
-    """Base of the functions that label positions.
-
-    Subclasses are frozen dataclasses: they compare and hash.
-    """
+    """Base of the functions that label positions: frozen dataclasses, which compare and hash."""
 
     @abstractmethod
     def labels(self, positions: IntArray) -> IntArray:
@@ -50,25 +41,13 @@ class Primitive(ABC):
 
     @abstractmethod
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        """Cut every row into pieces of one label.
+        """Cut every row into pieces of one label; labels outside least .. greatest may be left out."""
 
-        Args:
-            axis: the rows.
-            least, greatest: range of labels of interest in each row; pieces outside it may be left out.
-        """
 
-    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return a key of a range of positions: where two are equal, a shift keeps equal labels equal.
-
-        Two ranges of one length with equal keys have the same pairs of equally labelled tokens, relative to
-        their starts. None: unknown.
-        """
-        return None
-
-    @property
-    def known_tokens(self) -> tuple[int, ...]:
-        """Return the sequence length for which it was made; empty if it fits any length."""
-        return ()
+def _each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+    """Return (row, number) for each number from first to last of every row."""
+    row, which = repeat_rows(np.maximum(last - first + 1, 0))
+    return row, first[row] + which
 
 
 @dataclass(frozen=True)
@@ -84,15 +63,9 @@ class Segment(Primitive):
         return axis.position // self.length, axis.last_position // self.length
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        row, which = repeat_rows(np.maximum(greatest - least + 1, 0))
-        label = least[row] + which
+        row, label = _each_number(least, greatest)
         start = label * self.length
         return Pieces(row, axis.rows(row).between(start, start + self.length), label)
-
-    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        # Inside one segment all tokens have one label, so the start does not matter.
-        inside = start // self.length == (start + length - 1) // self.length
-        return () if inside else (start % self.length,)
 
 
 @dataclass(frozen=True)
@@ -119,14 +92,6 @@ class Residue(Primitive):
         first = label * self.length + self.offset
         return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
-    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        if start // self.length != (start + length - 1) // self.length:
-            return (start % self.length,)
-        # Inside one segment, only the index of the first token that takes part matters; -1 if there is none.
-        # The key has two entries, so it never equals a key of the case above.
-        first = (self.offset - start % self.length) % self.rate
-        return -1, first if first < length else -1
-
 
 @dataclass(frozen=True)
 class Remainder(Primitive):
@@ -144,27 +109,17 @@ class Remainder(Primitive):
         return np.where(alike, first, 0), np.where(alike, first, self.rate - 1)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        row, which = repeat_rows(np.maximum(greatest - least + 1, 0))
-        label = least[row] + which
+        row, label = _each_number(least, greatest)
         return Pieces(row, axis.rows(row).residue(label, self.rate), label)
-
-    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        return ()  # a shift renames the labels; equal ones stay equal
 
 
 @dataclass(frozen=True)
 class Table(Primitive):
-    """Label every position of one sequence by a table of ids; tokens with a negative id take no part.
+    """Label every position of one sequence by a table of ids; tokens with a negative id take no part."""
 
-    Attributes:
-        starts: positions at which the id changes, ascending, the first 0.
-        ids: the id from each start to the next; an id may occur several times.
-        tokens: length T of the sequence.
-    """
-
-    starts: tuple[int, ...]
-    ids: tuple[int, ...]
-    tokens: int
+    starts: tuple[int, ...]  # positions at which the id changes, ascending, the first 0
+    ids: tuple[int, ...]  # the id from each start to the next; an id may occur several times
+    tokens: int  # length T of the sequence, and the only one that a pattern with this table fits
 
     @cached_property
     def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
@@ -175,10 +130,6 @@ class Table(Primitive):
         label = first[number]
         ascending = bool((label == np.arange(len(label))).all())
         return starts, np.append(starts[1:], self.tokens), np.where(ids < 0, NO_LABEL, label), ascending
-
-    @property
-    def known_tokens(self) -> tuple[int, ...]:
-        return (self.tokens,)
 
     def labels(self, positions: IntArray) -> IntArray:
         starts, _, label, _ = self._stretches
@@ -196,8 +147,7 @@ class Table(Primitive):
         low, high = self._stretch_of(axis.position), self._stretch_of(axis.last_position)
         if ascending:  # cut each row only at the documents of interest, not at all that it spans
             low, high = np.maximum(low, least), np.minimum(high, greatest)
-        row, which = repeat_rows(np.maximum(high - low + 1, 0))
-        stretch = low[row] + which
+        row, stretch = _each_number(low, high)
         held = labels[stretch] >= 0
         row, stretch = row[held], stretch[held]
         return Pieces(row, axis.rows(row).between(starts[stretch], ends[stretch]), labels[stretch])
@@ -210,9 +160,7 @@ class Table(Primitive):
 class Partition:
     """The positions first <= p < end, labelled by several primitives together.
 
-    Attributes:
-        first, end: the range of positions that take part.
-        primitives: a token's label is the tuple of their labels. None: all tokens in range have one label.
+    A token's label is the tuple of their labels; without a primitive all tokens in range have one label.
     """
 
     first: int = 0
@@ -228,17 +176,9 @@ class Partition:
         first, end = max(self.first, other.first), min(self.end, other.end)
         return Partition(first, end, self.primitives + other.primitives)
 
-    def holds(self, positions: IntArray) -> IntArray:
-        """Return which positions are in the range, bool."""
-        return (positions >= self.first) & (positions < self.end)
-
 
 ALL = Partition()
-
-
-def in_range(first: int, end: int) -> Partition:
-    """Return the partition that gives one label to the tokens first <= p < end."""
-    return Partition(first, end)
+in_range = Partition  # in_range(first, end): one label for the tokens first <= p < end
 
 
 def labelled(primitive: Primitive) -> Partition:

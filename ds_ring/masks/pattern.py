@@ -20,6 +20,7 @@ from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, near_pairs, product, union
 from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.partitions import Primitive
 from ds_ring.masks.tiles import IntArray, MaskFunction, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
@@ -43,19 +44,15 @@ class Pattern(ABC):
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        """Return the branches whose sum a query head attends to.
-
-        At least one, the same number for each head.
-        """
+        """Return the branches whose sum a query head attends to; at least one, as many for each head."""
 
     @property
     def conjuncts(self) -> tuple[Pattern, ...]:
-        """Return the patterns that were combined with `&`; a tuple of only itself if there was no `&`."""
+        """Return the patterns that were combined with `&`; only itself if there was no `&`."""
         return (self,)
 
     @cached_property
-    def _of_one_head(self) -> tuple[Branch, ...]:
-        """Return the branches of head 0, for properties that are the same for all heads."""
+    def _of_one_head(self) -> tuple[Branch, ...]:  # for properties that are the same for all heads
         return self.branches(QueryHead())
 
     @cached_property
@@ -75,11 +72,10 @@ class Pattern(ABC):
         return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
 
     @property
-    def known_tokens(self) -> tuple[int, ...]:
-        """Return the sequence lengths T for which the pattern was made; empty if it fits any length."""
+    def primitives(self) -> tuple[Primitive, ...]:
+        """Return the functions that label positions, each once."""
         sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
-        primitives = dict.fromkeys(primitive for side in sides for primitive in side.primitives)
-        return tuple(tokens for primitive in primitives for tokens in primitive.known_tokens)
+        return tuple(dict.fromkeys(primitive for side in sides for primitive in side.primitives))
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
         """Return the pattern of the query heads that share one K/V head.
@@ -89,24 +85,16 @@ class Pattern(ABC):
         each = [self.branches(QueryHead(head, query_heads, kv_heads)) for head in heads]
         # Evaluate mask functions for all heads of the group at once: then heads whose branches are otherwise
         # equal need one entry only.
-        together = [_evaluated_together(each, branches) for branches in each]
-        if all(branches == together[0] for branches in together):
-            return BoundPattern((together[0],))
-        # The heads differ: each gets its own entry, with mask functions that are evaluated for this head
-        # only.
+        together = {_evaluated_together(each, branches) for branches in each}
+        if len(together) == 1:
+            return BoundPattern(tuple(together))
+        # The heads differ: each has its own entry, with mask functions that are evaluated for it alone.
         return BoundPattern(tuple(_evaluated_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Raise if the pattern cannot be evaluated for such a call; runs before anything is sent.
+        """Raise RingPatternError if a mask function fails for such a call, or captured values have changed.
 
-        Args:
-            tokens: length of the sequence.
-            samples: batch size.
-            query_heads: number of all query heads.
-            device: device of the tensors.
-
-        Raises:
-            RingPatternError: a mask function fails for these sizes, or its captured values have changed.
+        Runs before anything is sent. `samples` is the batch size, `query_heads` counts those of all ranks.
         """
         for mask in self.masks:
             mask.check(tokens, samples, query_heads, device)
@@ -114,9 +102,7 @@ class Pattern(ABC):
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         """Return m, how often query position q attends to key position k (0: not at all).
 
-        Args:
-            head, query_heads, kv_heads: the query head, see `QueryHead`.
-            q, k: int arrays of positions that broadcast.
+        q and k are int arrays of positions that broadcast; `QueryHead` explains the heads.
         """
         total: Any = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=np.int64)
         # Labels are defined for positions >= 0; `mask` removes padding (position -1) afterwards.
@@ -167,12 +153,8 @@ class Pattern(ABC):
         return either
 
 
-def check_numbers(pattern: Pattern, *names: str) -> None:
-    """Check that the named fields of a pattern are positive integers and convert them to Python ints.
-
-    Raises:
-        RingPatternError: a field is not a positive integer; the error names the pattern and the field.
-    """
+def check_numbers(pattern: object, *names: str) -> None:
+    """Convert the named fields to Python ints; RingPatternError for what is no positive integer."""
     for name in names:
         what = f"{type(pattern).__name__}: {name}"
         object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))
@@ -188,11 +170,11 @@ def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, 
     """Return `branches` with mask functions that are evaluated once for the heads of all of `each`."""
     found = list(branches)
     for index, branch in enumerate(branches):
-        masks = (
-            mask.for_heads(tuple(head for one in each for head in one[index].masks[number].heads))
-            for number, mask in enumerate(branch.masks)
-        )
-        found[index] = replace(branch, masks=tuple(masks)) if branch.masks else branch
+        for number, mask in enumerate(branch.masks):
+            heads = tuple(head for one in each for head in one[index].masks[number].heads)
+            alone = replace(mask, heads=heads if mask.whole.facts.by_head else ())
+            masks = (*found[index].masks[:number], alone, *branch.masks[number + 1 :])
+            found[index] = replace(branch, masks=masks)
     return tuple(found)
 
 
@@ -200,9 +182,7 @@ def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, 
 class BoundPattern(Pattern):
     """A pattern for the query heads that share one K/V head: what `bind` returns. Plans and kernels use this.
 
-    Attributes:
-        branches_by_head: the branches of every query head of the group, the same number for each; a single
-            entry if all heads are equal.
+    It has the same number of branches for every query head of the group; one entry if all heads are equal.
     """
 
     branches_by_head: tuple[tuple[Branch, ...], ...]
@@ -220,12 +200,9 @@ class BoundPattern(Pattern):
 
     @cached_property
     def bands(self) -> tuple[tuple[int, int, tuple[MaskFunction, ...]], ...]:
-        """Return (minimum distance, maximum distance, mask functions) of each branch.
-
-        One entry if all agree.
-        """
+        """Return (least distance, most, mask functions) of each branch; one entry if all agree."""
         branches = self.branches_by_head[0]
-        bands = tuple((b.least, b.most, tuple(mask.function for mask in b.masks)) for b in branches)
+        bands = tuple((b.least, b.most, tuple(mask.whole.function for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
     @cached_property
@@ -238,11 +215,7 @@ class BoundPattern(Pattern):
         return sum(heads, ()) or (0,)
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
-        """Return the non-empty tiles of two shards.
-
-        Args:
-            q_runs, k_runs: runs (start, step, length) of each shard in slot order, int64 [n, 3].
-        """
+        """Return the non-empty tiles of two shards, given by their runs in slot order, int64 [n, 3]."""
         branches = {branch for one in self.branches_by_head for branch in one}
         return self.cut(Tiles.rectangles(q_runs, k_runs, near_pairs(branches, q_runs, k_runs)))
 
@@ -254,29 +227,6 @@ class BoundPattern(Pattern):
         """Return labels of query and key positions, int64 [heads, branches, n] and [heads, branches, m]."""
         found = [[branch.labels(q, k) for branch in branches] for branches in self.branches_by_head]
         return tuple(np.array([[pair[side] for pair in one] for one in found]) for side in (0, 1))  # type: ignore[return-value]
-
-    def shift_key(self, start: int, length: int) -> tuple[Any, ...] | None:
-        """Return a key that is equal for ranges of positions with the same mask, up to a shift of positions.
-
-        The key says how the mask inside start .. start + length - 1 depends on the absolute position of the
-        start. Two ranges of one length with equal keys have the same mask relative to their starts, so their
-        tiles are computed once. None means that this is unknown and the tiles must be computed.
-        """
-        found: list[Any] = []
-        for branch in (branch for branches in self.branches_by_head for branch in branches):
-            if branch.masks:
-                return None
-            for side in (branch.queries, branch.keys):
-                # the intersection of the side's range of positions with this range, relative to its start
-                if not side.is_everywhere:
-                    found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
-            for ours, theirs in branch.labels_of:
-                # Two different primitives may change differently with the start, so no key is known for them.
-                key = ours.shift_key(start, length) if ours == theirs else None
-                if key is None:
-                    return None
-                found.append(key)
-        return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -299,12 +249,7 @@ class Intersection(Pattern):
 
 @dataclass(frozen=True)
 class Union(Pattern):
-    """Attend where at least one of two patterns does, each pair counted once: `a | b`.
-
-    Raises:
-        RingPatternError: by `branches`, if the pairs of both patterns cannot be described by ranges and a
-            band.
-    """
+    """Attend where at least one of two patterns does, each pair counted once: `a | b`."""
 
     first: Pattern
     second: Pattern

@@ -1,7 +1,6 @@
 """Change scores pair by pair as FlexAttention's `score_mod` does: soft caps, ALiBi, any function of a pair.
 
-Owns the function as a value that ranks compare, and its evaluation with gradient for kernels that compute
-scores themselves. Positions and heads are global.
+Positions and heads are global.
 
 [Note: changed scores]
 A `score_mod` is a value, as a mask function is: it is traced, and its digest is part of the header. A kernel
@@ -19,19 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.masks.mask_mod import digest_of, first_line, name_of
+from ds_ring.masks.mask_mod import digest_of, first_line, indexed_by_tensors, name_of
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-_EACH = (
-    (0, None, None, None, 0),
-    (0, None, None, 0, None),
-    (0, None, 0, None, None),
-    (0, 0, None, None, None),
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class ScoreMod:
     @cached_property
     def _contents(self) -> str:
         score, index = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        with torch.no_grad(), TransformGetItemToIndex():
+        with torch.no_grad(), indexed_by_tensors():
             graph = make_fx(self.function, tracing_mode="real")(score, index, index, index, index)
         constants = (value for value in vars(graph).values() if isinstance(value, Tensor))
         if any(value.requires_grad for value in constants):
@@ -104,11 +96,13 @@ class Scores(NamedTuple):
     def changed(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the scores of all pairs as the function changes them."""
         evaluate: Callable[..., Tensor] = self.mod.function
-        for dims in _EACH:
-            evaluate = torch.vmap(evaluate, in_dims=dims)
+        for argument in (4, 3, 2, 1):  # keys, queries, heads, samples: the innermost is the last dimension
+            dims = [0, None, None, None, None]
+            dims[argument] = 0
+            evaluate = torch.vmap(evaluate, in_dims=tuple(dims))
         device = scores_BHQK.device
         batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
-        with TransformGetItemToIndex():
+        with indexed_by_tensors():
             return evaluate(scores_BHQK, batch, heads, q_positions, k_positions).to(scores_BHQK.dtype)
 
     def gradient(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor, grad: Tensor) -> Tensor:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from ds_ring.masks.mask_mod import HeadMask
     from ds_ring.masks.pattern import BoundPattern
 
-
+MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
+PairMask: TypeAlias = "HeadMask"  # a mask function of single pairs, for some heads; only its file needs torch
+UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
 IntArray = np.ndarray
 SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, not touching
 
@@ -41,9 +44,15 @@ def expand_ranges(ranges: SlotRanges) -> IntArray:
 def ranges_of_progressions(rows: IntArray) -> SlotRanges:
     """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
     slot, step, length = rows.T
-    # without strides no slot has to be looked at by itself
+    # without strides no slot has to be looked at by itself: a union of ranges, which may overlap or touch
     if ((step == 1) | (length == 1)).all():
-        return _merge_ranges(slot, slot + length)
+        order = np.argsort(slot, kind="stable")
+        start, farthest = slot[order], np.maximum.accumulate((slot + length)[order])
+        begins = np.ones(len(start), dtype=bool)
+        # strictly beyond all ends so far: ranges that touch become one
+        begins[1:] = start[1:] > farthest[:-1]
+        ends = np.append(begins[1:], True)[: len(begins)]
+        return np.stack([start[begins], farthest[ends]], axis=1)
     first, last = int(slot.min()), int((slot + (length - 1) * step).max())
     member = np.zeros(last - first + 3, dtype=bool)  # a False on either side
     for start, every, count in np.unique(rows, axis=0).tolist():
@@ -52,26 +61,14 @@ def ranges_of_progressions(rows: IntArray) -> SlotRanges:
     return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
 
 
-def _merge_ranges(start: IntArray, end: IntArray) -> SlotRanges:
-    """Return the union of ranges that may overlap or touch."""
-    order = np.argsort(start, kind="stable")
-    start, farthest = start[order], np.maximum.accumulate(end[order])
-    first = np.ones(len(start), dtype=bool)
-    # strictly beyond all ends so far: ranges that touch become one
-    first[1:] = start[1:] > farthest[:-1]
-    last = np.append(first[1:], True)[: len(first)]
-    return np.stack([start[first], farthest[last]], axis=1)
-
-
 def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
     """Return the slots that are in both sets."""
     if not len(one) or not len(other):
         return no_slots()
     if np.array_equal(one, other):
         return one
-    edges = np.concatenate(
-        [one[:, 1], other[:, 1], one[:, 0], other[:, 0]]
-    )  # ends first where edges are equal
+    # ends first where edges are equal
+    edges = np.concatenate([one[:, 1], other[:, 1], one[:, 0], other[:, 0]])
     order = np.argsort(edges, kind="stable")
     # sets that are open at each edge; with both open, the next edge is an end
     depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
@@ -88,9 +85,11 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     return np.stack([start[keep], end[keep]], axis=1)
 
 
-def take_slots(ranges: SlotRanges, first: int, end: int) -> SlotRanges:
-    """Return the slots of a set from the `first` one of them up to, but not with, the one of number `end`."""
+def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
+    """Return part `number` of a set of slots that is cut into `parts` equal parts."""
     lengths = ranges[:, 1] - ranges[:, 0]
+    count = int(lengths.sum())
+    first, end = count * number // parts, count * (number + 1) // parts
     offset = np.cumsum(lengths) - lengths
     start = ranges[:, 0] + np.clip(first - offset, 0, lengths)
     stop = ranges[:, 0] + np.clip(end - offset, 0, lengths)
@@ -112,14 +111,9 @@ def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
 
 
 def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
-    """Return what lies in some slots of a shard, as progressions of positions in slot order.
+    """Return the positions in some slots of a shard with these runs, as runs in slot order.
 
-    Args:
-        runs: of the shard, int64 [n, 3] of (start, step, length), one after the other in its slots.
-        slots: ranges of them.
-
-    Returns:
-        int64 [m, 3] of (start, step, length), none empty.
+    Runs are int64 [n, 3] of (start, step, length), none empty.
     """
     if not len(slots) or not len(runs):
         return np.empty((0, 3), dtype=np.int64)
@@ -146,19 +140,12 @@ class Weights:
 
     @property
     def period(self) -> int:
-        """Return the shift of positions after which m repeats."""
-        # Each modulus divides the next, so the last one is their least common multiple.
+        """Return the shift of positions after which m repeats: the last modulus, which all others divide."""
         return self.classes[-1][1]
 
     def __call__(self, q: Any, k: Any) -> Any:
         """Return m, broadcast over query and key positions (arrays or tensors of int64)."""
         return sum(((q % m == r) & (k % m == r)) * 1 for r, m in self.classes)
-
-    def varies(self, position_step: IntArray, length: IntArray) -> IntArray:
-        """Return whether a progression of positions has (or may have) members of different classes."""
-        # A step that is a multiple of the period stays in its class.
-        varies: IntArray = (position_step % self.period != 0) & (length > 1)
-        return varies
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,39 +217,30 @@ class Axis:
         return Axis(np.cumsum(length) - length, np.ones_like(start), start, step, length)
 
 
+_COLUMNS = ("least", "most", "head_in_group", "multiplicity", "weight", "mask")  # of `Tiles`
+
+
 @dataclass(frozen=True, eq=False)
 class Tiles:
     """A table of tiles, one row per tile: a query run, a key run and a band of distances.
 
     A query attends to a key of its tile if least <= query position - key position <= most. Where a bound cuts
-    a tile, both sides have the same position step.
-
-    Attributes:
-        q, k: the query side and the key side.
-        least, most: the band; +-UNBOUNDED for none.
-        head_in_group: the query head, within the group of a K/V head, that the row is for; -1 for all.
-        multiplicity: m of every pair of the row, the number of branches that attend to it; log m is added to
-            the scores.
-        weight: index into `weights` of the function that multiplies m pair by pair; -1 for none.
-        weights: functions of query and key positions, for an m that varies inside a tile.
-        mask: index into `masks` of the function that says which pairs are attended; -1 for none. It includes
-            the band, so such a tile has none of its own.
-        masks: functions of batch size, query positions and key positions.
-        rule: the pattern that the tiles were cut from, if known; it describes the same pairs with the same m,
-            so a kernel may read a window from it instead of the tiles.
+    a tile, both sides have the same position step. A tile with a mask function has no band of its own: the
+    function includes it. `rule` describes the same pairs with the same m, so a kernel may read a window from
+    it instead of the tiles.
     """
 
     q: Axis
     k: Axis
-    least: IntArray
+    least: IntArray  # least and most: the band; +-UNBOUNDED for none
     most: IntArray
-    head_in_group: IntArray
-    multiplicity: IntArray
-    weight: IntArray
-    mask: IntArray
-    weights: tuple[Weights, ...] = ()
-    masks: tuple[MaskInside, ...] = ()
-    rule: BoundPattern | None = None
+    head_in_group: IntArray  # the query head, among those of a K/V head, that the row is for; -1 for all
+    multiplicity: IntArray  # m: how many branches attend to each pair; log m is added to the scores
+    weight: IntArray  # index into `weights` of the function that multiplies m pair by pair; -1 for none
+    mask: IntArray  # index into `masks` of the function that says which pairs are attended; -1 for none
+    weights: tuple[Weights, ...] = ()  # functions of query and key positions
+    masks: tuple[MaskInside, ...] = ()  # functions of batch size, query positions and key positions
+    rule: BoundPattern | None = None  # the pattern that the tiles were cut from, if known
 
     def __len__(self) -> int:
         return len(self.least)
@@ -307,17 +285,8 @@ class Tiles:
 
     def rows(self, index: IntArray) -> Tiles:
         """Return a selection of rows (indices or a boolean mask)."""
-        return replace(
-            self,
-            q=self.q.rows(index),
-            k=self.k.rows(index),
-            least=self.least[index],
-            most=self.most[index],
-            head_in_group=self.head_in_group[index],
-            multiplicity=self.multiplicity[index],
-            weight=self.weight[index],
-            mask=self.mask[index],
-        )
+        columns = {name: getattr(self, name)[index] for name in _COLUMNS}
+        return replace(self, q=self.q.rows(index), k=self.k.rows(index), **columns)
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """Return the same rows with other sides, without the rows that are empty now."""
@@ -335,10 +304,6 @@ class Tiles:
         """Return a sub-rectangle of every row, without the rows that are empty now."""
         return self.sides(self.q.take(q_first, q_length), self.k.take(k_first, k_length))
 
-    def masked(self, mask: MaskInside) -> Tiles:
-        """Return the same rectangles, which have no band, with this mask."""
-        return replace(self, mask=np.zeros(len(self), dtype=np.int64), masks=(mask,))
-
     def for_head(self, head_in_group: int) -> Tiles:
         """Return the tiles of one query head of each group (-1: the tiles unchanged)."""
         if head_in_group < 0:
@@ -355,7 +320,9 @@ class Tiles:
         """Return the same tiles with the multiplicity of every pair multiplied by `weights` of the pair."""
         assert (self.weight < 0).all(), "expected tiles without weights, got tiles that have some"
         q, k = self.q, self.k
-        varies = weights.varies(q.position_step, q.length) | weights.varies(k.position_step, k.length)
+        # a step that is a multiple of the period stays in its residue class
+        stays = [(x.position_step % weights.period == 0) | (x.length <= 1) for x in (q, k)]
+        varies = ~(stays[0] & stays[1])
         # Where m is constant inside a tile, put it into the multiplicity: the kernel then evaluates no
         # function.
         constant = np.where(varies, 1, weights(q.position, k.position))
@@ -366,31 +333,14 @@ class Tiles:
         """Return the rows of several tables, one after the other."""
         weights = tuple(dict.fromkeys(w for p in parts for w in p.weights))
         masks = tuple(dict.fromkeys(m for p in parts for m in p.masks))
-        # Index -1 (none) finds the last entry, which is -1.
-        weight_places = [np.array([*map(weights.index, p.weights), -1]) for p in parts]
-        mask_places = [np.array([*map(masks.index, p.masks), -1]) for p in parts]
-        return Tiles(
-            Axis.concat([p.q for p in parts]),
-            Axis.concat([p.k for p in parts]),
-            np.concatenate([p.least for p in parts]),
-            np.concatenate([p.most for p in parts]),
-            np.concatenate([p.head_in_group for p in parts]),
-            np.concatenate([p.multiplicity for p in parts]),
-            np.concatenate([place[p.weight] for p, place in zip(parts, weight_places, strict=True)]),
-            np.concatenate([place[p.mask] for p, place in zip(parts, mask_places, strict=True)]),
-            weights,
-            masks,
-            next((p.rule for p in parts if p.rule is not None), None),
-        )
-
-    def in_blocks(self, side: int) -> Tiles:
-        """Cut every rectangle into blocks of at most side x side."""
-        q_parts, k_parts = -(-self.q.length // side), -(-self.k.length // side)
-        row, which = repeat_rows(q_parts * k_parts)
-        q_first, k_first = which // k_parts[row] * side, which % k_parts[row] * side
-        cut = self.rows(row)
-        q = cut.q.take(q_first, np.minimum(side, cut.q.length - q_first))
-        return cut.sides(q, cut.k.take(k_first, np.minimum(side, cut.k.length - k_first)))
+        # Number the functions anew. Index -1 (none) finds the last entry, which is -1.
+        weight = [np.array([*map(weights.index, p.weights), -1])[p.weight] for p in parts]
+        mask = [np.array([*map(masks.index, p.masks), -1])[p.mask] for p in parts]
+        columns = {name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS}
+        columns |= {"weight": np.concatenate(weight), "mask": np.concatenate(mask)}
+        q, k = Axis.concat([p.q for p in parts]), Axis.concat([p.k for p in parts])
+        rule = next((p.rule for p in parts if p.rule is not None), None)
+        return Tiles(q, k, **columns, weights=weights, masks=masks, rule=rule)
 
     @staticmethod
     def rectangles(
@@ -398,9 +348,7 @@ class Tiles:
     ) -> Tiles:
         """Return whole rectangles (query run x key run) of two shards.
 
-        Args:
-            q_runs, k_runs: runs (start, step, length) of each shard.
-            pairs: indices of the query run and of the key run of each rectangle; None for all combinations.
+        `pairs` are the indices of the query run and of the key run of each; None for all combinations.
         """
         q, k = Axis.from_runs(q_runs), Axis.from_runs(k_runs)
         nq, nk = len(q_runs), len(k_runs)
@@ -412,9 +360,6 @@ class Tiles:
         """Return rectangles for all heads of the group, in which every pair is attended once."""
         zeros = np.zeros(len(q.slot), dtype=np.int64)
         return Tiles(q, k, zeros - UNBOUNDED, zeros + UNBOUNDED, zeros - 1, zeros + 1, zeros - 1, zeros - 1)
-
-
-UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
 
 
 def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
@@ -431,49 +376,6 @@ def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
     """Return the row index and the number within the row, for rows that are repeated `counts` times."""
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
-
-
-class PairMask(Protocol):
-    """A mask function of single pairs for some heads; hashable. `masks/mask_mod.py` has the implementation.
-
-    Attributes:
-        function: of one batch index, head index, query position and key position.
-        heads: indices of the query heads to evaluate; empty if the mask does not depend on the head.
-        is_causal: True if the function is known to mask every key after its query.
-    """
-
-    @property
-    def function(self) -> MaskFunction: ...
-
-    @property
-    def heads(self) -> tuple[int, ...]: ...
-
-    @property
-    def is_causal(self) -> bool: ...
-
-    def for_heads(self, heads: tuple[int, ...]) -> PairMask:
-        """Return the same mask for other heads; unchanged if it does not depend on the head."""
-        ...
-
-    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Raise if the mask cannot be evaluated for such a call; see `Pattern.check`."""
-        ...
-
-    def pairs(self, q: IntArray, k: IntArray) -> IntArray:
-        """Return bool for pairs, two numpy arrays of equal shape, for the first of its heads."""
-        ...
-
-    def __call__(self, samples: int, q: Any, k: Any) -> Any:
-        """Return the mask, bool [len(q), len(k)], with leading batch and head dimensions if they matter.
-
-        Args:
-            samples: batch size.
-            q, k: positions, int64 tensors with one dimension.
-        """
-        ...
 
 
 @dataclass(frozen=True)

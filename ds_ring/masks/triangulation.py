@@ -61,45 +61,33 @@ def _equal_steps(tiles: Tiles) -> Tiles:
 
 
 def triangulated(tiles: Tiles) -> Tiles:
-    """Return the same pairs as full rectangles, square triangles and parallelograms.
+    """Return the pairs of `trimmed` tiles as full rectangles, square triangles and parallelograms.
 
     See [Note: square triangles]. `Tiles.edges` tells them apart: 0, 1 and 2.
-
-    Args:
-        tiles: without rows and columns that have no pair.
     """
     low, high = tiles.band
     lower, upper = low > 1 - tiles.k.length, high < tiles.q.length - 1
-    parts = [
-        tiles.rows(~lower & ~upper),
-        *_causal(tiles.rows(lower & ~upper)),
-        *_inverse_causal(tiles.rows(~lower & upper)),
+    parts = [tiles.rows(~lower & ~upper)]
+    # j <= i - low with low <= 0: columns that all rows see, the triangle, the rows below it
+    cut = tiles.rows(lower & ~upper)
+    rows, left = cut.q.length, -cut.band[0]
+    side = cut.k.length - left
+    parts += [
+        cut.take(0, rows, 0, left),
+        cut.take(0, side, left, side),
+        cut.take(side, rows - side, left, side),
+    ]
+    # j >= i - high with high >= 0: columns that all rows see, the triangle, the rows above it
+    cut = tiles.rows(~lower & upper)
+    rows, side = cut.q.length, cut.q.length - cut.band[1]
+    parts += [
+        cut.take(0, rows, side, cut.k.length - side),
+        cut.take(rows - side, side, 0, side),
+        cut.take(0, rows - side, 0, side),
     ]
     if (lower & upper).any():
         parts += _both_bounds(tiles.rows(lower & upper))
     return Tiles.concat(parts)
-
-
-def _causal(tiles: Tiles) -> list[Tiles]:
-    """Cut by j <= i - low with low <= 0: columns that all rows see, the triangle, rows below it."""
-    rows, left = tiles.q.length, -tiles.band[0]
-    side = tiles.k.length - left
-    return [
-        tiles.take(0, rows, 0, left),
-        tiles.take(0, side, left, side),
-        tiles.take(side, rows - side, left, side),
-    ]
-
-
-def _inverse_causal(tiles: Tiles) -> list[Tiles]:
-    """Cut by j >= i - high with high >= 0: columns that all rows see, the triangle, rows above it."""
-    rows, columns = tiles.q.length, tiles.k.length
-    side = rows - tiles.band[1]
-    return [
-        tiles.take(0, rows, side, columns - side),
-        tiles.take(rows - side, side, 0, side),
-        tiles.take(0, rows - side, 0, side),
-    ]
 
 
 def _both_bounds(tiles: Tiles) -> list[Tiles]:

@@ -19,11 +19,11 @@ grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from ds_ring.runtime.context import (
 )
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.gather_pass import GatherPass
-from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host, stand_ins
+from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.replicated import ReplicatedPass
@@ -65,16 +65,11 @@ from ds_ring.schedule.layout import Layout
 # first; the checks of q, k and v are made here, before they are taken apart.
 
 HEADS, TOKENS = 1, 2
+T = TypeVar("T")
 
 
 class Swap(NamedTuple):
-    """Describe one of the four all-to-alls of a step; each takes all tensors of its place at once.
-
-    Attributes:
-        split_dim: the dimension that is split over the Ulysses ranks.
-        join_dim: the dimension along which their parts are joined.
-        gradient: name of the swap that is this one's gradient.
-    """
+    """One of the four all-to-alls of a step: which dimensions it splits and joins, its gradient's name."""
 
     split_dim: int
     join_dim: int
@@ -93,19 +88,22 @@ _SWAPS = {
 @operator("ds_ring::swap_heads_tokens")
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
-    context = context_of(handle)
-    with context.mesh.in_call():
-        context.agree(name, tensors[0], tensors[-1], _why_not_split(context, name, tensors))
-        swap, mesh = _SWAPS[name], context.mesh
+    context, refused = context_of(handle), None
+    mesh, swap = context.mesh, _SWAPS[name]
+    with mesh.in_call():
+        if name == "Ulysses of q, k, v":  # what comes after them was made by this package
+            try:
+                q, k, v = tensors
+                context.check(q, k, v, parts=mesh.ulysses_size)
+            except RingError as error:
+                refused = error
+        context.agree(name, tensors[0], tensors[-1], refused)
         # A sequence of one rank has none; its all-to-all hands the parts back.
         exchange = context.exchange or Exchange(mesh)
-        by_rank = zip(*(x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors), strict=True)
-        packets = [_pack(parts) for parts in by_rank]
-        received = exchange.all_to_all(packets, mesh.ulysses_group)
-        del packets
-        shapes = [_part_shape(x, mesh.ulysses_size, swap) for x in tensors]
-        from_ranks = zip(*(_unpack(one, tensors, shapes) for one in received), strict=True)
-        return [torch.cat(parts, dim=swap.join_dim) for parts in from_ranks]
+        parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
+        received = exchange.all_to_all([_packed(one) for one in zip(*parts, strict=True)], mesh.ulysses_group)
+        from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
+        return [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
 
 
 # [Note: packets]
@@ -115,42 +113,19 @@ def _order(tensors: Sequence[Tensor]) -> list[int]:
     return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
 
 
-def _pack(parts: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of some tensors as one; [Note: packets]."""
+def _packed(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0].contiguous()
     return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
 
 
-def _part_shape(x: Tensor, size: int, swap: Swap) -> list[int]:
-    shape = list(x.shape)
-    shape[swap.split_dim] //= size
-    return shape
-
-
-def _unpack(packet: Tensor, like: Sequence[Tensor], shapes: Sequence[list[int]]) -> list[Tensor]:
-    """Return views of the tensors in a packet, with the dtypes of `like`."""
+def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the tensors in a packet, with the shapes and dtypes of `like`."""
     if len(like) == 1:
         return [packet]
-    found: dict[int, Tensor] = {}
-    offset = 0
-    for index in _order(like):
-        size = math.prod(shapes[index]) * like[index].element_size()
-        part = packet[offset : offset + size].view(like[index].dtype)
-        found[index] = part.view(shapes[index])
-        offset += size
-    return [found[index] for index in range(len(like))]
-
-
-def _why_not_split(context: RingContext, name: str, tensors: Sequence[Tensor]) -> RingError | None:
-    """Return why q, k and v cannot be taken apart; what comes after them was made by this package."""
-    if name == "Ulysses of q, k, v":
-        q, k, v = tensors
-        try:
-            context.check(q, k, v, parts=context.mesh.ulysses_size)
-        except RingError as error:
-            return error
-    return None
+    sizes = [like[index].nbytes for index in _order(like)]
+    found = dict(zip(_order(like), packet.split(sizes), strict=True))
+    return [found[index].view(x.dtype).view(x.shape) for index, x in enumerate(like)]
 
 
 @swap_op.register_fake
@@ -174,24 +149,19 @@ def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, N
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
 
 
-def tokens_to_heads(q: Tensor, k: Tensor, v: Tensor, handle: int) -> list[Tensor]:
-    """Turn [B, H, S / U, D] of all heads into [B, H / U, S, D] of this rank's heads, for each."""
-    return swap_op([q, k, v], "Ulysses of q, k, v", handle)
-
-
-def heads_to_tokens(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
-    """Turn [B, H / U, S, D] of this rank's heads into [B, H, S / U, D] of all heads, for each."""
-    return swap_op(results_BHSD, "Ulysses of out", handle)
-
-
-def gradients_to_heads(results_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
-    """Turn what a pass back takes, the gradient of out first, as `tokens_to_heads` does q, k and v."""
-    return swap_op(results_BHSD, "Ulysses of the gradient of out", handle)
-
-
-def gradients_to_tokens(gradients_BHSD: Sequence[Tensor], handle: int) -> list[Tensor]:
-    """Turn dq, dk and dv as `heads_to_tokens` does results."""
-    return swap_op(gradients_BHSD, "Ulysses of dq, dk, dv", handle)
+def _over_heads(
+    run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, handle: int,
+    ulysses_size: int, return_lse: bool,
+) -> Any:  # fmt: skip
+    """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile."""
+    if ulysses_size == 1:
+        out, lse = run(q, k, v)
+        return (out, lse) if return_lse else out
+    out, lse = run(*swap_op([q, k, v], "Ulysses of q, k, v", handle))
+    if not return_lse:
+        return swap_op([out], "Ulysses of out", handle)[0]
+    out, lse = swap_op([out, lse.unsqueeze(-1)], "Ulysses of out", handle)
+    return out, lse.squeeze(-1)
 
 
 def _pass_of(
@@ -261,8 +231,11 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of a pass; see `RingPass.backward`."""
     with context.mesh.in_call():
-        at_home = q.device == grad_out.device
-        q_here, k_here, v_here = (q, k, v) if at_home else stand_ins((q, k, v), grad_out.device)
+        q_here, k_here, v_here = q, k, v
+        if q.device != grad_out.device:  # shapes and dtypes, where they take no memory
+            q_here, k_here, v_here = (
+                torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
+            )
         made = _pass_of(q_here, k_here, v_here, context, grad_out, has_grad_lse=grad_lse is not None)
         dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
         return dq, dk, dv
@@ -279,12 +252,6 @@ def ring_attention_op(
     return _forward(context_of(handle), q, k, v, sinks)
 
 
-# Contiguous, whatever the strides of q: a fake result must have the strides of the real one.
-@ring_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
-
-
 def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return fake (out, lse), used while a graph is traced."""
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
@@ -299,14 +266,6 @@ def ring_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
     return _gradients(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
-
-
-@ring_attention_backward_op.register_fake
-def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(
@@ -367,16 +326,6 @@ def _sees_plain(tensors: Iterable[Tensor | None]) -> bool:
     return set(map(type, tensors)) <= _PLAIN
 
 
-def _ring_attention(
-    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Call attention eagerly: by the operator if a transform, a mode or a subclass must see one node."""
-    if _sees_plain((q, k, v, sinks)):
-        results: tuple[Tensor, Tensor] = _EagerAttention.apply(q, k, v, context, sinks)
-        return results
-    return ring_attention_op(q, k, v, context.handle, sinks)
-
-
 def _sinks_gradient(
     sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor | None:
@@ -387,7 +336,11 @@ def _sinks_gradient(
     """
     if sinks_H is None:
         return None
-    delta = _row_sums(out, grad_out, lse.dtype)
+    if out.device == grad_out.device:
+        delta = (out.to(lse.dtype) * grad_out).sum(-1)
+    else:  # head by head, if out is on the host
+        by_head = zip(out.unbind(1), grad_out.unbind(1), strict=True)
+        delta = torch.stack([(o.to(g.device, lse.dtype) * g).sum(-1) for o, g in by_head], dim=1)
     lse = lse.to(delta.device)
     if grad_lse is not None:
         delta = delta - grad_lse
@@ -398,21 +351,6 @@ def _sinks_gradient(
     return grad
 
 
-def _row_sums(out: Tensor, grad_out: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sums of out x grad_out over head_dim, [B, H, S]; head by head if out is on the host."""
-    if out.device == grad_out.device:
-        return (out.to(dtype) * grad_out).sum(-1)
-    heads = zip(out.unbind(1), grad_out.unbind(1), strict=True)
-    return torch.stack([(o.to(g.device, dtype) * g).sum(-1) for o, g in heads], dim=1)
-
-
-ring_attention_op.register_autograd(_backward, setup_context=_setup)
-
-
-def _setup_nothing(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    """Save nothing: there is no second derivative."""
-
-
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
     raise RingConfigError(
         "ring attention: expected a first derivative, got a request for the second one (create_graph=True,"
@@ -420,16 +358,16 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
     )
 
 
-ring_attention_backward_op.register_autograd(_refuse_second_derivative, setup_context=_setup_nothing)
+def _register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
+    """Register fake results and gradients of an operator, and those of the operator for its gradients."""
+    # Fake results are contiguous, whatever the strides of q: they must have the strides of real ones.
+    forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
+    backward.register_fake(lambda _, q, k, v, *more: tuple(x.new_empty(x.shape) for x in (q, k, v)))
+    forward.register_autograd(gradients, setup_context=setup)
+    backward.register_autograd(_refuse_second_derivative, setup_context=lambda ctx, inputs, output: None)
 
 
-def _replicated(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, context: RingContext,
-    grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
-) -> ReplicatedPass:  # fmt: skip
-    """Return the pass of a context for replicated queries, after all ranks have agreed to it."""
-    tiles, kernel, scale = context.prepare_replicated(q, k, v, positions, grad_out, sinks, has_grad_lse)
-    return ReplicatedPass(tiles, kernel, context.exchange, scale)
+_register(ring_attention_op, ring_attention_backward_op, _setup, _backward)
 
 
 @operator("ds_ring::replicated_attention")
@@ -442,62 +380,28 @@ def replicated_attention_op(
     """
     context = context_of(handle)
     with context.mesh.in_call():
-        made = _replicated(q, k, v, positions, context, sinks=sinks)
+        made = ReplicatedPass(*context.prepare_replicated(q, k, v, positions, sinks=sinks))
         out, lse = _run(made, made.forward, q, k, v, sinks)
         return out, lse
 
 
-@replicated_attention_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, handle: int, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
-
-
 @operator("ds_ring::replicated_attention_backward")
 def replicated_attention_backward_op(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    handle: int,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, out: Tensor, lse: Tensor,
+    handle: int, grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     context = context_of(handle)
     with context.mesh.in_call():
-        made = _replicated(q, k, v, positions, context, grad_out, has_grad_lse=grad_lse is not None)
+        of_lse = grad_lse is not None
+        made = ReplicatedPass(*context.prepare_replicated(q, k, v, positions, grad_out, has_grad_lse=of_lse))
         dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
         return dq, dk, dv
 
 
-@replicated_attention_backward_op.register_fake
-def _(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    handle: int,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _setup_replicated(
-    ctx: Any,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None],
-    output: tuple[Tensor, Tensor],
-) -> None:
+def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, positions, handle, sinks = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, positions, out, lse, sinks)
-    ctx.handle = handle
+    ctx.save_for_backward(q, k, v, positions, *output, sinks)
     ctx.context = context_of(handle)  # keep it alive until the backward pass
     ctx.set_materialize_grads(False)
 
@@ -505,15 +409,14 @@ def _setup_replicated(
 def _backward_replicated(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, positions, out, lse, sinks = ctx.saved_tensors
+    *given, out, lse, sinks = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    grads = replicated_attention_backward_op(grad_out, q, k, v, positions, out, lse, ctx.handle, grad_lse)
+    grads = replicated_attention_backward_op(grad_out, *given, out, lse, ctx.context.handle, grad_lse)
     return (*grads, None, None, _sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
 
-replicated_attention_op.register_autograd(_backward_replicated, setup_context=_setup_replicated)
-replicated_attention_backward_op.register_autograd(_refuse_second_derivative, setup_context=_setup_nothing)
+_register(replicated_attention_op, replicated_attention_backward_op, _setup_replicated, _backward_replicated)
 
 
 # Register the operator `ds_ring::placed_attention`: its context is data and no constant of the graph.
@@ -525,12 +428,9 @@ BatchRows = tuple[int, ...]
 
 @dataclass(eq=False)
 class Placed:
-    """Hold the attention of a batch.
+    """Hold the attention of a batch, under a number in a graph: contexts, and the rows that each is for.
 
-    Attributes:
-        parts: a context, and the rows of the batch that it is for; every rank has them in the same order.
-            One part without rows is for all of them.
-        handle: the number of this placement in a graph.
+    Every rank has the parts in the same order. One part without rows is for all of them.
     """
 
     parts: tuple[tuple[RingContext, BatchRows], ...]
@@ -539,16 +439,26 @@ class Placed:
     def __post_init__(self) -> None:
         self.handle = new_handle(self)
 
-    def parts_of(self, q: Tensor) -> Sequence[tuple[RingContext, BatchRows]]:
-        """Return the parts; a batch of another size is refused, on all ranks."""
+    def fill(self, make: Callable[[], Sequence[Tensor]], work: Callable[..., Any], *given: Tensor) -> Any:
+        """Return `work(context, *given)`, with several parts in the tensors of `make`, row by row.
+
+        A batch of another size is refused, on all ranks.
+        """
         rows = sum(len(rows) for _, rows in self.parts)
-        if rows not in (0, q.shape[0]):
+        if rows not in (0, len(given[0])):
             why = (
                 f"attention: expected the {rows} samples of the batch, whose documents differ, got"
-                f" {q.shape[0]}; hand the model the whole batch that shard_batch returned"
+                f" {len(given[0])}; hand the model the whole batch that shard_batch returned"
             )
             refuse(self.parts[0][0].mesh, RingShapeError(why))
-        return self.parts
+        if not self.parts[0][1]:
+            return work(self.parts[0][0], *given)
+        results = make()
+        for context, part_rows in self.parts:
+            index = list(part_rows)
+            for whole, part in zip(results, work(context, *(x[index] for x in given)), strict=True):
+                whole[index] = part
+        return results
 
 
 # [Note: placements in compiled code]
@@ -560,29 +470,12 @@ class Placed:
 @operator("ds_ring::placed_attention")
 def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of local q [B, H, S, D] over the ring's k, v [B, G, S, D]; `which` is int64 [1]."""
-    parts = object_of(int(which), Placed).parts_of(q)
-    if not parts[0][1]:
-        return _attend(q, k, v, parts[0][0])
-    # Uninitialised: the parts' rows are all rows of the batch (`parts_of` compares their number).
-    out, lse = fake_results(q, v)
-    for context, rows in parts:
-        index = list(rows)
-        out[index], lse[index] = _attend(q[index], k[index], v[index], context)
-    return out, lse
 
+    def attention(context: RingContext, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        run = partial(_forward, context)
+        return _over_heads(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse=True)
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, context: RingContext) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of all heads, which Ulysses ranks share out meanwhile."""
-    if context.mesh.ulysses_size == 1:
-        return _forward(context, q, k, v)
-    out, lse = _forward(context, *tokens_to_heads(q, k, v, context.handle))
-    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], context.handle)
-    return out, lse.squeeze(-1)
-
-
-@placed_attention_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-    return fake_results(q, v)
+    return object_of(int(which), Placed).fill(lambda: fake_results(q, v), attention, q, k, v)
 
 
 @operator("ds_ring::placed_attention_backward")
@@ -590,56 +483,43 @@ def placed_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv)."""
-    parts = object_of(int(which), Placed).parts_of(q)
-    if not parts[0][1]:
-        return _all_gradients(parts[0][0], grad_out, q, k, v, out, lse)
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    for context, rows in parts:
-        index = list(rows)
-        taken = [x[index] for x in (grad_out, q, k, v, out, lse)]
-        for grad, part in zip(grads, _all_gradients(context, *taken), strict=True):
-            grad[index] = part
-    return grads
+
+    def empty() -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+    given = (grad_out, q, k, v, out, lse)
+    return object_of(int(which), Placed).fill(empty, _all_gradients, *given)
 
 
 def _all_gradients(
     context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Sequence[Tensor]:
     """Return (dq, dk, dv) of all heads."""
-    handle = context.handle
     if context.mesh.ulysses_size == 1:
         return _gradients(context, grad_out, q, k, v, out, lse)
     # Saved are the tensors of this rank's tokens, as large as without Ulysses: they are swapped again.
-    q, k, v = tokens_to_heads(q, k, v, handle)
-    grad_out, out, lse = gradients_to_heads([grad_out, out, lse.unsqueeze(-1)], handle)
+    q, k, v = swap_op([q, k, v], "Ulysses of q, k, v", context.handle)
+    results = [grad_out, out, lse.unsqueeze(-1)]
+    grad_out, out, lse = swap_op(results, "Ulysses of the gradient of out", context.handle)
     grads = _gradients(context, grad_out, q, k, v, out, lse.squeeze(-1))
-    dq, dk, dv = gradients_to_tokens(grads, handle)
-    return dq, dk, dv
-
-
-@placed_attention_backward_op.register_fake
-def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, which: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return swap_op(grads, "Ulysses of dq, dk, dv", context.handle)
 
 
 def _setup_placed(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, which = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, which)
-    ctx.mark_non_differentiable(lse)
+    *given, which = inputs
+    ctx.save_for_backward(*given, *output, which)
+    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward_placed(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse, which = ctx.saved_tensors
+    saved = ctx.saved_tensors
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
-        grad_out = torch.zeros_like(out)
-    return (*placed_attention_backward_op(grad_out, q, k, v, out, lse, which), None)
+        grad_out = torch.zeros_like(saved[3])
+    return (*placed_attention_backward_op(grad_out, *saved), None)
 
 
-placed_attention_op.register_autograd(_backward_placed, setup_context=_setup_placed)
+_register(placed_attention_op, placed_attention_backward_op, _setup_placed, _backward_placed)
 
 
 # The calls behind `ring_attention` and `RingAttention`. An eager call carries its context, and a refused one
@@ -698,7 +578,13 @@ def _made_context(
 # texts by value, objects that come from outside by identity. An object that the traced code itself makes is
 # handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
 # would arrive with its defaults.
-@torch.compiler.assume_constant_result
+def _constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_graphs
 def handle_of(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
     score_mod: ScoreFunction | None, why_not: str | None,
@@ -721,7 +607,7 @@ def handle_of(
     return context.handle
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
     """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
     context = refusing_context(mesh, error(why))
@@ -729,14 +615,14 @@ def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfi
     return context.handle
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def _differentiable(handle: int) -> int:
     """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
     why = why_not_this_derivative()
     return handle if why is None else refusing_handle(context_of(handle).mesh, why)
 
 
-@torch.compiler.assume_constant_result
+@_constant_in_graphs
 def _refuse(handle: int, why: str) -> None:
     refuse(context_of(handle).mesh, RingShapeError(why))
 
@@ -771,36 +657,30 @@ def _check_eager(
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse). Eager."""
     _check_eager(context, q, k, v, sinks, return_lse)
-    if context.mesh.ulysses_size == 1:
-        out, lse = _ring_attention(context, q, k, v, sinks)
-        return (out, lse) if return_lse else out
-    q, k, v = tokens_to_heads(q, k, v, context.handle)
-    out, lse = _ring_attention(context, q, k, v, sinks)
-    return _to_tokens(out, lse, context.handle, return_lse)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        # By the operator if a transform, a mode or a subclass must see one node.
+        if _sees_plain((q, k, v, sinks)):
+            return _EagerAttention.apply(q, k, v, context, sinks)
+        return ring_attention_op(q, k, v, context.handle, sinks)
+
+    return _over_heads(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
 
 
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Do what `attend` does, in a function that torch.compile traces."""
     handle = _differentiable(handle)
     _check_operands(q, k, v, handle, sinks, return_lse)
-    if ulysses_size == 1:
-        out, lse = ring_attention_op(q, k, v, handle, sinks)
-        return (out, lse) if return_lse else out
-    q, k, v = tokens_to_heads(q, k, v, handle)
-    out, lse = ring_attention_op(q, k, v, handle, sinks)
-    return _to_tokens(out, lse, handle, return_lse)
 
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return ring_attention_op(q, k, v, handle, sinks)
 
-def _to_tokens(out: Tensor, lse: Tensor, handle: int, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    if not return_lse:
-        return heads_to_tokens([out], handle)[0]
-    out, lse = heads_to_tokens([out, lse.unsqueeze(-1)], handle)
-    return out, lse.squeeze(-1)
+    return _over_heads(run, q, k, v, handle, ulysses_size, return_lse)
 
 
 def attend_replicated(
@@ -813,16 +693,12 @@ def attend_replicated(
         _check_operands(q, k, v, handle, sinks, return_lse)
     else:
         _check_eager(context_of(handle), q, k, v, sinks, return_lse)
-    results = replicated_attention_op(q, k, v, _as_tensor(q_positions, handle), handle, sinks)
+    if q_positions is not None and not isinstance(q_positions, Tensor):
+        try:
+            q_positions = torch.as_tensor(q_positions)
+        except Exception:
+            got = shown(q_positions).removeprefix("list ")
+            _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
+            raise
+    results = replicated_attention_op(q, k, v, q_positions, handle, sinks)
     return results if return_lse else results[0]
-
-
-def _as_tensor(q_positions: Sequence[int] | Tensor | None, handle: int) -> Tensor | None:
-    if q_positions is None or isinstance(q_positions, Tensor):
-        return q_positions
-    try:
-        return torch.as_tensor(q_positions)
-    except Exception:
-        got = shown(q_positions).removeprefix("list ")
-        _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
-        raise

@@ -7,6 +7,7 @@ Tokens that no tile covers have no label and are not attended. Tables are kept o
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.blocks import BlockIntervals, block_intervals
-from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
@@ -33,12 +33,9 @@ FEW_RUNS = 32  # for a side of at most this many runs, positions are computed on
 
 @dataclass(frozen=True)
 class Side:
-    """The runs (arithmetic progressions of tokens) of one side of a hop.
+    """The runs of one side of a hop, in `length` slots from `first` on, which is a multiple of the block.
 
-    Attributes:
-        first: first slot, a multiple of the block.
-        length: number of slots from there on.
-        runs: the distinct runs, int64 [n, 5] of (slot, slot step, position, position step, length).
+    The distinct runs are int64 [n, 5] of (slot, slot step, position, position step, length).
     """
 
     first: int
@@ -81,13 +78,9 @@ class Side:
 
 @dataclass(frozen=True, eq=False)
 class HopGeometry:
-    """The data from which the tables of a hop are made.
+    """The data from which the tables of a hop are made; equal for hops of equal keys.
 
-    Attributes:
-        key: hashable; equal for hops whose tables are equal.
-        q, k: the two sides.
-        rule: the pattern.
-        all_full: True if every covered query attends to every covered key once; then positions do not matter.
+    If `all_full`, every covered query attends to every covered key once; then positions do not matter.
     """
 
     key: tuple[Any, ...]
@@ -101,19 +94,31 @@ class HopGeometry:
         """Return the number of query heads of a group that need tables of their own."""
         return len(self.rule.branches_by_head)
 
-    def tokens(self, device: torch.device) -> tuple[tuple[Tensor, tuple[Tensor, ...]], ...]:
+    def tokens(self, device: torch.device) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
         """Return positions and labels of queries and keys, in the form of `Tokens`."""
-        rule = self.rule
         positions = [side.positions(device) for side in (self.q, self.k)]
-        labels: list[tuple[Tensor, ...]]
+        by_head = self.rule.branches_by_head
         if self.all_full:
-            labels = [_one_label(x, rule) for x in positions]
-            return tuple(zip([torch.zeros_like(x) for x in positions], labels, strict=True))
-        if any(branch.labels_of for branches in rule.branches_by_head for branch in branches):
+            labels = [self._one_label(x) for x in positions]
+            positions = [torch.zeros_like(x) for x in positions]
+        elif any(branch.labels_of for branches in by_head for branch in branches):
             labels = self._labels(device)
-        else:
-            labels = [_ranges(x, rule, side) for x, side in zip(positions, ("queries", "keys"), strict=True)]
-        return tuple(zip([x.clamp_(min=0) for x in positions], labels, strict=True))
+        else:  # ranges of positions alone
+            labels = [
+                tuple(
+                    torch.stack([_held_by(getattr(branch, side), x) for branch in branches])
+                    for branches in zip(*by_head, strict=True)
+                )
+                for side, x in zip(("queries", "keys"), positions, strict=True)
+            ]
+        return zip([x.clamp_(min=0) for x in positions], labels, strict=True)
+
+    def _one_label(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """Return one label for all covered tokens in the first branch, and no label in the other branches."""
+        label = torch.where(positions >= 0, 0, NO_LABEL).to(torch.int32)
+        shape = (self.heads, len(positions))
+        others = (label.new_full(shape, NO_LABEL) for _ in self.rule.branches_by_head[0][1:])
+        return (label.expand(shape).contiguous(), *others)
 
     def _labels(self, device: torch.device) -> list[tuple[Tensor, ...]]:
         """Return the labels that primitives give, for both sides in one numbering."""
@@ -131,24 +136,10 @@ class HopGeometry:
         return labels
 
 
-def _one_label(positions: Tensor, rule: BoundPattern) -> tuple[Tensor, ...]:
-    """Return one label for all covered tokens in the first branch, and no label in the other branches."""
-    label = torch.where(positions >= 0, 0, NO_LABEL).to(torch.int32)
-    shape = (len(rule.branches_by_head), len(positions))
-    others = (label.new_full(shape, NO_LABEL) for _ in rule.branches_by_head[0][1:])
-    return (label.expand(shape).contiguous(), *others)
-
-
-def _ranges(positions: Tensor, rule: BoundPattern, side: str) -> tuple[Tensor, ...]:
-    """Return the labels of branches that have only ranges of positions, int32 [heads, n] each."""
-
-    def one(branch: Branch) -> Tensor:
-        partition: Partition = getattr(branch, side)
-        held = (positions >= max(partition.first, 0)) & (positions < min(partition.end, FARTHEST))
-        return torch.where(held, 0, NO_LABEL).to(torch.int32)
-
-    by_branch = zip(*rule.branches_by_head, strict=True)
-    return tuple(torch.stack([one(branch) for branch in branches]) for branches in by_branch)
+def _held_by(partition: Partition, positions: Tensor) -> Tensor:
+    """Return label 0 for the positions that a branch of ranges alone has on a side, int32."""
+    held = (positions >= max(partition.first, 0)) & (positions < min(partition.end, FARTHEST))
+    return torch.where(held, 0, NO_LABEL).to(torch.int32)
 
 
 def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
@@ -160,29 +151,28 @@ def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_m
     assert farthest <= FARTHEST, f"position {farthest} does not fit into 32 bits"
     all_branches = [branch for one in rule.branches_by_head for branch in one]
     masks = any(branch.masks for branch in all_branches)
-    all_full = not (masks or positions_matter) and _is_all_full(tiles, q, k)
+    plain = (tiles.edges == 0) & (tiles.multiplicity == 1) & (tiles.weight < 0)
+    plain &= ~tiles.is_masked & (tiles.head_in_group < 0)
+    all_full = not (masks or positions_matter) and bool(plain.all())
+    all_full = all_full and int(tiles.pairs.sum()) == q.covered * k.covered
     if all_full:
         branches = len(rule.branches_by_head[0])
         shape = (len(rule.branches_by_head), branches, len(rule.bands), rule.counts_twice)
         what: tuple[Any, ...] = ("full", shape, *(x.slots().tobytes() for x in (q, k)))
     else:
-        kept = masks or positions_matter or any(not _anywhere(branch) for branch in all_branches)
+        kept = (
+            masks
+            or positions_matter
+            or not all(
+                branch.queries.is_everywhere and branch.keys.is_everywhere and not branch.labels_of
+                for branch in all_branches
+            )
+        )
         # If only distances matter, subtract the first position, so that shifted hops are equal.
         start = 0 if kept else int(min(q.runs[:, 2].min(), k.runs[:, 2].min()))
         runs = (x.runs - np.array([0, 0, start, 0, 0]) for x in (q, k))
         what = ("rule", rule, positions_matter, *(x.tobytes() for x in runs))
     return HopGeometry((*what, q.first, q.length, k.first, k.length), q, k, rule, all_full)
-
-
-def _anywhere(branch: Branch) -> bool:
-    """Return whether a branch depends on distances only."""
-    return branch.queries.is_everywhere and branch.keys.is_everywhere and not branch.labels_of
-
-
-def _is_all_full(tiles: Tiles, q: Side, k: Side) -> bool:
-    plain = (tiles.edges == 0) & (tiles.multiplicity == 1) & (tiles.weight < 0)
-    plain &= ~tiles.is_masked & (tiles.head_in_group < 0)
-    return bool(plain.all()) and int(tiles.pairs.sum()) == q.covered * k.covered
 
 
 def _side(axis: Axis, block: int, shortest: int = 0, slots: int = 0) -> Side:
@@ -213,9 +203,7 @@ class BlockTable(NamedTuple):
 class Tokens(NamedTuple):
     """Hold the queries or the keys of a hop, from the first block a tile touches to the last slot of one.
 
-    Attributes:
-        position: int32 [n]; 0 where no tile covers the slot.
-        labels: int32 [heads, n] for each branch; -1 for no label.
+    The position of a slot that no tile covers is 0, int32 [n]; no label, int32 [heads, n] a branch, is -1.
     """
 
     position: Tensor
@@ -223,12 +211,7 @@ class Tokens(NamedTuple):
 
 
 class BandTensors(NamedTuple):
-    """Hold what limits a branch beside its labels.
-
-    Attributes:
-        least, most: of query position - key position; int32, 0-d.
-        functions: masks of single pairs; Python, the same objects for every hop.
-    """
+    """Hold the bounds of query position - key position of a branch, int32 0-d, and its masks of pairs."""
 
     least: Tensor
     most: Tensor
@@ -266,13 +249,7 @@ class HopTensors(NamedTuple):
 
 
 class HopMask(NamedTuple):
-    """Hold one hop: where in the local tensors its tokens lie, and its tensors.
-
-    Attributes:
-        q_rows, k_rows: first slot, a multiple of the block, and number of slots.
-        tensors: the rest.
-        block: side of a block in slots.
-    """
+    """Hold one hop: first slots and numbers of slots in the local tensors, its tensors, a block's side."""
 
     q_rows: tuple[int, int]
     k_rows: tuple[int, int]
@@ -297,28 +274,26 @@ class TableOptions(NamedTuple):
     positions_matter: bool = False
 
 
+@dataclass
 class _Known:
     """Hold a hop's geometry, and the side of its blocks once its tables were made."""
 
-    def __init__(self, tiles: Tiles, asked: TableOptions) -> None:
-        self.geometry = geometry_of(tiles, asked.block, *asked[2:])
-        self.side: int | None = None
+    geometry: HopGeometry
+    side: int | None = None
 
 
 def hop_mask(
     tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
     positions_matter: bool = False,
 ) -> HopMask:  # fmt: skip
-    """Return the mask of a table of tiles (not empty); hops of one geometry share it.
+    """Return the mask of a table of tiles (not empty, with a rule); hops of one geometry share it.
 
-    Args:
-        tiles: of one hop, with a rule.
-        block, device, shortest, slots, positions_matter: see `TableOptions`.
+    The other arguments are those of `TableOptions`.
     """
     asked = TableOptions(block, device, shortest, slots, positions_matter)
     of_tiles = _known.setdefault(tiles, {})
     if asked not in of_tiles:
-        of_tiles[asked] = _Known(tiles, asked)
+        of_tiles[asked] = _Known(geometry_of(tiles, block, *asked[2:]))
     known = of_tiles[asked]
     key = (known.geometry.key, block, device, active_fake_mode())
     found = _kept.get(key)
@@ -327,12 +302,6 @@ def hop_mask(
         _kept.add(key, found, found.tensors.nbytes)
     known.side = found.block
     return found
-
-
-def known_side(tiles: Tiles, asked: TableOptions) -> int | None:
-    """Return the side of the blocks of a hop's tables; None if they were never made."""
-    known = _known.get(tiles, {}).get(asked)
-    return None if known is None else known.side
 
 
 _kept: Kept[HopMask] = Kept(KEPT_TABLE_BYTES)
@@ -350,7 +319,9 @@ _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.W
 def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
-    shifted = replace(tiles, q=_from(tiles.q, q.first), k=_from(tiles.k, k.first))
+    axes = ((tiles.q, q.first), (tiles.k, k.first))
+    q_axis, k_axis = (replace(axis, slot=axis.slot - first) for axis, first in axes)
+    shifted = replace(tiles, q=q_axis, k=k_axis)
     by_head = [shifted.for_head(head_in_group) for head_in_group in range(geometry.heads)]
     while True:
         rows = [block_intervals(one, block) for one in by_head]
@@ -382,20 +353,16 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
 
 
-def side_is_fixed(heads: int, queries: int, keys: int, block: int) -> bool:
-    """Return whether hops of so many slots at most keep their blocks, whatever is attended.
-
-    Args:
-        heads: query heads that have tables of their own.
-        queries, keys: slots.
-        block: side of a block in slots.
-    """
-    rows, columns = (max(-(-slots // block), 2) for slots in (queries, keys))
-    return 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES
-
-
-def _from(axis: Axis, first: int) -> Axis:
-    return replace(axis, slot=axis.slot - first)
+def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
+    """Return the side of a hop's blocks; None if nobody knows before its tables are made. `keys`: slots."""
+    assert tiles.rule is not None
+    # Hops of so many slots at most keep their blocks, whatever is attended.
+    rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
+    heads = len(tiles.rule.branches_by_head)
+    if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
+        return asked.block
+    known = _known.get(tiles, {}).get(asked)
+    return None if known is None else known.side
 
 
 def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
@@ -418,10 +385,7 @@ def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ..
 class _TablePlan(NamedTuple):
     """Hold the intervals of all heads' rows, and how large their table is; [Note: tables of blocks].
 
-    Attributes:
-        heads, rows, width: shape of the table.
-        intervals: rows counted over all heads.
-        counts: blocks of each row, int64 [heads * rows].
+    Rows are counted over all heads; `counts` has the blocks of each, int64 [heads * rows].
     """
 
     heads: int

@@ -13,6 +13,7 @@ import math
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -75,12 +76,7 @@ def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
 
 
 class Block:
-    """Hold uninitialised memory, and the tensors that lie there.
-
-    Args:
-        nbytes, device: how much, and where.
-        stream: the number of the stream that uses it, and that was present when it was made.
-    """
+    """Hold uninitialised memory for the stream that was present when it was made, and the tensors there."""
 
     __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
 
@@ -122,17 +118,13 @@ class Buffers:
     def __init__(self) -> None:
         self._free: OrderedDict[Size, list[Block]] = OrderedDict()
         self._lock = threading.Lock()
-        self._used_bytes = self._most_bytes = self._free_bytes = 0
-
-    @property
-    def free_bytes(self) -> int:
-        """Return the bytes that are kept, and not in use."""
-        return self._free_bytes
+        self._used_bytes = self._most_bytes = 0
+        self.free_bytes = 0  # that are kept, and not in use
 
     @property
     def held_bytes(self) -> int:
         """Return the bytes that are in use, or kept for the next use."""
-        return self._used_bytes + self._free_bytes
+        return self._used_bytes + self.free_bytes
 
     def take(self, nbytes: int, device: torch.device) -> Block:
         """Return a block of this size for the present stream."""
@@ -142,8 +134,8 @@ class Buffers:
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_excess()
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
         return Block(*size) if block is None else block
 
     def give(self, block: Block) -> None:
@@ -154,29 +146,24 @@ class Buffers:
             # Sizes given back longest ago stand first, and go first.
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
-            self._free_bytes += block.nbytes
-            if self._free_bytes > self._most_bytes - self._used_bytes:
-                self._drop_excess()
+            self.free_bytes += block.nbytes
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
 
     def release(self) -> None:
         """Free everything that is not in use."""
         with self._lock:
             self._free.clear()
-            self._free_bytes = 0
+            self.free_bytes = 0
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
-
-    def _drop_excess(self) -> None:
-        """Free unused blocks above the bound, the size given back longest ago first."""
-        while self._free_bytes > self._most_bytes - self._used_bytes:
-            self._pop(next(iter(self._free)))
 
     def _pop(self, size: Size) -> Block:
         free = self._free[size]
         block = free.pop()
         if not free:
             del self._free[size]
-        self._free_bytes -= block.nbytes
+        self.free_bytes -= block.nbytes
         return block
 
 
@@ -339,6 +326,7 @@ class PreparedBatch(NamedTuple):
     posted: PostedBatch
 
 
+@dataclass
 class PreparedPass:
     """What is cached for one schedule and tensors of one shape.
 
@@ -347,9 +335,8 @@ class PreparedPass:
         kinds: buffer kinds by the first K/V head of a chunk; `RingBuffers` adds those that are missing.
     """
 
-    def __init__(self) -> None:
-        self.batches: dict[int, PreparedBatch] = {}
-        self.kinds: defaultdict[int, Kinds] = defaultdict(dict)
+    batches: dict[int, PreparedBatch] = field(default_factory=dict)
+    kinds: defaultdict[int, Kinds] = field(default_factory=lambda: defaultdict(dict))
 
 
 class PreparedPasses:

@@ -15,7 +15,6 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from ds_ring.errors import RingConfigError, RingShapeError, shown
-from ds_ring.runtime.device import is_captured
 from ds_ring.runtime.mesh import RingMesh
 
 QUERIES = ("sharded", "replicated")
@@ -25,8 +24,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def why_not_an_operand(name: str, x: object) -> str | None:
     """Return why the dispatcher would not run a real operator on `x`; None if it would.
 
-    Such a tensor never reaches the operator's body, where all other checks are made: a meta tensor is
-    answered by the fake implementation, without a word to the ranks that hold real ones.
+    The operator's body has all other checks, and never sees such a tensor: a meta tensor is answered by the
+    fake implementation, without a word to the ranks that hold real ones.
     """
     if not isinstance(x, Tensor):
         return f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
@@ -80,8 +79,7 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
     if queries == "sharded" and placed:
         return (
             "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
-            " leave it out, or set"
-            ' queries="replicated"'
+            ' leave it out, or set queries="replicated"'
         )
     if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
         return (
@@ -92,8 +90,7 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
     if queries == "replicated" and transport != "ring":
         return (
             f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
-            " cannot"
-            " be honoured; leave it out"
+            " cannot be honoured; leave it out"
         )
     return None
 
@@ -164,7 +161,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_not_captured(q: Tensor) -> None:
     """Raise RingConfigError if a CUDA graph is captured on the present stream of q's device."""
-    if is_captured(q):
+    if q.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RingConfigError(
             "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
             " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
@@ -173,11 +170,7 @@ def check_not_captured(q: Tensor) -> None:
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
-    """Refuse sinks that are not a floating number for each of all query heads, on the device of q.
-
-    Raises:
-        RingShapeError: with the shape, dtype and device expected and got.
-    """
+    """Raise RingShapeError for sinks that are not a floating number for each of all query heads, beside q."""
     if sinks is None:
         return
     if tuple(sinks.shape) != (query_heads,):
@@ -194,11 +187,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
 
 
 def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
-    """Refuse numbers of heads that cannot be grouped, or split over the Ulysses ranks.
-
-    Raises:
-        RingShapeError: with the numbers of heads and what divides them.
-    """
+    """Raise RingShapeError for numbers of heads that cannot be grouped, or split over the Ulysses ranks."""
     if query_heads % kv_heads:
         raise RingShapeError(
             f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
@@ -213,11 +202,7 @@ def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
 
 
 def check_tokens(q_tokens: int, k_tokens: int, local_tokens: int, parts: int) -> None:
-    """Refuse tensors whose length is not that of a shard (of one of its `parts`, before Ulysses joins them).
-
-    Raises:
-        RingShapeError: with the slots expected and the tokens got.
-    """
+    """Raise RingShapeError for lengths that are no shard's (of one of `parts`, before Ulysses joins them)."""
     slots = local_tokens // parts
     if local_tokens % parts:
         raise RingShapeError(
@@ -227,24 +212,18 @@ def check_tokens(q_tokens: int, k_tokens: int, local_tokens: int, parts: int) ->
     if q_tokens != slots or k_tokens != slots:
         raise RingShapeError(
             f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
-            f" {k_tokens} local"
-            " tokens; shard with ds_ring.shard_sequence and the layout that is passed here (queries"
-            ' that every rank has whole take queries="replicated")'
+            f" {k_tokens} local tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
+            ' (queries that every rank has whole take queries="replicated")'
         )
 
 
 def check_keys(k_tokens: int, local_tokens: int) -> None:
-    """Refuse keys that are no shard of the layout; the queries are whole on every rank.
-
-    Raises:
-        RingShapeError: with the slots expected and the tokens got.
-    """
+    """Raise RingShapeError for keys that are no shard of the layout; the queries are whole on every rank."""
     if k_tokens != local_tokens:
         raise RingShapeError(
             f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
-            " tokens; with"
-            ' queries="replicated" k and v are still shards: shard them with ds_ring.shard_sequence and the'
-            " layout that is passed here"
+            ' tokens; with queries="replicated" k and v are still shards: shard them with'
+            " ds_ring.shard_sequence and the layout that is passed here"
         )
 
 

@@ -102,18 +102,13 @@ class Options:
     first_pass_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.transport, str) or self.transport not in TRANSPORTS:
-            raise RingConfigError(
-                f"transport: expected one of {', '.join(TRANSPORTS)}, got {shown(self.transport)}"
-            )
+        for name, known in (("transport", TRANSPORTS), ("gradient_payload", GRADIENT_PAYLOADS)):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise RingConfigError(f"{name}: expected one of {', '.join(known)}, got {shown(value)}")
         if not isinstance(self.kernel, str):
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
-            )
-        if not isinstance(self.gradient_payload, str) or self.gradient_payload not in GRADIENT_PAYLOADS:
-            raise RingConfigError(
-                f"gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
-                f" {shown(self.gradient_payload)}"
             )
         if self.transport == "all_gather" and self.gradient_payload != "float32":
             raise RingConfigError(
@@ -180,12 +175,7 @@ def patience_s(
 ) -> float:
     """Return the seconds that this rank asks for in an operation that begins now; 0: hop_timeout_s does.
 
-    Args:
-        mesh: remembers which operations it has seen.
-        options: has the deadline.
-        operation: "attention forward", say.
-        q, k: [B, H, S, D] and [B, G, S, D].
-        compiles: the kernel is going to compile something.
+    `compiles` says whether the kernel is going to compile something; the mesh remembers what it has seen.
     """
     if q.device.type in COMPILES_NOTHING:
         return 0.0
@@ -196,15 +186,12 @@ def patience_s(
 
 
 def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
-    """Look at every value of some tensors (one read of memory, and on a GPU one wait for the device).
+    """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
 
     Args:
         ring_rank: this rank.
         hop: after which hop; None for what goes into a pass.
         tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
-
-    Raises:
-        RingFiniteError: names rank, tensor and hop, and the number of values.
     """
     for name, tensor in tensors.items():
         if tensor is None or not tensor.is_floating_point():
@@ -280,12 +267,6 @@ class RingContext:
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
 
-    @property
-    def _pattern_here(self) -> Pattern:
-        """Return the pattern of this rank's heads: a dilated pattern depends on the number of the head."""
-        mesh, own = self.mesh, self.pattern
-        return own if mesh.ulysses_size == 1 else HeadsOfPart(own, mesh.ulysses_rank, mesh.ulysses_size)
-
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
         first = self.mesh.ulysses_rank * q.shape[1]
@@ -325,21 +306,14 @@ class RingContext:
         return get_kernel(*row, scores, asked)
 
     def agree(
-        self,
-        operation: str,
-        q: Tensor,
-        k: Tensor,
-        refused: RingError | None,
-        more: Mapping[str, object] | None = None,
-        compiles: bool = False,
-    ) -> None:
-        """Agree with the other ranks of the sequence on an operation, its tensors' shapes, and `more`.
+        self, operation: str, q: Tensor, k: Tensor, refused: RingError | None,
+        more: Mapping[str, object] | None = None, compiles: bool = False,
+    ) -> None:  # fmt: skip
+        """Agree with the other ranks of the sequence on an operation, the shapes of q and k, and `more`.
 
         Args:
-            operation: name of the operation.
-            q, k: tensors whose shapes and dtypes are compared.
+            operation, q, k, more: what is compared.
             refused: this rank's error, which is raised after the other ranks know of it; None for no error.
-            more: further values to compare, by name.
             compiles: whether this rank is going to compile something.
 
         Raises:
@@ -350,13 +324,11 @@ class RingContext:
             if refused is not None:
                 raise refused
             return
-        # Tensors that were refused may not have the four dimensions that are described here.
-        fields = {} if refused is not None else {**self._fields(q, k), **(more or {})}
-        agreement = Agreement.on(operation, fields, refused)
-        patience = 0.0
-        if refused is None:
+        fields, patience = {}, 0.0
+        if refused is None:  # tensors that were refused may not have the four dimensions that are described
+            fields = {**self._fields(q, k), **(more or {})}
             patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
-        compare_headers(self.exchange, agreement, patience, refused)()
+        compare_headers(self.exchange, Agreement.on(operation, fields, refused), patience, refused)()
 
     @cached_property
     def _settings(self) -> dict[str, str]:
@@ -395,7 +367,7 @@ class RingContext:
         """
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.is_inference(), grad_out is None, has_grad_lse,
+            q.is_inference(), grad_out is None,
             None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
         )  # fmt: skip
         found = self._prepared.get(key)
@@ -408,7 +380,11 @@ class RingContext:
             if not self.pattern.masks:  # the values that a mask function captured may change between calls
                 self._prepared[key] = found
         elif q.is_cuda or self.options.check_finite:
-            self._refused_here(q, k, v, grad_out, sinks)
+            try:  # what may differ between tensors of one description
+                check_not_captured(q)
+                self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+            except RingError as error:
+                self.refuse(operation, q, error)
         exchange, agreed = self.exchange, None
         if exchange is not None and not isinstance(q, FakeTensor):
             patience = 0.0
@@ -427,16 +403,6 @@ class RingContext:
                 compare()
         _forward_passes_so_far += grad_out is None
         return found.plan, found.kernel, found.scale, agreed
-
-    def _refused_here(
-        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
-    ) -> None:
-        """Check again what may differ between tensors of one description."""
-        try:
-            check_not_captured(q)
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
-        except RingError as error:
-            self.refuse("attention", q, error)
 
     def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
         """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
@@ -461,9 +427,11 @@ class RingContext:
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
         """Return the plan of a pass with these numbers of heads on this Ulysses rank."""
-        options, mesh = self.options, self.mesh
+        options, mesh, pattern = self.options, self.mesh, self.pattern
+        if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
+            pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         return build_plan(
-            self._pattern_here, layout, query_heads=query_heads, kv_heads=kv_heads,
+            pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
             prune=options.prune, gradient_payload=options.gradient_payload,
             ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
         )  # fmt: skip
@@ -495,8 +463,8 @@ class RingContext:
     def prepare_replicated(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
         sinks: Tensor | None = None, has_grad_lse: bool = False,
-    ) -> tuple[tuple[HeadTiles, ...], Kernel, float]:  # fmt: skip
-        """Prepare a pass with replicated queries: return the tiles with this rank's keys, kernel and scale.
+    ) -> tuple[tuple[HeadTiles, ...], Kernel, Exchange | None, float]:  # fmt: skip
+        """Return tiles with this rank's keys, kernel, exchange and scale of a pass with replicated queries.
 
         Raises:
             RingShapeError, RingMismatchError: as in `prepare`.
@@ -533,7 +501,7 @@ class RingContext:
         self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
         global _forward_passes_so_far
         _forward_passes_so_far += grad_out is None
-        return tiles, kernel, scale
+        return tiles, kernel, self.exchange, scale
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
         """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
@@ -626,15 +594,9 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
 def first_queries(
     context: RingContext, local_tokens: int, device: torch.device
 ) -> tuple[RingContext, Tensor]:
-    """Return the context that recomputes what `options.recompute` asks for, and the slots it leaves out.
+    """Return the context that recomputes the sequence's first queries, as `options.recompute` asks for.
 
-    Args:
-        context: context of the whole pass.
-        local_tokens: number of slots of a rank's shard.
-        device: device of the tensors.
-
-    Returns:
-        the context of the sequence's first queries, and this rank's slots of later ones, int64 on the device.
+    And the slots that it leaves out of this rank's shard of `local_tokens`, int64 on the device.
     """
     key = (local_tokens, device, active_fake_mode())
     if key not in context.first_queries:

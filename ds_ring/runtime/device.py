@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,44 +29,27 @@ SUCCESS, NOT_READY = 0, 600  # of CUDA's driver
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
-class Streams(Protocol):
-    """Make and follow marks; see [Note: three streams]."""
+class Streams:
+    """Make and follow marks ([Note: three streams]). On the CPU everything is over when its call returns."""
 
     def mark(self) -> Any:
         """Return a mark that is reached once all that was launched here so far has run; None for none."""
-        ...
+        return None
 
     def reached(self, mark: Any) -> bool:
         """Return whether the device has come to a mark; never waits."""
-        ...
-
-    def behind(self, mark: Any) -> Any:
-        """Return a context in which what is posted begins behind a mark, not behind what came after it."""
-        ...
-
-    def prepare_thread(self) -> None:
-        """Let the present thread ask for marks that others have made."""
-        ...
-
-
-class HostStreams:
-    """Order nothing: on the CPU everything is over when its call returns."""
-
-    def mark(self) -> None:
-        return None
-
-    def reached(self, mark: None) -> bool:
         return True
 
     @contextmanager
-    def behind(self, mark: None) -> Iterator[None]:
+    def behind(self, mark: Any) -> Iterator[None]:
+        """Return a context in which what is posted begins behind a mark, not behind what came after it."""
         yield
 
     def prepare_thread(self) -> None:
-        return None
+        """Let the present thread ask for marks that others have made."""
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Order the present stream of a device and one beside it, from which messages are posted.
 
     (Written for CUDA, not run so far: no GPU was at hand.)
@@ -135,12 +118,7 @@ def stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def is_captured(tensor: Tensor) -> bool:
-    """Return whether a CUDA graph is being captured on the present stream of a tensor's device."""
-    return tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-HOST = HostStreams()
+HOST = Streams()
 _cuda_streams = lru_cache(maxsize=None)(CudaStreams)
 
 
@@ -158,11 +136,7 @@ T = TypeVar("T")
 
 
 class Kept(Generic[T]):
-    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes.
-
-    Args:
-        most_bytes: that are kept; the latest one is kept however large it is.
-    """
+    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, not the latest."""
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.nbytes = most_bytes, 0

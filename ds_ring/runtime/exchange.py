@@ -25,7 +25,7 @@ from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.device import Streams, streams_of
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.messages import BatchSizes, Counters, Message, check_messages, sizes_of
-from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive
+from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_alive, first_line
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -116,7 +116,10 @@ class Exchange:
     ) -> Route:  # fmt: skip
         """Return the route of messages from and to ranks of the world, of tensors like this one."""
         peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
-        of, to = (tuple(_rank_in(group, rank) for rank in side) for side in (receives, sends))
+        of, to = (
+            tuple(rank if group is None else dist.get_group_rank(group, rank) for rank in side)
+            for side in (receives, sends)
+        )
         streams = self._streams_that_wait(like, group)
         return Route(of, to, peers, [tuple(sorted({*receives, *sends}))], sizes, group, streams)
 
@@ -140,15 +143,15 @@ class Exchange:
         except RuntimeError as error:
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
-            peers, cause = route.peers, f"could not start {place}: {str(error).splitlines()[0]}"
+            peers, cause = route.peers, f"could not start {place}: {first_line(error)}"
             if mesh.watch is not None:
                 mesh.watch.accuse(peers[0], cause)
             raise blame(mesh, hop, peers[0], cause) from error
         peers = route.peers if len(works) == len(route.peers) else route.all_peers
-        deadline_s = max(self.hop_timeout_s, mesh.use.patience_s)
         watch = None if route.streams is None else self._device_watch
+        deadline_s, streams = max(self.hop_timeout_s, mesh.use.patience_s), route.streams
         self._latest = Pending(
-            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, route.streams
+            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, streams
         )
         return self._latest
 
@@ -191,7 +194,12 @@ class Exchange:
             int64 [2, n]: least and greatest.
         """
         if self._header_routes is None:
-            self._header_routes = self._routes_of_headers(header)
+            mesh, self._header_routes = self.mesh, []
+            for step in range((mesh.sequence_size - 1).bit_length()):
+                rank, apart = mesh.sequence_rank, 1 << step
+                ahead, behind = (mesh.global_rank_in_sequence(one) for one in (rank + apart, rank - apart))
+                # Headers are CPU tensors: NCCL could not send them.
+                self._header_routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
         for route in self._header_routes:
             known = torch.tensor([least, greatest], dtype=torch.int64)
@@ -201,18 +209,6 @@ class Exchange:
             low, high = heard.tolist()
             least, greatest = min(least, tuple(low)), max(greatest, tuple(high))
         return torch.tensor([least, greatest], dtype=torch.int64)
-
-    def _routes_of_headers(self, header: Tensor) -> list[Route]:
-        """Return the routes of the rounds of `spread`: to the rank 2^i ahead, from the rank 2^i behind."""
-        mesh, routes = self.mesh, []
-        for step in range((mesh.sequence_size - 1).bit_length()):
-            ahead, behind = (
-                mesh.global_rank_in_sequence((mesh.sequence_rank + way) % mesh.sequence_size)
-                for way in (1 << step, -(1 << step))
-            )
-            # Headers are CPU tensors: NCCL could not send them.
-            routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
-        return routes
 
     def all_gather(self, tensor: Tensor, group: ProcessGroup | None, size: int) -> list[Tensor]:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
@@ -265,10 +261,6 @@ class Exchange:
         Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
 
 
-def _rank_in(group: ProcessGroup | None, world_rank: int) -> int:
-    return world_rank if group is None else dist.get_group_rank(group, world_rank)
-
-
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
     """Start all messages of a route, receives first; return one Work each, or one for the batch (NCCL)."""
     if not route.peers:
@@ -298,12 +290,9 @@ AgreementFields = dict[str, str]
 
 
 class Agreement(NamedTuple):
-    """What all ranks of a sequence must agree on, and a digest of it, which is computed once.
+    """What all ranks of a sequence must agree on, as texts by name, and its digest, which is computed once.
 
-    Attributes:
-        report: the operation and what must be equal, as texts by the name for messages; or why this rank
-            refuses.
-        digest: of the report, 64 bits.
+    The report of a rank that refuses says why.
     """
 
     report: AgreementFields
@@ -331,10 +320,8 @@ def agree(
 ) -> None:
     """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
 
-    From then on the mesh has the longest patience that a rank asked for.
-
     Args:
-        exchange: of the mesh concerned.
+        exchange: of the mesh concerned, which from then on has the longest patience that a rank asked for.
         operation: what is about to happen, "attention forward" say.
         fields: what must be equal on all ranks, by the name for messages; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].

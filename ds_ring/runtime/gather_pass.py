@@ -63,7 +63,10 @@ class GatherPass:
                 part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
                 part.k_rows.of(dk_w).add_(part.dk_BGSD)
                 part.k_rows.of(dv_w).add_(part.dv_BGSD)
-        dk, dv = self._reduce(all_dk), self._reduce(all_dv)
+        dk, dv = all_dk[0], all_dv[0]
+        if self.exchange is not None:
+            group = self.exchange.mesh.ring_group
+            dk, dv = (self.exchange.reduce_scatter(parts, group) for parts in (all_dk, all_dv))
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _tiles(self) -> Iterator[tuple[int, slice, slice, Tiles]]:
@@ -80,8 +83,3 @@ class GatherPass:
         if self.exchange is None:
             return [x]
         return self.exchange.all_gather(x, self.exchange.mesh.ring_group, self.plan.ring_size)
-
-    def _reduce(self, parts: list[Tensor]) -> Tensor:
-        if self.exchange is None:
-            return parts[0]
-        return self.exchange.reduce_scatter(parts, self.exchange.mesh.ring_group)

@@ -44,15 +44,12 @@ LAYER_TENSORS = 3  # of a checkpointed layer: its input, and attention's out and
 
 @dataclass(eq=False)
 class Ticket:
-    """Stand for a tensor that is kept.
+    """Stand for the tensor that was kept as number `number`.
 
     Attributes:
-        number: counts what was kept.
-        host: the copy.
+        host: the copy, whole after the event `copied` (None on the CPU).
         device: where the tensor was.
-        copied: the event after which `host` is whole; None on the CPU.
-        back: the copy on the device, once it was started.
-        ready: the event after which `back` is whole.
+        back: the copy on the device, once it was started; whole after the event `ready`.
     """
 
     number: int
@@ -66,9 +63,8 @@ class Ticket:
 class HostMemory:
     """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
 
-    Attributes:
-        enabled: whether what can be kept here should be; whoever keeps something asks.
-        ahead: how many tensors are brought back before they are asked for: those of one layer.
+    Whoever could keep something asks whether it is `enabled`. `ahead` tensors are brought back before they
+    are asked for: those of one layer.
     """
 
     def __init__(self) -> None:
@@ -95,21 +91,14 @@ class HostMemory:
         """Return the tensor on its device; start to bring back those that were kept before it."""
         if ticket.device.type == "cpu":
             return ticket.host
-        self._start(ticket)
-        for number in range(ticket.number - 1, ticket.number - 1 - self.ahead, -1):
-            before = self._tickets.get(number)
-            if before is not None and before.device == ticket.device:
-                self._start(before)
+        for number in range(ticket.number, ticket.number - 1 - self.ahead, -1):
+            one = self._tickets.get(number)
+            if one is not None and one.device == ticket.device and one.back is None:
+                one.back, one.ready = self.start_back(one.host, one.device)
         torch.accelerator.current_stream(ticket.device).wait_event(ticket.ready)
         tensor, ticket.back, ticket.ready = ticket.back, None, None
         assert tensor is not None
         return tensor
-
-    def _start(self, ticket: Ticket) -> None:
-        """Start the copy to the device, unless it was."""
-        if ticket.back is not None:
-            return
-        ticket.back, ticket.ready = self.start_back(ticket.host, ticket.device)
 
     def start_out(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Start the copy of a tensor to the host; return it and the event after which it is whole.
@@ -173,12 +162,7 @@ _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """Say which rows of (out, lse) are kept, and how to compute the others.
-
-    Attributes:
-        slots: local slots whose results are kept, int64 [rows].
-        run_others: the pass for all other queries; its rows of `slots` are replaced.
-    """
+    """Say which local slots' (out, lse) are kept, int64 [rows], and how to compute those of the others."""
 
     slots: Tensor
     run_others: Callable[[], Results]
@@ -229,7 +213,6 @@ def kept_or_run(
 
     Args:
         call: equal for equal calls. Every rank decides alike, since all run the same region.
-        run: the pass.
         memory: where results are kept; None leaves them where they are.
         rows: which rows to keep; None for all.
     """
@@ -247,26 +230,13 @@ def kept_or_run(
         setattr(region, _ATTRIBUTE, kept)
     results = run()
     to_keep = results if rows is None else rows.of(results)
-    kept.results.append((call, _held(to_keep) if memory is None else _on_host(to_keep, memory)))
+    if memory is not None:
+        tickets = [memory.put(x) for x in to_keep]
+        kept.results.append((call, lambda: (memory.get(tickets[0]), memory.get(tickets[1]))))
+    else:  # as they are, as long as nobody writes to them
+        versions = _versions(to_keep)
+        kept.results.append((call, lambda: to_keep if _versions(to_keep) == versions else None))
     return results
-
-
-def _held(results: Results) -> Callable[[], Results | None]:
-    """Keep results as they are, as long as nobody writes to them."""
-    versions = _versions(results)
-    return lambda: results if _versions(results) == versions else None
-
-
-def _on_host(results: Results, memory: HostMemory) -> Callable[[], Results | None]:
-    """Keep copies of results on the host."""
-    out, lse = (memory.put(x) for x in results)
-    return lambda: (memory.get(out), memory.get(lse))
-
-
-def runs_again() -> bool:
-    """Return whether this is the first run of a checkpointed region, whose saved tensors are not used."""
-    region, again = _region()
-    return region is not None and not again
 
 
 # [Note: regions]
@@ -324,7 +294,8 @@ def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
     if is_fake(saved[0]):
         _say_that_graphs_keep_tensors()
         return saved
-    if runs_again():
+    region, again = _region()
+    if region is not None and not again:  # the first run, whose saved tensors are not used
         # Checkpointing compares shape, dtype and device with those of the second run.
         return tuple(torch.empty(x.shape, dtype=x.dtype) for x in saved)  # type: ignore[return-value]
     return tuple(memory.start_out(x)[0] for x in saved)  # type: ignore[return-value]
@@ -338,19 +309,10 @@ def _say_that_graphs_keep_tensors() -> None:
     )
 
 
-def stand_ins(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return tensors with shape and dtype of those given, on a device where they take no memory."""
-    return [torch.zeros((), dtype=x.dtype, device=device).expand(x.shape) for x in tensors]
-
-
 class HeadStream:
     """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
 
-    Args:
-        saved: q, k, v, out, lse; [B, H, S, ...], K and V [B, G, S, ...].
-        chunks: in the order in which they are asked for.
-        device: where they are computed.
-        memory: whose streams copy.
+    `saved` are q, k, v, out and lse, [B, H, S, ...] and [B, G, S, ...].
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -31,20 +31,15 @@ from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
+if TYPE_CHECKING:
+    from ds_ring.runtime.waiting import DeviceWatch
+
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
 # their tensors. A forked child would use its parent's sockets.
 #
 # [Note: several meshes]
 # Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
 # values by whoever comes first, and needs no lock.
-
-
-class Settles(Protocol):
-    """See messages through; `waiting.py`'s DeviceWatch does."""
-
-    def settle(self, mesh: Any) -> None:
-        """Wait until all messages so far are over; raise RingPeerError if one failed."""
-        ...
 
 
 class MeshUse:
@@ -65,7 +60,7 @@ class MeshUse:
         self.operations: set[Hashable] = set()
         self.patience_s = 0.0
         self.aborted: set[int] = set()
-        self.device_watch: Settles | None = None
+        self.device_watch: DeviceWatch | None = None
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`
@@ -105,9 +100,10 @@ class MeshUse:
             yield
             return
         if not self._busy.acquire(blocking=False):
+            names = [repr(one.name) for one in threading.enumerate() if one.ident == self._thread]
             why = (
                 "expected one thread at a time on a mesh, got a call of thread"
-                f" {threading.current_thread().name!r} while thread {_name_of(self._thread)} is in one; ranks"
+                f" {threading.current_thread().name!r} while thread {(names or ['?'])[0]} is in one; ranks"
                 " match messages by the order of calls: give each thread a mesh of its own, made in the same"
                 " order on every rank"
             )
@@ -120,11 +116,6 @@ class MeshUse:
         finally:
             self._thread = None
             self._busy.release()
-
-
-def _name_of(thread: int | None) -> str:
-    names = [repr(known.name) for known in threading.enumerate() if known.ident == thread]
-    return names[0] if names else f"number {thread}"
 
 
 _serial = itertools.count()

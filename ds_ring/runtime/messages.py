@@ -6,7 +6,6 @@ Owns what real and virtual ranks have in common; `rank.py` sends, `simulation/ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -19,12 +18,9 @@ from ds_ring.runtime.device import Streams
 
 
 class TokenRange(NamedTuple):
-    """The tokens of a message. Real ranks do not read this; virtual ranks find the message's data by it.
+    """The tokens of a message, by which virtual ranks find its data; real ranks do not read this.
 
-    Attributes:
-        origin: ring rank in whose shard they lie.
-        slots: their slots there, in the order in which the message has them.
-        heads: the K/V heads, a slice of all that a rank has.
+    They are slots of the shard of ring rank `origin`, in the order of the message, of K/V heads of that rank.
     """
 
     origin: int
@@ -38,9 +34,8 @@ class Label(NamedTuple):
     Attributes:
         peer: ring rank that receives or sends it.
         what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
-        slots: planned number of slots; None outside a pass.
-        dtype: dtype that the ranks agreed on; None outside a pass.
-        tokens: which tokens; None outside a pass.
+        slots, dtype, tokens: planned number of slots, the dtype that ranks agreed on, and which tokens; None
+            outside a pass.
     """
 
     peer: int
@@ -51,12 +46,7 @@ class Label(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A contiguous tensor and its label.
-
-    Attributes:
-        tensor: [batch, K/V heads, slots, head_dim] in a pass; any other shape elsewhere.
-        peer, what, slots, dtype, tokens: see `Label`.
-    """
+    """A contiguous tensor, [batch, K/V heads, slots, head_dim] in a pass, and its label (see `Label`)."""
 
     tensor: Tensor
     peer: int
@@ -117,10 +107,7 @@ class Counters:
 
 
 class BatchSizes(NamedTuple):
-    """What a batch adds to the counters.
-
-    One batch unless it is empty, and the messages and bytes it sends.
-    """
+    """What a batch adds to the counters: one batch unless it is empty, and what it sends."""
 
     is_one: bool
     sends: int
@@ -149,11 +136,7 @@ class Transport(Protocol):
     counters: Counters
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
-        """Return what `start` needs to know about all batches with these messages; see [Note: routes].
-
-        Raises:
-            RingMismatchError: a message is not what the plan says (this rank's own fault; nothing was sent).
-        """
+        """Return what `start` needs to know about all batches with these messages; see [Note: routes]."""
         ...
 
     def start(
@@ -164,8 +147,4 @@ class Transport(Protocol):
 
     def streams(self, tensor: Tensor) -> Streams:
         """Return the object that orders the streams of a tensor's device."""
-        ...
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Return the context in which a pass runs."""
         ...

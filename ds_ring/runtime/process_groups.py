@@ -83,12 +83,9 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
 def sequences_of(
     device_mesh: DeviceMesh, ring_dim: str, ulysses_dim: str | None
 ) -> tuple[list[list[int]], int]:
-    """Return the ranks of every sequence of a device mesh, and its Ulysses size.
+    """Return the ranks of every sequence, and the Ulysses size, of `RingMesh.from_device_mesh`'s arguments.
 
-    Arguments as of `RingMesh.from_device_mesh`.
-
-    Raises:
-        RingMeshError: it is no DeviceMesh, or has no such dimensions.
+    Raises RingMeshError where it is no DeviceMesh, or has no such dimensions.
     """
     inner = [ring_dim] if ulysses_dim is None else [ring_dim, ulysses_dim]
     names = list(device_mesh.mesh_dim_names or ()) if isinstance(device_mesh, DeviceMesh) else []
@@ -132,20 +129,16 @@ def _my_group(
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        options: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
+        more: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
-            options["pg_options"] = _urgent_options(timeout)
-        group = dist.new_group(ranks, timeout=timeout, backend=backend, **options)
+            # Streams of high priority. torch changes the options, so each group has its own.
+            options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = timeout  # new_group warns of any other
+            more["pg_options"] = options
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, **more)
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _urgent_options(timeout: datetime.timedelta) -> Any:
-    """Return NCCL's options for streams of high priority; torch changes them, so each group has its own."""
-    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = timeout  # new_group warns of any other
-    return options
 
 
 # [Note: before the first deadline]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -88,71 +88,33 @@ class FirstParts:
         self._open = []
 
 
-class PassSettings(Protocol):
-    """The settings of a pass that chunks need; see the attributes of `RingPass`."""
-
-    @property
-    def kernel(self) -> Kernel: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def check(self) -> Callable[..., None] | None: ...
-    @property
-    def on_gradients_final(self) -> Callable[[slice, Tensor, Tensor], None] | None: ...
-    @property
-    def trace(self) -> Trace | None: ...
-
-
-class Chunk(Protocol):
-    """A head chunk whose pass has begun and has not ended."""
-
-    buffers: RingBuffers
-
-    def compute(self, step: Compute) -> None:
-        """Attend to the keys of a step."""
-        ...
-
-    def finish(self) -> None:
-        """Round the accumulators into the results."""
-        ...
-
-
 class Accumulators:
     """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
         self.tensors = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results]
-        self._results, self._trace = results, trace
+        self._trace = trace
+        self._apart = [both for both in zip(results, self.tensors, strict=True) if both[0] is not both[1]]
         if trace is not None:
-            trace.accumulators_bytes += self._own_bytes()
+            trace.accumulators_bytes += sum(accumulator.nbytes for _, accumulator in self._apart)
 
     def round(self) -> None:
         """Round the accumulators into the results, except where they are the same tensors."""
         if self._trace is not None:
-            self._trace.accumulators_bytes -= self._own_bytes()
-        for result, accumulator in zip(self._results, self.tensors, strict=True):
-            if result is not accumulator:
-                result.copy_(accumulator)
-
-    def _own_bytes(self) -> int:
-        both = zip(self._results, self.tensors, strict=True)
-        return sum(accumulator.nbytes for result, accumulator in both if accumulator is not result)
+            self._trace.accumulators_bytes -= sum(accumulator.nbytes for _, accumulator in self._apart)
+        for result, accumulator in self._apart:
+            result.copy_(accumulator)
 
 
 class ForwardChunk:
     """The forward pass of a head chunk: merges the partial result of each hop into out and lse.
 
-    Args:
-        ring: settings of the pass.
-        kernel, buffers: of these heads.
-        q: queries of these heads.
-        out, lse: the results, [B, H, S, E] and [B, H, S]; uninitialised.
-        sinks: [H], logits of these heads. They enter first, as a partial result over no key with out 0 and
-            the logit as its lse; None for none.
+    These are the results, [B, H, S, E] and [B, H, S], uninitialised. The sinks, [H] logits of these heads,
+    enter first, as a partial result over no key with out 0 and the logit as its lse; None for none.
     """
 
     def __init__(
-        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
@@ -199,7 +161,7 @@ class BackwardChunk:
     """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
 
     def __init__(
-        self, ring: PassSettings, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Accumulators
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Accumulators
     ) -> None:
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
         self.queries, self.totals = queries, totals
@@ -250,6 +212,9 @@ def _zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
     first[:, :, start:end].zero_()
     if second is not first:
         second[:, :, start:end].zero_()
+
+
+Chunk = ForwardChunk | BackwardChunk
 
 
 @dataclass(frozen=True)
@@ -398,8 +363,9 @@ class RingPass:
             if agreed is None:
                 if sent or received:
                     pending = self._post(*posting)
-            else:
-                mark = self._mark(sent, received)
+            elif sent or received:
+                assert self.exchange is not None, "an agreement on a ring of one"
+                mark = self.exchange.streams((*sent, *received)[0]).mark()
             # The messages just posted carry the keys of `hop`; the computation is that of the hop before.
             if trace is not None:
                 trace.enter("compute", hop - 1, self.buffers)
@@ -422,19 +388,13 @@ class RingPass:
     # kernels come first, so that ranks compare their headers while hop 0 computes. The payloads must not wait
     # for those kernels. So an event is recorded before them, once all buffers are allocated and packed, and
     # the messages wait for that event only (`device.py`).
-    def _mark(self, sent: list[Tensor], received: list[Tensor]) -> Any:
-        everything = (*sent, *received)
-        assert self.exchange is not None, "an agreement on a ring of one"
-        return self.exchange.streams(everything[0]).mark() if everything else None
-
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:
-        everything = (*sent, *received)
-        if not everything:
+        if not sent and not received:
             return None
-        assert self.exchange is not None
-        with self.exchange.streams(everything[0]).behind(mark):
+        assert self.exchange is not None, "an agreement on a ring of one"
+        with self.exchange.streams((*sent, *received)[0]).behind(mark):
             return self._post(route, sent, received, hop)
 
     def _post(self, route: Any, sent: list[Tensor], received: list[Tensor], hop: int) -> InFlight:

@@ -82,11 +82,7 @@ def shard_sequence(
 
 
 def _check(function: str, x: object, layout: object, dim: object) -> None:
-    """Refuse what is no tensor, layout or dimension.
-
-    Raises:
-        RingShapeError, RingLayoutError: with what was expected and got.
-    """
+    """Raise RingShapeError or RingLayoutError for what is no tensor, layout or dimension."""
     why = why_not_an_operand(f"{function}: the tensor", x)
     if why is not None:
         raise RingShapeError(why)
@@ -107,8 +103,7 @@ def _entries(x: Tensor, dim: int) -> int:
 def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
     return RingLayoutError(
         f"{function}: expected a layout for {mesh.ring_size} ranks (the mesh's ring), got one for"
-        f" {layout.ring_size} ranks;"
-        f" build it with make_layout(..., ring_size={mesh.ring_size})"
+        f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
     )
 
 
@@ -167,38 +162,29 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
     """
     check_mesh(mesh)
     # Not raised yet: the other ranks are about to gather, and `_agree` tells them first.
-    refused = _refusal(x_local, layout, mesh, dim)
+    refused: RingError | None = None
     fields: dict[str, object] = {}
-    if refused is None:
+    try:
+        _check("gather_sequence", x_local, layout, dim)
+        if mesh.ring_size != layout.ring_size:
+            raise _another_ring("gather_sequence", layout, mesh)
+        first, end = _cut(layout, mesh)
         shape = tuple(x_local.shape)
+        if _entries(x_local, dim) != end - first:
+            raise RingShapeError(
+                f"gather_sequence: expected {end - first} slots (the layout's shard), got"
+                f" {_entries(x_local, dim)} in dim {dim} of shape {shape}; pass this rank's shard and its"
+                " layout"
+            )
         fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
+    except RingError as error:
+        refused = error
     _agree(mesh, "gather_sequence", fields, x_local, refused)
     # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
     rows = x_local.movedim(dim, 0).contiguous()
     whole = _AllGather.apply(rows, mesh)
     # The index has the slot of each position, and padding slots have none: they fall away.
     return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
-
-
-def _refusal(x_local: Tensor, layout: Layout, mesh: RingMesh, dim: int) -> RingError | None:
-    """Return why this rank cannot gather; None if it can."""
-    try:
-        _check("gather_sequence", x_local, layout, dim)
-    except (RingShapeError, RingLayoutError) as error:
-        return error
-    if mesh.ring_size != layout.ring_size:
-        return _another_ring("gather_sequence", layout, mesh)
-    try:
-        first, end = _cut(layout, mesh)
-    except RingShapeError as error:
-        return error
-    if _entries(x_local, dim) != end - first:
-        return RingShapeError(
-            f"gather_sequence: expected {end - first} slots (the layout's shard), got"
-            f" {_entries(x_local, dim)} in dim {dim} of shape {tuple(x_local.shape)}; pass this rank's"
-            " shard and its layout"
-        )
-    return None
 
 
 def _agree(

@@ -257,8 +257,12 @@ class _Sums:
         self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, wanted: tuple[bool, ...]
     ) -> None:
         self.hidden_NH = torch.empty_like(hidden_NH) if wanted[0] else None
-        self.weight_VH = _zeros(weight_VH) if wanted[1] else None
-        self.bias_V = _zeros(bias_V) if wanted[2] and bias_V is not None else None
+        self.weight_VH, self.bias_V = (
+            torch.zeros(one.shape, dtype=accumulator_dtype(one.dtype), device=one.device)
+            if want and one is not None
+            else None
+            for one, want in ((weight_VH, wanted[1]), (bias_V, wanted[2]))
+        )
         self._dtypes = [None if one is None else one.dtype for one in (hidden_NH, weight_VH, bias_V)]
 
     def add(self, rows: slice, gradient_nV: Tensor, hidden_nH: Tensor, matrix_VH: Tensor) -> None:
@@ -294,10 +298,6 @@ def _of_tile(
     del changed, wide
     (gradient_nV,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient_nV
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=accumulator_dtype(like.dtype), device=like.device)
 
 
 # Stand for logits that are computed in tiles, when the loss is known: `DeferredLogits`.
@@ -385,7 +385,14 @@ class DeferredLogits:
 
     def _after(self, name: str, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what stands for the logits after a function of theirs."""
-        if name not in _OF_EACH or not all(map(_is_plain, (*operands, *kwargs.values()))):
+        # An operand is one number (or a dtype, a device, a flag), and gets no gradient.
+        plain = (
+            one.numel() == 1 and not one.requires_grad
+            if isinstance(one, Tensor)
+            else not isinstance(one, DeferredLogits)
+            for one in (*operands, *kwargs.values())
+        )
+        if name not in _OF_EACH or not all(plain):
             if self._strict:
                 _refuse(name)
             return getattr(self._all(name), name)(*operands, **kwargs)
@@ -454,13 +461,6 @@ def _symbol(name: str) -> Callable[..., Any]:
 
 for _spelled, _meant in _SYMBOLS.items():
     setattr(DeferredLogits, _spelled, _symbol(_meant))
-
-
-def _is_plain(operand: object) -> bool:
-    """Return whether an operand is one number (or a dtype, a device, a flag), and gets no gradient."""
-    if isinstance(operand, Tensor):
-        return operand.numel() == 1 and not operand.requires_grad
-    return not isinstance(operand, DeferredLogits)
 
 
 def _refuse(name: str) -> NoReturn:

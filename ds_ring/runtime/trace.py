@@ -84,14 +84,10 @@ class Span(NamedTuple):
 
 @dataclass
 class Trace:
-    """Hold what passes did, in order.
+    """Hold what passes did, in order; no two spans overlap.
 
     Attributes:
-        ring_rank: whose passes.
-        spans: one after the other; none overlap.
-        phase: of the pass that is under way.
-        accumulators_bytes: as they are now.
-        batch: the one posted last.
+        accumulators_bytes, batch: as they are now; the batch posted last.
         processor_time: times are the processor time of the thread, not the system's clock: for virtual ranks,
             so that what else the machine does is not taken for their work.
     """
@@ -124,20 +120,16 @@ class Trace:
         (what, hop, start_ns, event), self._open = self._open, None
         if event is not None:
             event.__exit__(None, None, None)
-        where = (self.phase, self._step(what), hop)
+        last = self.spans[-1] if self.spans else None
+        # A step begins with its "send"; "compute" and "wait" have the same number.
+        step = 0 if last is None or last.phase != self.phase else last.step + (what == "send")
+        where = (self.phase, step, hop)
         sizes = (buffers.held_bytes, self.accumulators_bytes)
         batch = NOTHING_SENT if what == "compute" else self.batch
         self.spans.append(Span(what, *where, start_ns, self._now_ns(), *sizes, batch))
 
     def _now_ns(self) -> int:
         return time.thread_time_ns() if self.processor_time else time.time_ns()
-
-    def _step(self, what: str) -> int:
-        last = self.spans[-1] if self.spans else None
-        if last is None or last.phase != self.phase:
-            return 0
-        # A step begins with its "send"; "compute" and "wait" have the same number.
-        return last.step + (what == "send")
 
 
 @contextmanager
@@ -163,8 +155,7 @@ class MemoryPeak:
     """Hold what was measured; filled when the measured block ends.
 
     Attributes:
-        peak_bytes: highest total of live tensor bytes above what lived at the start of the block.
-        end_bytes: total still alive at its end.
+        peak_bytes, end_bytes: highest and last total of live bytes above what lived at its start.
         levels: after every allocation and release, by time.
         spans: start and end of the spans of a trace, by their number in it, ns of the same clock.
     """

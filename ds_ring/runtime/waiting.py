@@ -54,9 +54,6 @@ class Place(NamedTuple):
 class Task:
     """A function that runs in one of the waiting threads.
 
-    Args:
-        act: the function.
-
     Attributes:
         wake: set at the end.
         error: what the function raised.
@@ -90,7 +87,6 @@ class _WaitTask(Task):
     """Works that a thread waits for, one after the other.
 
     Attributes:
-        works: works of torch.
         arrived: for a device's works, returns whether the device has passed them; None if the host waits.
         hurried: set while a caller waits for the result, so that the thread queries more often.
         done: number of the works that are complete.
@@ -138,13 +134,17 @@ class _WaitTask(Task):
         else:
             look(lambda: self.wake.is_set() or self.ask(), seconds, self.hurried)
 
+    def waits_for(self, peers: Sequence[Sequence[int]]) -> Sequence[int]:
+        """Return those of each work's ranks on which the first unfinished work depends."""
+        return peers[min(self.done, len(peers) - 1)]
+
 
 class _Waiters:
     """A pool of threads that wait: a free thread is reused, a blocked one is replaced."""
 
     def __init__(self) -> None:
         self._free: list[SimpleQueue[Task | None]] = []
-        self._threads: list[threading.Thread] = []
+        self.threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
     def start(self, job: Task) -> None:
@@ -155,7 +155,7 @@ class _Waiters:
                 # A daemon thread, because a blocked one must not delay the end of the process.
                 name = "ds_ring waiter"
                 thread = threading.Thread(target=self._serve, args=(queue,), name=name, daemon=True)
-                self._threads.append(thread)
+                self.threads.append(thread)
                 thread.start()
         queue.put(job)
 
@@ -166,14 +166,10 @@ class _Waiters:
             with self._lock:
                 self._free.append(queue)
 
-    def is_current(self) -> bool:
-        """Return whether the current thread is from this pool: the caller never sees its errors."""
-        return threading.current_thread() in self._threads
-
     def end(self) -> None:
         """End the threads that are free or will be soon; see [Note: threads at exit]."""
         deadline = time.monotonic() + PATIENCE_S
-        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < deadline:
+        while any(thread.is_alive() for thread in self.threads) and time.monotonic() < deadline:
             with self._lock:
                 free, self._free = self._free, []
             for queue in free:
@@ -209,12 +205,9 @@ def wait_for(
     Args:
         works: works, in approximately the order in which they complete.
         peers: for each work the world ranks that it depends on.
-        mesh: the ranks and process groups.
-        place: the call and the hop of the wait.
+        mesh, place: the ranks and process groups, and the call and the hop of the wait.
         deadline: on the monotonic clock, seconds.
-        arrived: for NCCL's works, whose wait does not block: returns whether the device has passed them;
-            called repeatedly.
-        hurried: set while a caller waits, so that `arrived` is called more often.
+        arrived, hurried: see `_WaitTask`: NCCL's works, whose wait does not block.
 
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
@@ -241,29 +234,8 @@ def wait_for(
         # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
     if isinstance(job.error, DEVICE_ERROR):
-        raise own_fault(mesh, place, of_device(job.error)) from job.error
-    raise blame(mesh, place.hop, _of(peers, job), _cause(job.error, place)) from job.error
-
-
-def failed_wait(mesh: RingMesh, place: Place, peers: Sequence[int], error: RuntimeError) -> RingPeerError:
-    """Return the error for an exception in the wait for a device's work, after asking the monitor.
-
-    Args:
-        peers: world ranks that the work depends on.
-        error: torch's exception; it says that something failed, but not which rank.
-    """
-    if isinstance(error, DEVICE_ERROR):
-        return own_fault(mesh, place, of_device(error))
-    cause = _cause(error, place)
-    if mesh.watch is not None:
-        mesh.watch.waits(peers, place.key, str(place))
-        mesh.watch.accuse(peers, cause)
-    return blame(mesh, place.hop, peers, cause)
-
-
-def _of(peers: Sequence[Sequence[int]], job: _WaitTask) -> Sequence[int]:
-    """Return the ranks on which the first unfinished work depends."""
-    return peers[min(job.done, len(peers) - 1)]
+        raise own_fault(mesh, place, job.error) from job.error
+    raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
 
 
 def _wait_watched(
@@ -273,8 +245,8 @@ def _wait_watched(
     told: Sequence[int] | None = None
     while not job.over and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
-        if told is not _of(peers, job):
-            told = _of(peers, job)
+        if told is not job.waits_for(peers):
+            told = job.waits_for(peers)
             watch.waits(told, place.key, str(place))
         # Wait at most one second at a time: no event is set when one of several works is done.
         job.pause(min(left_s, 1.0))
@@ -283,8 +255,8 @@ def _wait_watched(
         look(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.hurried)
     # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
-        watch.waits(_of(peers, job), place.key, str(place))
-        watch.accuse(_of(peers, job), _cause(job.error, place))
+        watch.waits(job.waits_for(peers), place.key, str(place))
+        watch.accuse(job.waits_for(peers), _cause(job.error, place))
     if told is not None and job.over and job.error is None:
         watch.goes_on()
 
@@ -306,8 +278,7 @@ def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> 
 
 def _cause(error: BaseException | None, place: Place) -> str:
     if error is not None:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"the connection to it failed at {place}: {text}"
+        return f"the connection to it failed at {place}: {first_line(error)}"
     deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
     return f"it did not come to {place} before the deadline ({deadline})"
 
@@ -322,11 +293,7 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 
 def check_alive(mesh: RingMesh, hop: int | None) -> None:
-    """Raise if a rank has failed before: the mesh cannot be used any more, and every call says why.
-
-    Raises:
-        RingPeerError: a rank has failed, or a message between GPUs has.
-    """
+    """Raise RingPeerError if a rank, or a message between GPUs, has failed: the mesh cannot be used again."""
     if mesh.watch is not None and mesh.watch.fault is not None:
         raise error_of(mesh, hop, mesh.watch.fault)
     # The same error object is raised by all calls: without this each raise would lengthen its traceback.
@@ -334,8 +301,13 @@ def check_alive(mesh: RingMesh, hop: int | None) -> None:
         raise mesh.use.broken.with_traceback(None)
 
 
-def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
-    """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault."""
+def own_fault(mesh: RingMesh, place: Place, cause: str | BaseException) -> RingPeerError:
+    """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault.
+
+    A cause that is an exception is one of its device.
+    """
+    if isinstance(cause, BaseException):
+        cause = f"its device failed: {first_line(cause)}"
     if mesh.watch is None:
         return RingPeerError(mesh.ring_rank, place.hop, mesh.ring_rank, cause)
     if mesh.watch.fault is None:
@@ -343,14 +315,15 @@ def own_fault(mesh: RingMesh, place: Place, cause: str) -> RingPeerError:
     return error_of(mesh, place.hop, mesh.watch.fault or Fault(mesh.global_rank, cause))
 
 
-def of_device(error: BaseException) -> str:
-    """Return the cause for a failed device, as text."""
-    return f"its device failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+def first_line(error: BaseException) -> str:
+    """Return what an error says first; its type if it says nothing."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as an error of this rank."""
-    if mesh.watch is not None and not _waiters.is_current():
+    # The caller never sees what is raised in a waiting thread.
+    if mesh.watch is not None and threading.current_thread() not in _waiters.threads:
         mesh.watch.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)
 
@@ -374,7 +347,7 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
         made = (mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group)
         if group is not None and any(group is one for one in made) and id(group) not in mesh.use.aborted:
             mesh.use.aborted.add(id(group))
-            tasks.append(Task(partial(_abort, group)).start())
+            tasks.append(Task(group.abort).start())
     deadline = time.monotonic() + ABORT_S
     late = [task for task in tasks if not task.wake.wait(max(0.0, deadline - time.monotonic()))]
     if late:
@@ -382,13 +355,9 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
         _log.error(
             "ds_ring: %d of %d process groups were not aborted in %g s", len(late), len(tasks), ABORT_S
         )
-
-
-def _abort(group: ProcessGroup) -> None:
-    try:
-        group.abort()
-    except RuntimeError as error:
-        _log.error("ds_ring: a process group could not be aborted: %s", error)
+    for task in tasks:
+        if isinstance(task.error, RuntimeError):
+            _log.error("ds_ring: a process group could not be aborted: %s", task.error)
 
 
 # [Note: no host in the loop]
@@ -413,26 +382,17 @@ IDLE_SWEEPS = 10  # without anything: the thread ends
 BUSY_TIMEOUT_S = 1800.0  # for what a device does before it comes to a batch: a step of the optimizer, say
 
 
-def _at_once() -> bool:
-    return True
-
-
 @dataclass(slots=True, eq=False)
 class Pending:
     """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
 
     Attributes:
-        works: of torch.
-        peers: of each the world ranks it depends on.
-        mesh: who is who.
-        place: where this is.
+        works, peers: of torch, and of each the world ranks it depends on.
         timeout_s: seconds that it may take.
-        sent, received: the tensors concerned.
-        group: what they travel through.
-        watch: takes over the deadline, on a device; None where the host waits.
-        streams: of that device.
-        came: returns whether the device has come to the wait.
-        arrived: returns whether it has passed the wait, so that the works are done or have failed.
+        sent, received, group: the tensors concerned, and what they travel through.
+        watch, streams: takes over the deadline, on a device, and its streams; None where the host waits.
+        came, arrived: return whether the device has come to the wait, and has passed it, so that the works
+            are done or have failed.
     """
 
     works: list[dist.Work]
@@ -445,8 +405,8 @@ class Pending:
     group: ProcessGroup | None = None
     watch: DeviceWatch | None = None
     streams: Streams | None = None
-    came: Callable[[], bool] = field(init=False, default=_at_once)
-    arrived: Callable[[], bool] = field(init=False, default=_at_once)
+    came: Callable[[], bool] = field(init=False, default=lambda: True)
+    arrived: Callable[[], bool] = field(init=False, default=lambda: True)
     deadline: float = field(init=False)
     _versions: list[int] = field(init=False)
     _over: bool = field(init=False, default=False)
@@ -506,9 +466,17 @@ class Pending:
                 work.wait()
                 done += 1
         except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
-            self.mesh.use.broken = failed_wait(self.mesh, self.place, self.peers[done], error)
+            mesh, place, peers = self.mesh, self.place, self.peers[done]
+            if isinstance(error, DEVICE_ERROR):
+                mesh.use.broken = own_fault(mesh, place, error)
+            else:  # it says that something failed, but not which rank: ask the monitor
+                cause = _cause(error, place)
+                if mesh.watch is not None:
+                    mesh.watch.waits(peers, place.key, str(place))
+                    mesh.watch.accuse(peers, cause)
+                mesh.use.broken = blame(mesh, place.hop, peers, cause)
             self.hand_over()  # the watch aborts what is stuck
-            raise self.mesh.use.broken from error
+            raise mesh.use.broken from error
         self.arrived = partial(streams.reached, streams.mark())
 
 
@@ -540,7 +508,6 @@ class DeviceWatch:
         """Return the watch of a mesh; made when first asked for."""
         if mesh.use.device_watch is None:
             mesh.use.device_watch = cls()
-        assert isinstance(mesh.use.device_watch, cls)
         return mesh.use.device_watch
 
     def add(self, batch: Pending) -> None:
@@ -573,7 +540,12 @@ class DeviceWatch:
     # batches are over by then, which takes one query. While somebody waits in `settle` it looks every LOOK_S.
     def _run(self) -> None:
         idle, streams = 0, None
-        while idle < IDLE_SWEEPS or not self._may_end():
+        while True:
+            if idle >= IDLE_SWEEPS:
+                with self._lock:
+                    self._running = bool(self._queue)
+                    if not self._running:
+                        return
             idle = 0 if self._queue else idle + 1
             while self._queue:
                 one = self._queue.popleft()
@@ -587,16 +559,11 @@ class DeviceWatch:
                     if not _is_over(one):
                         self._see_through(one)
                 except Exception as error:  # the device is lost, say; the batches behind it are looked at
-                    one.mesh.use.broken = own_fault(one.mesh, one.place, of_device(error))
+                    one.mesh.use.broken = own_fault(one.mesh, one.place, error)
                 one.works = []
                 del one  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
             self._hurried.clear()
-
-    def _may_end(self) -> bool:
-        with self._lock:
-            self._running = bool(self._queue)
-            return not self._running
 
     def _see_through(self, one: Pending) -> None:
         """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
@@ -617,8 +584,7 @@ class DeviceWatch:
     def _wait_for_begin(self, one: Pending) -> None:
         """Wait until the device comes to the wait: before, it is busy with something else.
 
-        Raises:
-            RingPeerError: it failed, or did not come within BUSY_TIMEOUT_S: names this rank.
+        A RingPeerError that names this rank says that it failed, or did not come within BUSY_TIMEOUT_S.
         """
         mesh = one.mesh
 
@@ -629,7 +595,7 @@ class DeviceWatch:
             if look(came, BUSY_TIMEOUT_S, self._hurried):
                 return
         except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, one.place, of_device(error)) from error
+            raise own_fault(mesh, one.place, error) from error
         cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
         raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
 

@@ -2,20 +2,19 @@
 
 [Note: the cost of a layout]
 The imbalance of a layout is the number of (query, key) pairs that the rank with most work computes, divided
-by the mean of all ranks. The traffic is the number of tokens that the plan sends. If layers have different
-patterns they still share one layout: we then sum the traffic over the layers, and also the work of each
-layer's fullest rank, because ranks wait for one another in every layer. A layout with an imbalance of at most
-`EVEN` is even enough. Among these we take the one with the least traffic, and among those with equal traffic
-the one with the fewest runs. If none is even enough, we take the most even one. The choice does not consider
-memory: shards differ in length by at most `SLACK`.
-A kernel that computes in blocks computes whole blocks (`choose.py`). For it, a layout is even enough if it
-computes at most `EVEN` times the minimum, and residue layouts are compared as well.
+by the mean of all ranks. The traffic is the number of tokens that the plan sends. Layers with different
+patterns share one layout: traffic is summed over the layers, and so is the work of each layer's fullest rank,
+because ranks wait for one another in every layer. Of the layouts with an imbalance of at most `EVEN` we take
+the one with the least traffic, then the one with the fewest runs; if there is none, the most even one. Memory
+is not considered: shards differ in length by at most `SLACK`.
+For a kernel that computes whole blocks a layout is even enough if it computes at most `EVEN` times the
+minimum.
 
 [Note: what auto compares]
-Ranks compare the kernel that runs and the layout that the name stands for. With FlexAttention, which executes
-whole blocks, "auto" takes the residue layout for LongNet as long as a shard has at most `MOST_RUNS` runs.
-`document_zigzag` is not among the candidates: it is even for every set of documents, but each rank has two
-pieces of every document, so nearly all tokens travel. `balanced` keeps short documents together.
+For a kernel in blocks (FlexAttention), "auto" takes the residue layout for LongNet as long as a shard has at
+most `MOST_RUNS` runs. `document_zigzag` is not among the candidates: it is even for every set of documents,
+but each rank has two pieces of every document, so nearly all tokens travel. `balanced` keeps short documents
+together.
 """
 
 from __future__ import annotations
@@ -52,18 +51,11 @@ _log = logging.getLogger(__name__)
 
 def is_dilated(pattern: Pattern) -> bool:
     """Return whether a dilation is among what a pattern is made of."""
-    primitives = (one for branch in pattern.branches(QueryHead()) for one in branch.queries.primitives)
-    return any(isinstance(one, Residue) for one in primitives)
+    return any(isinstance(primitive, Residue) for primitive in pattern.primitives)
 
 
 def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
-    """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots.
-
-    Args:
-        pattern: of one head.
-        layout: which token lies where.
-        block: side of a block, slots.
-    """
+    """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots."""
     size = layout.ring_size
     head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
     sampled = sampled_origins(size)
@@ -72,7 +64,7 @@ def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> in
 
 
 def _executed(head_class: HeadClass, rank: int, block: int) -> int:
-    layout, (way,) = head_class.layout, head_class.directions
+    layout, (way,) = head_class.reads.layout, head_class.directions
     runs, share = _sampled_rows(layout.runs(rank), block)
     total = 0
     for hop in range(layout.ring_size) if len(runs) else ():
@@ -101,17 +93,11 @@ def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
 
 
 class Candidate(NamedTuple):
-    """A layout with its costs; see [Note: the cost of a layout].
-
-    Attributes:
-        layout: the layout.
-        imbalance: pairs that the fullest rank computes, over the mean of the attended pairs.
-        tokens_sent: per K/V head, in a forward pass, over the sampled shards; counted for the best ones only.
-    """
+    """A layout with its costs; see [Note: the cost of a layout]."""
 
     layout: Layout
-    imbalance: float
-    tokens_sent: int = 0
+    imbalance: float  # pairs that the fullest rank computes, over the mean of the attended pairs
+    tokens_sent: int = 0  # per K/V head and forward pass, over the sampled shards; for the best ones only
 
     def __str__(self) -> str:
         return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
@@ -122,7 +108,7 @@ def bound_to_one_head(pattern: Pattern) -> BoundPattern:
     return pattern.bind((0,), 1, 1)
 
 
-def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
+def _work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
     """Return the attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     # Runs follow one another in the query slots, so a tile's first slot tells its run.
@@ -135,36 +121,33 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     """Return the attended pairs of every rank, for one head; int64 [ring_size]."""
     runs = [layout.runs(rank) for rank in range(layout.ring_size)]
     ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
-    work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
+    work = _work_of_runs(pattern, np.concatenate(runs), layout.tokens)
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
-def _imbalance(works: list[IntArray]) -> float:
-    """Return the imbalance for the work of the ranks, given for each pattern over all of its layers."""
+def _imbalance(works: list[IntArray]) -> float:  # work of the ranks, for each pattern over all its layers
     mean = sum(work.mean() for work in works)
     return float(sum(work.max() for work in works) / mean) if mean else 1.0
 
 
-def imbalance(mix: Mix, layout: Layout) -> float:
-    """Return the imbalance of a layout; [Note: the cost of a layout]."""
-    return _imbalance([layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix])
-
-
-def tokens_sent(pattern: Pattern, layout: Layout) -> int:
-    """Return the tokens sent for the sampled shards per K/V head; the same in both directions."""
-    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(layout.ring_size))
-    return sum(map(head_class.tokens_sent, sampled_origins(layout.ring_size)))
+def _rated(mix: Mix, layout: Layout) -> Candidate:
+    """Return a layout with its imbalance; [Note: the cost of a layout]."""
+    works = [layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix]
+    return Candidate(layout, _imbalance(works))
 
 
 def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
-    compared = even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
-    rated = [
-        option._replace(tokens_sent=sum(layers * tokens_sent(one, option.layout) for one, layers in mix))
-        for option in compared
-    ]
+    rated = []
+    for option in even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]:
+        size, sent = option.layout.ring_size, 0
+        for pattern, layers in mix:
+            # as much in both directions
+            travel = HeadClass(ReadsOfShards(pattern, option.layout), slice(0, 1), one_way(size))
+            sent += layers * sum(map(travel.tokens_sent, sampled_origins(size)))
+        rated.append(option._replace(tokens_sent=sent))
     return min(rated, key=lambda c: c.tokens_sent), rated
 
 
@@ -176,8 +159,7 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    chunks = [ChunkLayout(tokens, ring_size, multiple_of, n) for n in (1, 2)]
-    options = [Candidate(layout, imbalance(bound, layout)) for layout in chunks]
+    options = [_rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n)) for n in (1, 2)]
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound)
@@ -193,14 +175,16 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
     return best.layout
 
 
-def _in_blocks(options: list[Candidate], mix: Mix, block: int) -> list[Candidate]:
+def _in_blocks(
+    options: list[Candidate], mix: tuple[tuple[BoundPattern, int], ...], block: int
+) -> list[Candidate]:
     """Return the options with the imbalance of the work in whole blocks."""
     mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
-    executed = (
-        sum(layers * executed_of_fullest(bound_to_one_head(one), option.layout, block) for one, layers in mix)
-        for option in options
-    )
-    return [Candidate(option.layout, found / mean) for option, found in zip(options, executed, strict=True)]
+    found = []
+    for layout, *_ in options:
+        executed = sum(layers * executed_of_fullest(one, layout, block) for one, layers in mix)
+        found.append(Candidate(layout, executed / mean))
+    return found
 
 
 def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
@@ -223,20 +207,14 @@ def in_words(mix: Mix) -> str:
 
 
 def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout].
-
-    Raises:
-        RingLayoutError: no pattern given.
-    """
+    """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
     if not mix:
         raise RingLayoutError(
             'layout "balanced" needs the pattern: make_layout("balanced", pattern=..., ...)'
         )
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     options = _balanced_options(tokens, ring_size, multiple_of, bound)
-    if not options:
-        return ChunkLayout(tokens, ring_size, multiple_of, 1)
-    return _best(bound, options)[0].layout
+    return _best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
 
 
 def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
@@ -248,7 +226,7 @@ def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -
         return []
     cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0))
     if cuts is not None:
-        found.append(Candidate(cuts, imbalance(mix, cuts)))
+        found.append(_rated(mix, cuts))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
@@ -269,7 +247,7 @@ def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
     """Return the pairs of each piece, for each pattern over all of its layers; int64 [pieces] each."""
     bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
+    return [layers * _work_of_runs(one, runs, tokens) for one, layers in mix]
 
 
 def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
@@ -318,20 +296,20 @@ def _nearest(work: IntArray, ring_size: int) -> IntArray:
 
 
 def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Return the residue layout of a dilated pattern (alone, in a composition, or in some layers).
-
-    Raises:
-        RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
-    """
+    """Return the residue layout of a dilated pattern (alone, in a composition, or in some layers)."""
     shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
     if ring_size == 1:
         return shapes[0]
-    options = [Candidate(layout, imbalance(mix, layout)) for layout in shapes]
+    options = [_rated(mix, layout) for layout in shapes]
     return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
 
 
 def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[ResidueLayout]:
-    """Return the residue layouts of contiguous and of zigzag windows; errors as of `make_residue`."""
+    """Return the residue layouts of contiguous and of zigzag windows.
+
+    Raises:
+        RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
+    """
     for pattern, _ in mix:
         sides = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
         residues = ([one for one in side if isinstance(one, Residue)] for side in sides)
@@ -359,20 +337,13 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
 class DocumentZigzag(PieceLayout):
     """Give rank p chunks p and 2P - 1 - p of the 2P chunks of every document: even work for any lengths."""
 
-    @property
-    def name(self) -> str:
-        return "document_zigzag"
+    name = "document_zigzag"
 
 
 def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks.
-
-    Raises:
-        RingLayoutError: no documents in the pattern, or documents of a sequence of another length.
-    """
-    branches = (branch for pattern, _ in mix for branch in pattern.branches(QueryHead()))
-    primitives = (one for b in branches for side in (b.queries, b.keys) for one in side.primitives)
-    tables = list(dict.fromkeys(one for one in primitives if isinstance(one, Table)))
+    """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks."""
+    primitives = dict.fromkeys(one for pattern, _ in mix for one in pattern.primitives)
+    tables = [one for one in primitives if isinstance(one, Table)]
     if not tables:
         raise RingLayoutError(
             f'layout "document_zigzag" cuts the documents of a pattern, got {in_words(mix) or None};'

@@ -7,10 +7,10 @@ ring, then data parallel replicas: global_rank = (data * R + ring) * U + ulysses
 [Note: rings for samples]
 Long samples need the memory and the time of many ranks; short ones lose both to messages there. So `divide`
 cuts the ring into smaller rings, blocks of consecutive ranks, whose groups are made once, at the start. This
-is the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523) and ByteScale (Ge et al. 2025, arXiv:2502.21231).
-FlexSP solves an integer program. Here the search splits and merges rings, beginning with equal ones, and
-gives samples, the longest first, to the ring that is done first (Graham 1969, LPT). The seconds come from
-rates that are measured at the start and are the same on all ranks to the bit, so all find the same division.
+is the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523), which solves an integer program, and ByteScale (Ge
+et al. 2025, arXiv:2502.21231). Here the search splits and merges rings, beginning with equal ones, and gives
+samples, the longest first, to the ring that is done first (Graham 1969, LPT). The seconds come from rates
+that are the same on all ranks to the bit, so all find the same division.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ds_ring.masks.tiles import UNBOUNDED
 
 
 class Coordinates(NamedTuple):
-    """Hold where one global rank stands on each axis."""
+    """Where one global rank stands on each axis."""
 
     data: int
     ring: int
@@ -46,10 +46,6 @@ def divisors(number: int) -> list[int]:
 class Grid:
     """Cut a world of `world_size` ranks into data x ring x ulysses.
 
-    Attributes:
-        world_size, ring_size, ulysses_size: numbers of ranks.
-        order: the world's ranks in the order of (data, ring, ulysses); empty for 0, 1, 2, ...
-
     Raises:
         RingMeshError: a size is not a positive int, ring x ulysses does not divide the world, or the order
             does not name every rank once.
@@ -58,7 +54,7 @@ class Grid:
     world_size: int
     ring_size: int
     ulysses_size: int = 1
-    order: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()  # the world's ranks by (data, ring, ulysses); empty for 0, 1, 2, ...
 
     def __post_init__(self) -> None:
         for name in ("world_size", "ring_size", "ulysses_size"):
@@ -69,8 +65,7 @@ class Grid:
             choices = f"{', '.join(others)} or {last}" if others else last
             raise RingMeshError(
                 f"sequence parallel size {self.sequence_size} (ring {self.ring_size} x ulysses"
-                f" {self.ulysses_size}) does not divide world size {self.world_size};"
-                f" use {choices}"
+                f" {self.ulysses_size}) does not divide world size {self.world_size}; use {choices}"
             )
         if self.order and sorted(self.order) != list(range(self.world_size)):
             raise RingMeshError(
@@ -80,17 +75,10 @@ class Grid:
             object.__setattr__(self, "order", ())  # one form for one numbering
 
     def ring_ranks_per_node(self, global_rank: int, ranks_per_node: int | None) -> int | None:
-        """Return how many neighbours on the ring of a rank share a node.
+        """Return how many neighbours on the ring of a rank share a node, a divisor of the ring size.
 
-        Args:
-            global_rank: whose ring.
-            ranks_per_node: consecutive ranks of the world that share a node; None if that is not known.
-
-        Returns:
-            a divisor of the ring size; None if not known, or if nodes have unequal parts of the ring.
-
-        Raises:
-            RingMeshError: the number is no positive integer.
+        `ranks_per_node` consecutive ranks of the world share a node. None if that is not known (None), or if
+        nodes have unequal parts of the ring.
         """
         if ranks_per_node is None:
             return None
@@ -128,7 +116,6 @@ class Grid:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        """Return where each rank stands in the order."""
         return {rank: place for place, rank in enumerate(self.order)}
 
     @property
@@ -155,19 +142,13 @@ class Grid:
 
     def ring_groups(self) -> list[list[int]]:
         """Return the global ranks of every ring, in ring order."""
-        return [
-            [self.global_rank(data, ring, ulysses) for ring in range(self.ring_size)]
-            for data in range(self.data_size)
-            for ulysses in range(self.ulysses_size)
-        ]
+        step = self.ulysses_size
+        return [ranks[first::step] for ranks in self.sequence_groups() for first in range(step)]
 
     def ulysses_groups(self) -> list[list[int]]:
         """Return the global ranks of every Ulysses group, in order."""
-        return [
-            [self.global_rank(data, ring, ulysses) for ulysses in range(self.ulysses_size)]
-            for data in range(self.data_size)
-            for ring in range(self.ring_size)
-        ]
+        size, ranks = self.ulysses_size, self.order or range(self.world_size)
+        return [list(ranks[first : first + size]) for first in range(0, self.world_size, size)]
 
     def sequence_groups(self) -> list[list[int]]:
         """Return the global ranks that share a sequence, in order of ring_rank * U + ulysses_rank."""
@@ -185,21 +166,15 @@ _STEPS = 32  # splits and merges at most
 
 
 class SubRing(NamedTuple):
-    """Hold a block of consecutive ring ranks, and the samples of the batch that they share.
+    """A block of consecutive ring ranks, and the samples of the batch that they share."""
 
-    Attributes:
-        first: the ring rank of its first member, a multiple of `ranks`.
-        ranks: how many there are.
-        samples: numbers of samples, ascending; none for ranks that are left without.
-    """
-
-    first: int
+    first: int  # ring rank of its first member, a multiple of `ranks`
     ranks: int
-    samples: tuple[int, ...]
+    samples: tuple[int, ...]  # ascending numbers; none for ranks that are left without
 
 
 class Division(NamedTuple):
-    """Hold the rings of a batch in order of their ranks, and the seconds that the slowest should take."""
+    """The rings of a batch in order of their ranks, and the seconds that the slowest should take."""
 
     rings: tuple[SubRing, ...]
     seconds: float
@@ -220,17 +195,11 @@ class SampleSeconds(Protocol):
 
 
 class BatchLengths(NamedTuple):
-    """Describe what is divided.
+    """What is divided."""
 
-    Attributes:
-        lengths: tokens of each sample.
-        most_tokens: of one rank; the whole ring may hold more, since it may have to.
-        padded: the samples of a ring are rows as long as its longest; otherwise they are packed.
-    """
-
-    lengths: tuple[int, ...]
-    most_tokens: int
-    padded: bool
+    lengths: tuple[int, ...]  # tokens of each sample
+    most_tokens: int  # of one rank; the whole ring may hold more, since it may have to
+    padded: bool  # the samples of a ring are rows as long as its longest; otherwise they are packed
 
 
 def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Division:
@@ -311,14 +280,12 @@ def _places(sizes: tuple[int, ...]) -> list[int] | None:
     taken: set[int] = set()
     places = []
     for size in sizes:
-        for first in range(0, sum(sizes), size):
-            block = set(range(first, first + size))
-            if max(block) < sum(sizes) and not block & taken:
-                taken |= block
-                places.append(first)
-                break
-        else:
+        blocks = (set(range(first, first + size)) for first in range(0, sum(sizes) - size + 1, size))
+        block = next((one for one in blocks if not one & taken), None)
+        if block is None:
             return None
+        taken |= block
+        places.append(min(block))
     return places
 
 
@@ -330,10 +297,8 @@ def _neighbours(sizes: tuple[int, ...], ring_size: int) -> Iterator[tuple[int, .
         for parts in _primes(size):
             yield tuple(sorted([*rest, *[size // parts] * parts], reverse=True))
         for parts in _primes(ring_size // size):
-            if sizes.count(size) >= parts:
-                others = list(sizes)
-                for _ in range(parts):
-                    others.remove(size)
+            if (number := sizes.count(size)) >= parts:
+                others = [one for one in sizes if one != size] + [size] * (number - parts)
                 yield tuple(sorted([*others, size * parts], reverse=True))
 
 

@@ -6,25 +6,21 @@ hop. The relayed slots are those held slots that the rank before the reader read
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. That rank receives exactly the tokens that it reads, each once. If the rank before it on the shard's
-way reads a token as well, that rank has it from the hop before and passes it on (a relay). Otherwise the
-origin sends it (a direct send), which never waits for another message. So the traffic is minimal: each token
-of each K/V head crosses once to every other rank that reads it. Passing everything from neighbour to
-neighbour instead would send up to 16 % more for LongNet on zigzag shards, 45 % for a window on small pieces.
-Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns, nor for zigzag
-shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag shards, and up to
-30 % for a window on small pieces. On a network that is only a ring of links, those tokens cross as many links
-as if they were relayed (LongNet), or 9 to 37 % more (windows). The number of bytes is the same in both
-directions; we choose the direction by the number of links that tokens cross (`links`).
+rank o. It receives exactly the tokens that it reads, each once: from the rank before it on the shard's way,
+if that reads the token as well (a relay), else from the origin (a direct send, which never waits for another
+message). So the traffic is minimal. Passing everything from neighbour to neighbour would send up to 16 % more
+for LongNet on zigzag shards, 45 % for a window on small pieces. Direct sends do not occur for contiguous
+shards with dense, windowed and dilated patterns, nor for zigzag shards with a dense causal one. They are 2 to
+9 % of the tokens for LongNet on zigzag shards, and up to 30 % for a window on small pieces. On a network that
+is only a ring of links, those tokens cross as many links as if they were relayed (LongNet), or 9 to 37 % more
+(windows). Both directions send the same bytes; we choose by the number of links that tokens cross (`links`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own
-part. If that sum were rounded to bfloat16 at every hop, it would lose a bit for every fourfold number of
-ranks: the error with 64 ranks is 5.5 to 5.9 times that of one rank. So with a bfloat16 payload ranks do not
-pass sums on between nodes, nor in a ring without nodes: each rank returns its own part to the owner, which
-adds in float32. Every part is then rounded once and the number of bytes is the same: the error is 1.3 times
-that of one rank, whatever the ring size. Inside a node, where links are fast, sums are passed on in float32,
-and only what returns to the owner is rounded.
+part. Rounded to bfloat16 at every hop, that sum would lose a bit for every fourfold number of ranks: the
+error with 64 ranks is 5.5 to 5.9 times that of one rank. So with a bfloat16 payload each rank returns its own
+part to the owner, which adds in float32: the number of bytes is the same, and the error is 1.3 times that of
+one rank, whatever the ring size. Only inside a node, where links are fast, sums are passed on, in float32.
 """
 
 from __future__ import annotations
@@ -61,15 +57,10 @@ from ds_ring.schedule.rank_plan import (
 
 
 class Reads(NamedTuple):
-    """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader.
+    """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader."""
 
-    Attributes:
-        slots: int64 [n, 3] of (slot, slot step, length); no row occurs twice for one distance.
-        distances: int64 [n], ascending; reader = origin + distance (mod P).
-    """
-
-    slots: IntArray
-    distances: IntArray
+    slots: IntArray  # [n, 3] of (slot, slot step, length); no row occurs twice for one distance
+    distances: IntArray  # [n], ascending; reader = origin + distance (mod P)
 
     def at(self, distance: int) -> SlotRanges:
         """Return the slots that the reader at one distance reads."""
@@ -78,13 +69,7 @@ class Reads(NamedTuple):
 
 
 def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
-    """Return what every reader reads of a shard.
-
-    Args:
-        pattern: which query attends to which key.
-        reader_runs: runs of the readers' shards, ordered by distance 1, 2, ... up the ring.
-        origin_runs: runs of the shard that is read.
-    """
+    """Return what every reader reads of a shard; readers are ordered by distance 1, 2, ... up the ring."""
     if not reader_runs or not len(origin_runs):
         return Reads(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))
     runs = np.concatenate(reader_runs)
@@ -105,61 +90,44 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     A tile's keys are an arithmetic progression of the shard's slots. Where the payload omits slots between
     them, the packed keys may have another stride; the tile is cut there.
     """
-    broken = _broken(tiles, held)
-    if broken.any():
-        rows = (tiles.rows(np.array([row])) for row in np.flatnonzero(broken))
-        pieces = (piece for row in rows for piece in _cut_where_stride_changes(row, held))
-        tiles = Tiles.concat([tiles.rows(~broken), *map(trimmed, pieces)])
+    # Neighbouring slots stay neighbours when packed, and two keys are always a progression.
+    suspicious = (tiles.k.slot_step > 1) & (tiles.k.length > 2) & (len(held) > 1)
+    broken, pieces = np.zeros(len(tiles), dtype=bool), []
+    # Tiles of different queries share their keys, so look at each progression once.
+    cuts: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for row in np.flatnonzero(suspicious):
+        key = int(tiles.k.slot[row]), int(tiles.k.slot_step[row]), int(tiles.k.length[row])
+        if key not in cuts:
+            cuts[key] = _equal_strides(locate_slots(key[0] + key[1] * np.arange(key[2]), held))
+        if len(cuts[key]) > 1:
+            broken[row], one = True, tiles.rows(np.array([row]))
+            pieces += [trimmed(one.take(0, one.q.length, first, count)) for first, count in cuts[key]]
+    if pieces:
+        tiles = Tiles.concat([tiles.rows(~broken), *pieces])
     first = locate_slots(tiles.k.slot, held)
     last = locate_slots(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
+    assert (last - first >= tiles.k.length - 1).all(), "a tile reads keys that are not in the payload"
     step = np.where(tiles.k.length > 1, (last - first) // np.maximum(tiles.k.length - 1, 1), 1)
     return replace(tiles, k=replace(tiles.k, slot=first, slot_step=step))
 
 
-def _broken(tiles: Tiles, held: SlotRanges) -> np.ndarray:
-    """Return the rows whose keys are not an arithmetic progression in the packed payload."""
-    k = tiles.k
-    first, last = locate_slots(k.slot, held), locate_slots(k.slot + (k.length - 1) * k.slot_step, held)
-    # Neighbouring slots stay neighbours when packed, and two keys are always a progression.
-    suspicious = (k.slot_step > 1) & (k.length > 2) & (len(held) > 1)
-    broken = np.zeros(len(tiles), dtype=bool)
-    # Tiles of different queries share their keys, so check each progression once.
-    verdicts: dict[tuple[int, int, int], bool] = {}
-    for row in np.flatnonzero(suspicious):
-        key = (int(k.slot[row]), int(k.slot_step[row]), int(k.length[row]))
-        if key not in verdicts:
-            slot, step, length = key
-            stride = np.diff(locate_slots(slot + step * np.arange(length), held))
-            verdicts[key] = bool((stride != stride[0]).any())
-        broken[row] = verdicts[key]
-    assert (last - first >= k.length - 1).all(), "a tile reads keys that are not in the payload"
-    return broken
-
-
-def _cut_where_stride_changes(row: Tiles, held: SlotRanges) -> list[Tiles]:
-    """Cut one tile into several, so that the keys of each are a progression of the payload."""
-    length = int(row.k.length[0])
-    where = locate_slots(row.k.slot + row.k.slot_step * np.arange(length), held)
+def _equal_strides(slots: IntArray) -> list[tuple[int, int]]:
+    """Cut ascending slots into progressions, each as long as it can be: (index of the first, length)."""
     pieces, first = [], 0
-    while first < length:
-        stride = np.diff(where[first:])
-        same = np.flatnonzero(stride != stride[0]) if len(stride) else np.empty(0, dtype=int)
-        count = int(same[0]) + 1 if len(same) else length - first
-        pieces.append(row.take(0, row.q.length, first, count))
+    while first < len(slots):
+        stride = np.diff(slots[first:])
+        other = np.flatnonzero(stride != stride[:1])  # where the stride changes
+        count = int(other[0]) + 1 if len(other) else len(slots) - first
+        pieces.append((first, count))
         first += count
     return pieces
 
 
 @dataclass(frozen=True)
 class ReadsOfShards:
-    """The slots that every rank reads of every shard of a layout; computed on demand and cached.
+    """The slots that every rank reads of every shard of a layout; computed on demand and cached."""
 
-    Attributes:
-        pattern: bound to the query heads of one K/V head.
-        layout: which token lies where.
-    """
-
-    pattern: Pattern
+    pattern: Pattern  # bound to the query heads of one K/V head
     layout: Layout
     _reads: dict[int, Reads] = field(default_factory=dict, repr=False, compare=False)
     _slots: dict[tuple[int, int], SlotRanges] = field(default_factory=dict, repr=False, compare=False)
@@ -180,7 +148,6 @@ class ReadsOfShards:
     def _of_shard(self, origin: int) -> Reads:
         if origin not in self._reads:
             runs = _runs_of_all(self.layout)
-            # ordered by distance 1, 2, ... up the ring
             readers = [*runs[origin + 1 :], *runs[:origin]]
             self._reads[origin] = find_reads(self.pattern, readers, runs[origin])
         return self._reads[origin]
@@ -188,9 +155,8 @@ class ReadsOfShards:
     def _may_touch(self, origin: int, distance: int) -> bool:
         """Return False if the band of distances alone shows that the rank reads nothing."""
         least, most = self.pattern.distance
-        (q_first, q_last), (k_first, k_last) = (
-            _hull(self.layout, rank) for rank in ((origin + distance) % self.layout.ring_size, origin)
-        )
+        q_first, q_last = _hull(self.layout, (origin + distance) % self.layout.ring_size)
+        k_first, k_last = _hull(self.layout, origin)
         return q_last - k_first >= least and q_first - k_last <= most
 
 
@@ -198,42 +164,29 @@ class ReadsOfShards:
 class HeadClass:
     """How all shards travel for one class of K/V heads; [Note: relays and direct sends].
 
-    Attributes:
-        reads: the reads of the pattern and the layout; classes that differ only in directions may share it.
-        kv_heads: the K/V heads of the class.
-        directions: the directions in which shards travel.
-        prune: False sends every shard all the way round, also to ranks that do not read it (for comparison).
-        rounded: dK and dV return in bfloat16; [Note: where gradients are added].
+    `prune=False` sends every shard all the way round, also to ranks that do not read it (for comparison).
     """
 
-    reads: ReadsOfShards
+    reads: ReadsOfShards  # classes that differ only in directions may share it
     kv_heads: slice
     directions: tuple[Direction, ...]
     prune: bool = True
-    rounded: bool = False
+    rounded: bool = False  # dK and dV return in bfloat16; [Note: where gradients are added]
 
     @property
     def pattern(self) -> Pattern:
         """Return the pattern, bound to the query heads of one K/V head."""
         return self.reads.pattern
 
-    @property
-    def layout(self) -> Layout:
-        """Return which token lies where."""
-        return self.reads.layout
-
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the slots of a shard that its reader at `hop` holds.
-
-        Those that it reads, at hop 0 all slots.
-        """
+        """Return the slots of a shard that its reader at `hop` holds: what it reads, at hop 0 all slots."""
         if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
-            valid = self.layout.valid_tokens(origin)
+            valid = self.reads.layout.valid_tokens(origin)
             return np.array([[0, valid]]) if valid else no_slots()
         if hop > direction.limit:
             return no_slots()
         # Reads are indexed by the distance up the ring, hops by the direction of travel.
-        size = self.layout.ring_size
+        size = self.reads.layout.ring_size
         return self.reads.slots(origin, (direction.reader(origin, hop, size) - origin) % size)
 
     def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
@@ -256,7 +209,7 @@ class HeadClass:
         if not self.prune:
             yield from range(1, direction.limit + 1)
             return
-        size = self.layout.ring_size
+        size = self.reads.layout.ring_size
         distances = self.reads.distances(origin)
         hops = (direction.hop(origin, (origin + distance) % size, size) for distance in distances)
         yield from (hop for hop in hops if hop <= direction.limit)
@@ -270,10 +223,7 @@ class HeadClass:
         )
 
     def links(self, origin: int) -> int:
-        """Return the sum over tokens sent of the links that each crosses.
-
-        1 for a relay, s for a direct send.
-        """
+        """Return the sum over tokens sent of the links that each crosses: 1 relayed, s sent directly."""
         total = 0
         for direction in self.directions:
             for hop in self._hops(origin, direction):
@@ -282,16 +232,11 @@ class HeadClass:
         return total
 
     def busiest_adapter(self, origins: Iterable[int], ranks_per_node: int) -> int:
-        """Return the tokens sent between nodes through the busiest network adapters.
+        """Return the tokens of some shards that cross between nodes through the busiest network adapters.
 
-        The adapters at the same place in every node are counted together, and the maximum over places is
-        returned.
-
-        Args:
-            origins: the shards that are counted: all of one node, or of several nodes.
-            ranks_per_node: R. Each rank has one adapter; all nodes have the same size.
+        Each rank has one adapter. Those at the same place in every node are counted together.
         """
-        size, left = self.layout.ring_size, [0] * ranks_per_node
+        size, left = self.reads.layout.ring_size, [0] * ranks_per_node
         ways = ((one, way, hop) for one in origins for way in self.directions for hop in self._hops(one, way))
         for origin, direction, hop in ways:
             node = direction.reader(origin, hop, size) // ranks_per_node
@@ -323,7 +268,7 @@ class HeadClass:
             held = self.held(ring_rank, direction, hop)
             if not len(held):
                 continue
-            reader = direction.reader(ring_rank, hop, self.layout.ring_size)
+            reader = direction.reader(ring_rank, hop, self.reads.layout.ring_size)
             # This rank is the owner: it sends the slots that the rank before the reader does not have.
             leaving = subtract_slots(held, self.relayed(ring_rank, direction, hop))
             if len(leaving):
@@ -332,16 +277,17 @@ class HeadClass:
             ending = subtract_slots(held, self.sums(ring_rank, direction, hop + 1))
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
-        sends, returns = tuple(direct_sends), tuple(gradient_returns)
-        return DirectionPlan(tuple(hops), sends, returns, direction, self.rounded)
+        messages = tuple(direct_sends), tuple(gradient_returns)
+        return DirectionPlan(tuple(hops), *messages, direction, self.rounded)
 
     def _hop_plan(self, ring_rank: int, direction: Direction, hop: int) -> HopPlan | None:
-        size, inner = self.layout.ring_size, direction.ranks_per_node
+        size, inner = self.reads.layout.ring_size, direction.ranks_per_node
         origin = direction.origin(ring_rank, hop, size)
         held = self.held(origin, direction, hop)
         if hop and not len(held):
             return None
-        tiles = self.pattern.tiles(self.layout.runs(ring_rank), self.layout.runs(origin))
+        runs = _runs_of_all(self.reads.layout)
+        tiles = self.pattern.tiles(runs[ring_rank], runs[origin])
         # At hop 0 keys are used in place, so the tiles' key slots are slots of the shard already.
         if hop and len(tiles):
             tiles = tiles_of_payload(tiles, held)
@@ -365,7 +311,6 @@ class HeadClass:
 
 @lru_cache(maxsize=16)
 def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
-    """Return the runs of every rank, cached because the reads of every shard need them."""
     return tuple(layout.runs(rank) for rank in range(layout.ring_size))
 
 

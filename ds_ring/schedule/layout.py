@@ -3,12 +3,10 @@
 A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). The real
 tokens of a shard come first; slots that are left over, because the length does not divide, are padding at
 the end of the shard: no tile covers them, nobody attends to them, and `gather_sequence` strips them.
-Layouts know nothing of tensors; `runtime/shard.py` applies them.
+`runtime/shard.py` applies layouts to tensors.
 
 Zigzag pairs chunk p with chunk 2P-1-p so that a causal mask gives every rank the same work (Zhu 2024,
 ring-flash-attention; Brandon et al. 2023, Striped Attention, for the striped form).
-
-Chunks differ by at most one token, so a length that does not divide stays balanced.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -52,10 +50,10 @@ class Layout(ABC):
     def runs(self, ring_rank: int) -> IntArray:
         """Return the runs of one shard in slot order: int64 [n, 3] of (start, step, length), none empty."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def longest_shard(self) -> int:
         """Count real tokens of the fullest shard."""
+        return max(self.valid_tokens(rank) for rank in range(self.ring_size))
 
     @property
     def local_tokens(self) -> int:
@@ -92,9 +90,13 @@ def expand_runs(runs: IntArray) -> IntArray:
     return runs[row, 0] + runs[row, 1] * within
 
 
-def _as_runs(rows: list[tuple[int, int, int]]) -> IntArray:
-    kept = [row for row in rows if row[2] > 0]
-    return np.array(kept, dtype=np.int64).reshape(len(kept), 3)
+def _runs_of_pieces(starts: IntArray, ends: IntArray) -> IntArray:
+    """Return the runs of pieces start .. end - 1, ascending and disjoint; those that touch are one run."""
+    keep = ends > starts
+    starts, ends = starts[keep], ends[keep]
+    begins = np.append(True, starts[1:] != ends[:-1])[: len(starts)]
+    starts, ends = starts[begins], ends[np.append(begins[1:], True)[: len(ends)]]
+    return np.stack([starts, np.ones_like(starts), ends - starts], axis=1)
 
 
 @dataclass(frozen=True)
@@ -125,10 +127,6 @@ class ChunkLayout(Layout):
         """Return the number of chunks of the whole sequence."""
         return self.ring_size * self.chunks_per_rank
 
-    def boundary(self, chunk: int) -> int:
-        """Return the position at which a chunk begins."""
-        return self.tokens * chunk // self.chunks
-
     def chunks_of(self, ring_rank: int) -> list[int]:
         """Return the chunks of a rank, ascending: p alone, or p and its mirror image."""
         if self.chunks_per_rank == 1:
@@ -136,71 +134,36 @@ class ChunkLayout(Layout):
         return [ring_rank, self.chunks - 1 - ring_rank]
 
     def runs(self, ring_rank: int) -> IntArray:
-        bounds = [(self.boundary(c), self.boundary(c + 1)) for c in self.chunks_of(ring_rank)]
-        merged: list[tuple[int, int, int]] = []
-        for start, end in bounds:  # the last rank's two chunks touch: one run
-            if merged and merged[-1][0] + merged[-1][2] == start:
-                merged[-1] = (merged[-1][0], 1, end - merged[-1][0])
-            else:
-                merged.append((start, 1, end - start))
-        return _as_runs(merged)
-
-    @property
-    def longest_shard(self) -> int:
-        return max(
-            sum(self.boundary(c + 1) - self.boundary(c) for c in self.chunks_of(rank))
-            for rank in range(self.ring_size)
-        )
+        edges = [[self.tokens * (c + i) // self.chunks for c in self.chunks_of(ring_rank)] for i in (0, 1)]
+        return _runs_of_pieces(np.array(edges[0]), np.array(edges[1]))
 
 
 @dataclass(frozen=True)
 class StripedLayout(Layout):
     """Put token t on rank t mod P (Brandon et al. 2023, Striped Attention)."""
 
-    @property
-    def name(self) -> str:
-        return "striped"
+    name = "striped"
 
     def runs(self, ring_rank: int) -> IntArray:
         length = len(range(ring_rank, self.tokens, self.ring_size))
-        return _as_runs([(ring_rank, self.ring_size, length)])
-
-    @property
-    def longest_shard(self) -> int:
-        return -(-self.tokens // self.ring_size)
+        return np.array([[ring_rank, self.ring_size, length]])[: min(length, 1)]
 
 
 @dataclass(frozen=True)
 class PieceLayout(Layout):
-    """Cut the sequence at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending.
+    """Cut the sequence at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending."""
 
-    Attributes:
-        boundaries: positions at which pieces begin, and T at the end; ascending.
-        owners: ring rank of each piece.
-    """
+    boundaries: tuple[int, ...] = ()  # positions at which pieces begin, and T at the end; ascending
+    owners: tuple[int, ...] = ()  # ring rank of each piece
 
-    boundaries: tuple[int, ...] = ()
-    owners: tuple[int, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return "balanced"
+    name = "balanced"
 
     def runs(self, ring_rank: int) -> IntArray:
         bounds = np.array(self.boundaries, dtype=np.int64)
         mine = np.flatnonzero(np.array(self.owners) == ring_rank)
-        starts, ends = bounds[mine], bounds[mine + 1]
-        keep = ends > starts
-        starts, ends = starts[keep], ends[keep]
-        if not len(starts):
-            return _as_runs([])
-        begins = np.concatenate([[True], starts[1:] != ends[:-1]])  # pieces that touch are one run
-        last = np.concatenate([begins[1:], [True]])
-        return np.stack(
-            [starts[begins], np.ones(begins.sum(), dtype=np.int64), ends[last] - starts[begins]], 1
-        )
+        return _runs_of_pieces(bounds[mine], bounds[mine + 1])
 
-    @property
+    @cached_property
     def longest_shard(self) -> int:
         lengths = np.diff(self.boundaries)
         return int(np.bincount(self.owners, weights=lengths, minlength=self.ring_size).max())
@@ -217,28 +180,18 @@ class ResidueLayout(Layout):
     moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
     go to ranks as in a chunk layout.
 
-    Attributes:
-        window: positions of a window; the smallest segment of the pattern.
-        moduli: r_1, lcm(r_1, r_2), ...: each divides the next.
-        chunks_per_rank: 1 for contiguous chunks, 2 for zigzag.
     """
 
-    window: int = 1
-    moduli: tuple[int, ...] = (1,)
-    chunks_per_rank: int = 1
+    window: int = 1  # positions of a window; the smallest segment of the pattern
+    moduli: tuple[int, ...] = (1,)  # r_1, lcm(r_1, r_2), ...: each divides the next
+    chunks_per_rank: int = 1  # 1 for contiguous chunks, 2 for zigzag
 
-    @property
-    def name(self) -> str:
-        return "residue"
-
-    @property
-    def _chunks(self) -> ChunkLayout:
-        # a chunk layout of windows instead of tokens
-        windows = -(-self.tokens // self.window)
-        return ChunkLayout(windows, self.ring_size, 1, self.chunks_per_rank)
+    name = "residue"
 
     def runs(self, ring_rank: int) -> IntArray:
-        windows = expand_runs(self._chunks.runs(ring_rank)) * self.window
+        # a chunk layout of windows instead of tokens
+        chunks = ChunkLayout(-(-self.tokens // self.window), self.ring_size, 1, self.chunks_per_rank)
+        windows = expand_runs(chunks.runs(ring_rank)) * self.window
         period = self.moduli[-1]
         residues = np.arange(min(period, self.window))
         # lexsort's last key counts most, so the first modulus comes last
@@ -250,10 +203,6 @@ class ResidueLayout(Layout):
         length = np.maximum(-((starts - ends) // period), 0)
         runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
         return runs[length > 0]
-
-    @property
-    def longest_shard(self) -> int:
-        return max(self.valid_tokens(rank) for rank in range(self.ring_size))
 
     def __str__(self) -> str:
         how = f"windows of {self.window}, moduli {self.moduli}, chunks {self.chunks_per_rank}"
@@ -276,11 +225,7 @@ def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
 
 
 def check_layout_name(name: str) -> None:
-    """Refuse what `make_layout` does not know.
-
-    Raises:
-        RingLayoutError: with the names that there are.
-    """
+    """Raise RingLayoutError for a name that `make_layout` does not know."""
     if not isinstance(name, str) or name not in LAYOUTS:
         raise RingLayoutError(
             f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}, got {shown(name)}"
@@ -352,26 +297,17 @@ class CacheLayout(Layout):
     Token i after the prompt lies on rank i mod P, behind that rank's part of the prompt.
 
     `tokens` counts all slots that are reserved, used or not: queries say by their positions how far they see.
-
-    Attributes:
-        prompt: where the first tokens lie.
     """
 
     prompt: Layout = field(kw_only=True)
 
-    @property
-    def name(self) -> str:
-        return "cache"
+    name = "cache"
 
     def runs(self, ring_rank: int) -> IntArray:
         first = self.prompt.tokens + ring_rank
         generated = len(range(first, self.tokens, self.ring_size))
-        own = np.array([(first, self.ring_size, generated)] if generated else [], dtype=np.int64)
-        return np.concatenate([self.prompt.runs(ring_rank), own.reshape(-1, 3)])
-
-    @property
-    def longest_shard(self) -> int:
-        return max(self.valid_tokens(rank) for rank in range(self.ring_size))
+        own = np.array([[first, self.ring_size, generated]])[: min(generated, 1)]
+        return np.concatenate([self.prompt.runs(ring_rank), own])
 
     def slot(self, ring_rank: int, position: int) -> int | None:
         """Return the slot of a generated token, None on the ranks that do not hold it."""

@@ -1,8 +1,7 @@
 """Turn a plan into the steps of a rank. Only this file knows in which order a pass does things.
 
-A plan says who reads which tokens and who computes what. This file turns it into the lists of `steps.py`, one
-for the forward and one for the backward pass. It decides everything about time and memory: overlap, head
-chunks, double buffers, and when direct sends and gradient returns leave.
+It decides everything about time and memory: overlap, head chunks, double buffers, and when direct sends and
+gradient returns leave.
 
 [Note: one hop behind]
 In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
@@ -14,20 +13,19 @@ which sums are passed on.)
 
 [Note: head chunks]
 A chunk needs at most ten shard-sized buffers (in the backward pass: K/V in use and arriving, accumulators
-arriving, in use and leaving). Heads are independent. So they go around the ring in chunks, one after the
+arriving, in use and leaving). So heads, which are independent, go around the ring in chunks, one after the
 other, and the buffers shrink by the number of chunks. A chunk must be large enough that its messages use the
 network well: a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), 64 MiB on a
 GPU.
 
 [Note: one chunk after another]
 A chunk receives no keys during its last hop, and its gradients return after that hop. With two ranks, half of
-all traffic would not overlap with any computation. So the next chunk starts while the chunk before it
-computes its last hop: the first keys and values of the next chunk travel during that hop, and the gradients
-of the chunk before return while the next one computes. Only the first hop of the first chunk and the last
-gradients of the last chunk do not overlap: 1 / chunks of the traffic. In the backward pass this needs up to
-14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large; then a chunk starts one
-batch later, while the gradients of the chunk before return. All ranks count hops by the plan's directions,
-not by their own hops, so the order of all messages is the same on every rank.
+all traffic would overlap with nothing. So the next chunk's first keys and values travel during that hop, and
+the gradients of the chunk before return while the next one computes. Only the first hop of the first chunk
+and the last gradients of the last chunk do not overlap: 1 / chunks of the traffic. In the backward pass this
+needs up to 14 buffers. With fewer chunks than `MANY_CHUNKS`, which have large buffers, a chunk starts one
+batch later. All ranks count hops by the plan's directions, not by their own hops, so the order of all
+messages is the same on every rank.
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from ds_ring.masks.tiles import SlotRanges, count_slots
-from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, part_of
+from ds_ring.masks.tiles import SlotRanges, count_slots, part_of
+from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -65,10 +63,6 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
 
     On the CPU this is 1 MiB for two ranks. For more ranks it shrinks in proportion to the ring size, down to
     128 KiB, so that for one sequence the message buffers shrink with the ring as the shards do.
-
-    Args:
-        device_type: "cpu", or anything else.
-        ring_size: P.
     """
     if device_type != "cpu":
         return CHUNK_BYTES_GPU
@@ -78,10 +72,7 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
 def heads_on_host(asked: bool | Literal["auto"], device_type: str, local_tokens: int) -> bool:
     """Return whether the tensors of attention are kept in host memory between forward and backward pass.
 
-    Args:
-        asked: True, False, or "auto" for shards of at least `LONG_SHARD` tokens, except on the CPU.
-        device_type: "cpu", whose memory is host memory already, or anything else.
-        local_tokens: number of slots of a shard.
+    "auto" does for shards of at least `LONG_SHARD` tokens, except on the CPU.
     """
     return device_type != "cpu" and local_tokens >= LONG_SHARD if asked == "auto" else asked
 
@@ -92,13 +83,7 @@ def head_bytes(k: Any, v: Any) -> int:
 
 
 def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slice]:
-    """Split K/V heads into equal chunks of at least `chunk_bytes`.
-
-    Args:
-        kv_heads: K/V heads with equal patterns.
-        head_bytes: bytes of local K (or V) of one head; 0 if nothing travels.
-        chunk_bytes: minimum bytes of a message.
-    """
+    """Split K/V heads with equal patterns into equal chunks; see `lower_pass`."""
     step = kv_heads.step or 1
     heads = range(kv_heads.start, kv_heads.stop, step)
     # Only divisors, so that all chunks have one size.
@@ -110,7 +95,7 @@ def head_chunks(kv_heads: slice, head_bytes: int, chunk_bytes: int) -> list[slic
 
 def query_heads_of(kv_heads: slice, group: int) -> slice:
     """Return the query heads that share the K/V heads of a slice, `group` query heads for each."""
-    # only here may a slice have a step: see `_slices` in `plan.py`
+    # only here may a slice have a step: see `head_classes` in `plan.py`
     if group == 1:
         return kv_heads
     return slice(kv_heads.start * group, kv_heads.stop * group)
@@ -133,19 +118,14 @@ def lower_pass(
         head_bytes: bytes of the local K (or V) of one head; 0 puts all heads of a class into one chunk.
         chunk_bytes: minimum bytes of K (or V) of a chunk; see `chunk_bytes_on`.
     """
-    chunks = [
-        (one, kv_heads) for one in classes for kv_heads in head_chunks(one.kv_heads, head_bytes, chunk_bytes)
-    ]
+    cut = [(one, kv) for one in classes for kv in head_chunks(one.kv_heads, head_bytes, chunk_bytes)]
     # Few chunks have large buffers, so they start one batch later: [Note: one chunk after another].
-    later = int(backward and len(chunks) < MANY_CHUNKS)
-    return Schedule(
-        chunks[0][0].ring_rank,
-        backward,
-        tuple(
-            HeadChunk(kv, query_heads_of(kv, group), lower_class(one, backward), max(one.limit + later, 1))
-            for one, kv in chunks
-        ),
+    later = int(backward and len(cut) < MANY_CHUNKS)
+    chunks = (
+        HeadChunk(kv, query_heads_of(kv, group), lower_class(one, backward), max(one.limit + later, 1))
+        for one, kv in cut
     )
+    return Schedule(cut[0][0].ring_rank, backward, tuple(chunks))
 
 
 def lower_rank(plan: RankPlan, *, backward: bool, head_bytes: int = 0, chunk_bytes: int = 1) -> Schedule:
@@ -171,12 +151,8 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
     rounds: list[Round] = []
     arrived: list[Accumulate | Free] = []
-    for hop in range(
-        max(
-            direction.backward_batches if backward else direction.forward_batches
-            for direction in plan.directions
-        )
-    ):
+    lengths = (one.backward_batches if backward else one.forward_batches for one in plan.directions)
+    for hop in range(max(lengths)):
         posted = [step for direction in directions for step in direction.post(hop)]
         # The own shard is computed once, although it may travel in two directions.
         computing = directions if hop else directions[:1]
@@ -191,13 +167,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
 
 
 class _Direction:
-    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop.
-
-    Args:
-        plan: the direction on this rank.
-        buffers: the buffers of the chunk; new ones are appended.
-        backward: whether gradients follow the keys.
-    """
+    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward

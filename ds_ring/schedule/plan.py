@@ -1,9 +1,9 @@
 """The plan: for every rank and hop which tiles are computed and which tokens are sent. Pure data.
 
-Real ranks, the simulator, the estimator and the plots all use the same object. It has one entry for each
-class of K/V heads with equal patterns (a dilated pattern may give every head its own offset). A class has one
-or two directions of travel. A direction has, on each rank, one entry for each hop. `rank_plan.py` holds the
-data of one rank; `head_class.py` computes who reads which tokens and who sends them.
+It has one entry for each class of K/V heads with equal patterns (a dilated pattern may give every head its
+own offset). A class has one or two directions of travel. A direction has, on each rank, one entry for each
+hop. `rank_plan.py` holds the data of one rank; `head_class.py` computes who reads which tokens and who sends
+them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.errors import RingLayoutError, RingPatternError, shown
+from ds_ring.masks.partitions import Table
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
@@ -28,19 +29,13 @@ SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of thi
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a pattern on a layout; build it with `build_plan`.
-
-    Attributes:
-        pattern, layout: what it was built from.
-        query_heads, kv_heads: heads per rank (H and G).
-        classes: one for each class of K/V heads with equal patterns.
-    """
+    """The plan of a pattern on a layout; build it with `build_plan`."""
 
     pattern: Pattern
     layout: Layout
-    query_heads: int
-    kv_heads: int
-    classes: tuple[HeadClass, ...]
+    query_heads: int  # H, per rank
+    kv_heads: int  # G, per rank
+    classes: tuple[HeadClass, ...]  # one for each class of K/V heads with equal patterns
     _ranks: dict[int, RankPlan] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -96,16 +91,16 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
     for head in range(kv_heads):
         sharing = tuple(range(head * group, (head + 1) * group))
         classes[pattern.bind(sharing, query_heads, kv_heads)].append(head)
-    return [(part, bound) for bound, heads in classes.items() for part in _slices(heads, group)]
-
-
-def _slices(heads: list[int], group: int) -> list[slice]:
-    """Return a list of K/V heads as slices for which the query heads that share them are a slice, too."""
-    # The query heads of several groups are a slice only if the K/V heads are consecutive.
-    steps = set(np.diff(heads).tolist()) or {1}
-    if len(steps) == 1 and (group == 1 or steps == {1}):
-        return [slice(heads[0], heads[-1] + 1, steps.pop())]
-    return [slice(head, head + 1, 1) for head in heads]
+    found: list[tuple[slice, Pattern]] = []
+    for bound, heads in classes.items():
+        # One slice, if the query heads that share these K/V heads are one, too: several groups are a slice
+        # only if the K/V heads are consecutive.
+        steps = set(np.diff(heads).tolist()) or {1}
+        if len(steps) == 1 and (group == 1 or steps == {1}):
+            found.append((slice(heads[0], heads[-1] + 1, steps.pop()), bound))
+        else:
+            found += [(slice(head, head + 1, 1), bound) for head in heads]
+    return found
 
 
 def sampled_origins(size: int) -> list[int]:
@@ -129,11 +124,9 @@ def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
     """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
 
-    If nodes are known, first minimise the traffic of the busiest network adapter: that is the direction on
-    two levels (`rank_plan.py`), unless little crosses between nodes (with a window, say).
-
-    The number of tokens sent is the same for all directions; [Note: relays and direct sends]. Two directions
-    reach every reader from its nearer side, which suits a pattern that is not causal.
+    The number of tokens sent is the same for all; [Note: relays and direct sends]. Two directions reach every
+    reader from its nearer side, which suits a pattern that is not causal. If nodes are known, the traffic of
+    the busiest network adapter counts first: two levels, unless little crosses between nodes.
     """
     size = reads.layout.ring_size
     if size <= 2:
@@ -163,12 +156,12 @@ def check_length(pattern: Pattern, layout: Layout) -> None:
 
     Not called for replicated queries, whose pattern may cover less than a cache has room for.
     """
-    for tokens in pattern.known_tokens:
-        if tokens != layout.tokens:
+    for table in pattern.primitives:
+        if isinstance(table, Table) and table.tokens != layout.tokens:
             raise RingPatternError(
                 f"{pattern}: expected a pattern of {layout.tokens} tokens, as the layout, got one of"
-                f" {tokens}; give document ids for every token, negative for padding, or make the layout with"
-                f" tokens={tokens}"
+                f" {table.tokens}; give document ids for every token, negative for padding, or make the"
+                f" layout with tokens={table.tokens}"
             )
 
 

@@ -1,20 +1,17 @@
 """One rank's part of a plan: what it holds, computes, sends and receives, hop by hop. Pure data.
 
-`head_class.py` computes it, and `lowering.py` makes steps of it. Terms: the origin of a shard is the rank
-that owns it. The held slots of a hop are those of the origin's shard that this rank reads. The relayed slots
-are the held slots that the previous rank on the shard's way passes on.
+`head_class.py` computes it and explains its terms; `lowering.py` makes steps of it.
 
 [Note: two levels]
 With nodes of R ranks each, the shard of rank l of node n is at hop s = t * R + i at rank l + i of node n + t
 (modulo R and modulo the number of nodes; or downwards). So it goes around inside a node over the node's fast
-links, and the first rank of a node that receives it sends it to the rank at the same place of the next node.
-That message has R batches of time, so it is split into R parts, one per batch. Every network adapter of a
-node then sends 1 / R of a shard in every batch. In one ring of all ranks, one adapter of the node sends a
-whole shard and the others send nothing. Sums of gradients follow the keys inside a node. They leave the node
-once, directly to the owner of the keys, also in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain,
-arXiv 2406.18485, section 4.2) and as BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section
-3); TASP (Wang et al. 2025, arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part
-per batch is ours.
+links, and the first rank of a node that receives it sends it to the rank at the same place of the next node,
+in R parts, one for each of the R batches that the message has. Every network adapter of a node then sends
+1 / R of a shard in every batch; in one ring of all ranks, one adapter sends a whole shard and the others
+nothing. Sums of gradients follow the keys inside a node. They leave the node once, directly to the owner of
+the keys, also in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2)
+and as BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025,
+arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
 
 If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
 `build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
@@ -36,37 +33,33 @@ from ds_ring.masks.tiles import (
     locate_ranges,
     no_slots,
     subtract_slots,
-    take_slots,
 )
 
 
 class Direction(NamedTuple):
-    """The order in which shards reach the ranks of a ring, for at most `limit` hops; [Note: two levels].
+    """The order in which shards reach the ranks of a ring; [Note: two levels]."""
 
-    Attributes:
-        sign: +1 from rank o to o + 1, -1 for the other way.
-        limit: maximum number of hops.
-        ranks_per_node: R, a divisor of the ring size; 0 for one ring of all ranks.
-    """
-
-    sign: int
-    limit: int
-    ranks_per_node: int = 0
+    sign: int  # +1 from rank o to o + 1, -1 for the other way
+    limit: int  # most hops
+    ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
 
     def reader(self, origin: int, hop: int, size: int) -> int:
         """Return the rank at which the shard of `origin` is at a hop, in a ring of `size` ranks."""
-        return _moved(origin, self.sign, hop, self.ranks_per_node or size, size)
+        inner = self.ranks_per_node or size
+        nodes, places = divmod(hop, inner)
+        node, place = divmod(origin, inner)
+        return (node + self.sign * nodes) % (size // inner) * inner + (place + self.sign * places) % inner
 
     def origin(self, ring_rank: int, hop: int, size: int) -> int:
         """Return the rank whose shard a rank has at a hop."""
-        return _moved(ring_rank, -self.sign, hop, self.ranks_per_node or size, size)
+        return self._replace(sign=-self.sign).reader(ring_rank, hop, size)
 
     def hop(self, origin: int, reader: int, size: int) -> int:
         """Return the hop at which `reader` has the shard of `origin`."""
         inner = self.ranks_per_node or size
-        nodes, places = ((reader // inner - origin // inner), (reader - origin))
+        nodes = reader // inner - origin // inner
         # A rank's place in its node is its number modulo R.
-        return nodes * self.sign % (size // inner) * inner + places * self.sign % inner
+        return nodes * self.sign % (size // inner) * inner + (reader - origin) * self.sign % inner
 
     def before(self, hop: int) -> int:
         """Return the hop whose rank passes the shard on to the rank of `hop` (at least 1)."""
@@ -85,50 +78,25 @@ class Direction(NamedTuple):
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
-def part_of(slots: SlotRanges, number: int, parts: int) -> SlotRanges:
-    """Return part `number` of a set of slots that is cut into `parts` equal parts."""
-    count = count_slots(slots)
-    return take_slots(slots, count * number // parts, count * (number + 1) // parts)
-
-
-def _moved(rank: int, sign: int, hop: int, inner: int, size: int) -> int:
-    nodes, places = divmod(hop, inner)
-    node, place = divmod(rank, inner)
-    return (node + sign * nodes) % (size // inner) * inner + (place + sign * places) % inner
-
-
 ALONE = Direction(1, 0)  # the direction of a ring of one rank
 
 
 @dataclass(frozen=True)
 class HopPlan:
-    """One hop on one rank: the tokens of the shard of `origin` that this rank reads are here.
+    """One hop on one rank: the tokens of the shard of `origin` that this rank reads are here."""
 
-    Attributes:
-        hop: s; at hop 0 the rank computes with its own shard, in place.
-        origin: ring rank that owns these keys and values.
-        came_from, goes_to: ranks before and after this one on the shard's way; `goes_to` in the same node.
-        held: slots of the origin's shard that are here, packed in ascending order (hop 0: in place).
-        relayed: the subset that `came_from` sends; `origin` itself sends the rest.
-        forward: the subset that `goes_to` reads as well and receives from here.
-        across, across_to: with two levels, the subset that is sent to the next node, and the rank there.
-        sums_in: the subset for which `came_from` sends a sum of dK/dV.
-        sums_on: the subset for which this rank sends a sum of dK/dV to `goes_to`; the dK/dV of the other
-            slots return from here to `origin`.
-        tiles: the tiles this rank computes; key slots index the packed payload. May be empty.
-    """
-
-    hop: int
-    origin: int
-    came_from: int
-    goes_to: int
-    held: SlotRanges
-    relayed: SlotRanges
-    forward: SlotRanges
-    tiles: Tiles
-    across: SlotRanges = field(default_factory=no_slots)
-    across_to: int = 0
-    sums_in: SlotRanges = field(default_factory=no_slots)
+    hop: int  # s; at hop 0 the rank computes with its own shard, in place
+    origin: int  # ring rank that owns these keys and values
+    came_from: int  # the rank before this one on the shard's way
+    goes_to: int  # the rank after this one, in the same node
+    held: SlotRanges  # of the origin's shard, here packed in ascending order (hop 0: in place)
+    relayed: SlotRanges  # the subset that `came_from` sends; `origin` itself sends the rest
+    forward: SlotRanges  # the subset that `goes_to` reads as well and receives from here
+    tiles: Tiles  # that this rank computes; key slots index the packed payload
+    across: SlotRanges = field(default_factory=no_slots)  # with two levels, the subset sent to the next node
+    across_to: int = 0  # the rank there
+    sums_in: SlotRanges = field(default_factory=no_slots)  # `came_from` sends a sum of their dK/dV
+    # this rank sends a sum of their dK/dV to `goes_to`; the others' dK/dV return from here to `origin`
     sums_on: SlotRanges = field(default_factory=no_slots)
 
     @property
@@ -151,54 +119,31 @@ class HopPlan:
         return int(self.tiles.pairs.sum())
 
 
-@dataclass(frozen=True)
-class DirectSend:
-    """Own slots that this rank sends directly to a reader whose neighbour does not hold them.
+class DirectSend(NamedTuple):
+    """Slots of this rank's shard that it sends to a reader whose neighbour does not hold them."""
 
-    Attributes:
-        hop: the hop at which they are read; the message is in the batch posted before it.
-        receiver: ring rank that reads them.
-        slots: slots of this rank's shard.
-    """
-
-    hop: int
+    hop: int  # at which they are read; the message is in the batch posted before it
     receiver: int
     slots: SlotRanges
 
 
-@dataclass(frozen=True)
-class GradientReturn:
-    """Own slots whose dK/dV another rank returns directly, because it does not pass them on.
+class GradientReturn(NamedTuple):
+    """Slots of this rank's shard whose dK/dV another rank returns, because it does not pass them on."""
 
-    Attributes:
-        hop: the hop at which that rank computed them. The message is in the batch after it, or is split into
-            parts from that batch on (`Direction.batches`).
-        sender: ring rank that sends.
-        slots: slots of this rank's shard.
-    """
-
-    hop: int
+    hop: int  # at which that rank computed them; the message is in the next batches (`Direction.batches`)
     sender: int
     slots: SlotRanges
 
 
 @dataclass(frozen=True)
 class DirectionPlan:
-    """One direction of travel on one rank.
+    """One direction of travel on one rank."""
 
-    Attributes:
-        hops: by hop, without gaps; None for a hop at which nothing is held. Hop 0 is the own shard.
-        direct_sends: by ascending hop, from hop 2 on.
-        gradient_returns: by ascending hop.
-        direction: the direction in which shards travel.
-        rounded: gradients are rounded to bfloat16 when they return to their owner.
-    """
-
-    hops: tuple[HopPlan | None, ...]
-    direct_sends: tuple[DirectSend, ...]
-    gradient_returns: tuple[GradientReturn, ...]
+    hops: tuple[HopPlan | None, ...]  # by hop, None where nothing is held; hop 0 is the own shard
+    direct_sends: tuple[DirectSend, ...]  # by ascending hop, from hop 2 on
+    gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ALONE
-    rounded: bool = False
+    rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
 
     def at(self, hop: int) -> HopPlan | None:
         """Return the plan of a hop; None if nothing happens."""
@@ -232,18 +177,12 @@ class DirectionPlan:
 
 @dataclass(frozen=True)
 class HeadClassPlan:
-    """What one rank does for one class (K/V heads with equal patterns).
-
-    Attributes:
-        kv_heads: the K/V heads of the class, a slice of all K/V heads.
-        directions: one or two; only the first computes the own shard (hop 0).
-        limit: maximum number of hops of a direction after hop 0 over all ranks; the same on each of them.
-        lowered: cached steps of the forward (False) and backward (True) pass, made by `lowering.py`.
-    """
+    """What one rank does for one class (K/V heads with equal patterns)."""
 
     kv_heads: slice
-    directions: tuple[DirectionPlan, ...]
-    limit: int
+    directions: tuple[DirectionPlan, ...]  # one or two; only the first computes the own shard (hop 0)
+    limit: int  # most hops of a direction after hop 0; the same on all ranks
+    # steps of the forward (False) and backward (True) pass, cached by `lowering.py`
     lowered: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -262,12 +201,9 @@ class HeadClassPlan:
 
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
-        total = 0
-        for hop_plan in self.hops:
-            # A tile for all heads is computed for each query head of the group.
-            heads = np.where(hop_plan.tiles.head_in_group < 0, group, 1)
-            total += int((hop_plan.tiles.pairs * heads).sum())
-        return total
+        # A tile for all heads is computed for each query head of the group.
+        each = ((one.tiles.pairs, np.where(one.tiles.head_in_group < 0, group, 1)) for one in self.hops)
+        return sum(int((pairs * heads).sum()) for pairs, heads in each)
 
     @property
     def tokens_received(self) -> int:
@@ -282,22 +218,15 @@ class HeadClassPlan:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one ring rank does in a pass.
-
-    Attributes:
-        ring_rank: the rank.
-        classes: the classes of heads; their passes run one after the other.
-        group: number of query heads that share a K/V head.
-        kv_heads: number of K/V heads G.
-        schedules: schedules that `lowering.py` made, by pass and chunk size; cached across passes.
-        compiled: calls for which nothing is left to compile; see `RingContext`.
-    """
+    """All that one ring rank does in a pass."""
 
     ring_rank: int
-    classes: tuple[HeadClassPlan, ...]
-    group: int
+    classes: tuple[HeadClassPlan, ...]  # their passes run one after the other
+    group: int  # query heads that share a K/V head
     kv_heads: int
+    # by pass and chunk size, cached by `lowering.py`
     schedules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    # calls for which nothing is left to compile; see `RingContext`
     compiled: set[Any] = field(default_factory=set, repr=False, compare=False)
 
     @property

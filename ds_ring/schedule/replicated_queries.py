@@ -1,7 +1,6 @@
 """Replicated queries: what one rank computes when every rank has all queries and keys stay where they are.
 
-Owns the positions of such queries, as runs, and the tiles between them and one rank's own shard. There are no
-hops and no payloads, so there is no plan to head_class: one table of tiles for each class of heads is all.
+There are no hops and no payloads: one table of tiles for each class of heads (`head_classes`) is all.
 """
 
 from __future__ import annotations
@@ -21,30 +20,18 @@ from ds_ring.schedule.plan import head_classes
 
 
 class HeadTiles(NamedTuple):
-    """Hold the tiles of the heads that are read alike.
-
-    Attributes:
-        heads: query heads, a slice of all of them.
-        kv_heads: the K/V heads that these share.
-        tiles: query slots count the queries, key slots are those of the rank's shard.
-    """
+    """The tiles of the query heads with equal patterns."""
 
     heads: slice
-    kv_heads: slice
-    tiles: Tiles
+    kv_heads: slice  # that these share
+    tiles: Tiles  # query slots count the queries, key slots are those of the rank's shard
 
 
 def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntArray | None) -> IntArray:
-    """Return global positions of replicated queries, int64 [queries].
+    """Return global positions of replicated queries, int64 [queries]; RingShapeError for wrong ones.
 
-    Args:
-        pattern, layout: of the call.
-        queries: number of queries.
-        given: what the caller said; None means the last positions of the layout, the convention of decoding.
-            Where all attend to all (`Full`) positions have no meaning and there may be any number.
-
-    Raises:
-        RingShapeError: wrong kind, length or range; or more queries than positions and none given.
+    If none are given, they are the last positions of the layout, the convention of decoding. Where all attend
+    to all (`Full`) positions have no meaning and there may be any number.
     """
     if given is None:
         if isinstance(pattern, Full):
@@ -101,12 +88,7 @@ def replicated_tiles(
 ) -> tuple[HeadTiles, ...]:
     """Return what a rank computes: all queries against its own shard.
 
-    Args:
-        pattern: what attends to what.
-        layout: where keys lie.
-        ring_rank: whose shard.
-        positions: of the queries, int64, as bytes: layers that ask alike get the same tables.
-        query_heads, kv_heads: H, a multiple of G.
+    The queries' int64 positions are given as bytes: layers that ask alike get the same tables.
     """
     runs = query_runs(np.frombuffer(positions, dtype=np.int64))
     keys, group = layout.runs(ring_rank), query_heads // kv_heads

@@ -1,7 +1,6 @@
 """The schedule of one rank as data: what it sends, receives, computes, accumulates and frees, batch by batch.
 
-Owns the five kinds of step and their order in time. `lowering.py` makes them from a plan; everything that
-runs, measures, prints or checks a pass reads them. Holds no tensor, device or process group.
+`lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it.
 
 [Note: batches]
 A pass is a sequence of batches. In each batch a rank (1) accumulates and frees what the messages of the batch
@@ -14,7 +13,6 @@ ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -38,9 +36,7 @@ class Payload(Enum):
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
-RESULTS = (
-    1  # buffer: what the chunk finds for its own tokens: out and lse, or dQ and the own shard's dK and dV
-)
+RESULTS = 1  # buffer: of the chunk's own tokens: out and lse, or dQ and the own shard's dK and dV
 
 
 def name_of(buffer: int) -> str:
@@ -49,44 +45,26 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, each [batch, heads of the chunk, slots, head_dim].
+    """Memory for a pair of tensors, each [batch, heads of the chunk, slots, head_dim]."""
 
-    Attributes:
-        payload: which two tensors, and so their dtype.
-        slots: number of slots; of SHARD and RESULTS without padding.
-    """
-
-    payload: Payload
-    slots: int
+    payload: Payload  # which two tensors, and so their dtype
+    slots: int  # how many; of SHARD and RESULTS without padding
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Send a part of a buffer: two messages to one rank.
+    """Send a part of a buffer: two messages to one rank."""
 
-    Attributes:
-        payload: which two tensors; ROUNDED rounds those of a buffer of GRADIENTS while it packs them.
-        buffer: the buffer; must not be written or freed before the batch has ended.
-        part: slots of the buffer.
-        peer: ring rank that receives.
-        origin: ring rank that owns the tokens.
-        slots: the tokens' slots in the shard of `origin`, the same number as in `part`.
-        packed: buffer for a copy of the part, used if its slots are not contiguous in memory, or if it is
-            rounded.
-        needs: batch of the chunk whose messages must have arrived before; -1 for none.
-        ranges, count: `part` as Python ints, and its number of slots.
-    """
-
-    payload: Payload
-    buffer: int
-    part: SlotRanges
-    peer: int
-    origin: int
-    slots: SlotRanges
-    packed: int
-    needs: int
-    ranges: tuple[tuple[int, int], ...] = field(init=False)
-    count: int = field(init=False)
+    payload: Payload  # ROUNDED rounds the tensors of a buffer of GRADIENTS while it packs them
+    buffer: int  # must not be written or freed before the batch has ended
+    part: SlotRanges  # of the buffer
+    peer: int  # ring rank that receives
+    origin: int  # ring rank that owns the tokens
+    slots: SlotRanges  # of the tokens in the shard of `origin`, as many as in `part`
+    packed: int  # buffer for a copy of the part, if it is rounded or not contiguous in memory
+    needs: int  # batch of the chunk whose messages must have arrived before; -1 for none
+    ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
+    count: int = field(init=False)  # of slots
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _numbers(self.part))
@@ -96,22 +74,14 @@ class Send:
         return f"send {_tokens(self)} to {self.peer}"
 
 
-# The same fields as in `Send`, without a common base class: each kind of step can be read by itself.
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """Receive into a new buffer: two messages from one rank.
-
-    Attributes:
-        payload: which two tensors.
-        buffer: the buffer; allocated by this step and filled when the batch has ended.
-        peer: ring rank that sends.
-        origin, slots, count: which tokens; see `Send`.
-    """
+    """Receive into a new buffer: two messages from one rank."""
 
     payload: Payload
-    buffer: int
-    peer: int
-    origin: int
+    buffer: int  # allocated by this step and filled when the batch has ended
+    peer: int  # ring rank that sends
+    origin: int  # this and the next as in `Send`
     slots: SlotRanges
     count: int = field(init=False)
 
@@ -124,24 +94,14 @@ class Recv:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Attend to the keys of a buffer and merge the result into RESULTS.
+    """Attend to the keys of a buffer and merge the result into RESULTS."""
 
-    Attributes:
-        hop: how many hops the keys have travelled; 0 for the own shard.
-        buffer: buffer of the keys and values.
-        tiles: the tiles to compute; their key slots are slots of the buffer.
-        gradients: buffer to which dK and dV of these keys are assigned (RESULTS at hop 0); None in a forward
-            pass.
-        origin: ring rank that owns the keys.
-        needs: batch of the chunk that brought the keys; -1 for none.
-    """
-
-    hop: int
-    buffer: int
-    tiles: Tiles
-    gradients: int | None
-    origin: int
-    needs: int
+    hop: int  # how many hops the keys have travelled; 0 for the own shard
+    buffer: int  # of the keys and values
+    tiles: Tiles  # their key slots are slots of the buffer
+    gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
+    origin: int  # ring rank that owns the keys
+    needs: int  # batch of the chunk that brought the keys; -1 for none
 
     def __str__(self) -> str:
         into = "" if self.gradients is None else f", dK/dV in {name_of(self.gradients)}"
@@ -150,21 +110,13 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy received keys into one.
+    """Add received gradients to a buffer, or copy received keys into one."""
 
-    Attributes:
-        buffer: the target; for keys, the first part allocates it.
-        source: buffer of the received tensors.
-        part: slots of the target, the same number as the source has.
-        needs: batch of the chunk that brought the source.
-        ranges: `part` as Python ints.
-    """
-
-    buffer: int
-    source: int
-    part: SlotRanges
-    needs: int
-    ranges: tuple[tuple[int, int], ...] = field(init=False)
+    buffer: int  # the target; for keys, the first part allocates it
+    source: int  # buffer of the received tensors
+    part: SlotRanges  # of the target, as many slots as the source has
+    needs: int  # batch of the chunk that brought the source
+    ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _numbers(self.part))
@@ -197,17 +149,11 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 
 
 class Round(NamedTuple):
-    """What one head chunk does in one batch, in this order; [Note: batches].
+    """What one head chunk does in one batch, in this order; [Note: batches]."""
 
-    Attributes:
-        arrived: steps for the messages of the chunk's batch before.
-        posted: the messages of this batch. Two ranks match the messages between them by order alone.
-        computed: what is computed while they are in flight.
-    """
-
-    arrived: tuple[Accumulate | Free, ...] = ()
-    posted: tuple[Send | Recv, ...] = ()
-    computed: tuple[Compute, ...] = ()
+    arrived: tuple[Accumulate | Free, ...] = ()  # for the messages of the chunk's batch before
+    posted: tuple[Send | Recv, ...] = ()  # two ranks match the messages between them by order alone
+    computed: tuple[Compute, ...] = ()  # while they are in flight
 
     @property
     def steps(self) -> tuple[ScheduleStep, ...]:
@@ -216,60 +162,36 @@ class Round(NamedTuple):
 
 
 class ChunkSteps(NamedTuple):
-    """The steps of any head chunk of one class (K/V heads with equal patterns).
+    """The steps of any head chunk of one class (K/V heads with equal patterns)."""
 
-    Attributes:
-        buffers: indexed by the buffer numbers of the steps.
-        rounds: indexed by the chunk's batch; the last one posts and computes nothing.
-    """
-
-    buffers: tuple[Buffer, ...]
-    rounds: tuple[Round, ...]
+    buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
+    rounds: tuple[Round, ...]  # indexed by the chunk's batch; the last one posts and computes nothing
 
 
 class HeadChunk(NamedTuple):
-    """Heads that go around the ring together.
+    """Heads that go around the ring together."""
 
-    Attributes:
-        kv_heads: K/V heads, a slice of all that the rank has.
-        query_heads: the query heads that share them.
-        steps: the steps of the chunk.
-        next_after: number of batches from the start of this chunk to the start of the next one.
-    """
-
-    kv_heads: slice
-    query_heads: slice
+    kv_heads: slice  # of all that the rank has
+    query_heads: slice  # those that share them
     steps: ChunkSteps
-    next_after: int
+    next_after: int  # number of batches from the start of this chunk to the start of the next one
 
 
 class ExchangeBatch(NamedTuple):
-    """One batch of a pass; [Note: batches].
-
-    Attributes:
-        number: from 0.
-        hop: the hop for which the youngest chunk's messages of this batch are.
-        rounds: for every active chunk, its index and what it does.
-    """
+    """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int
-    rounds: list[tuple[int, Round]]
+    hop: int  # for which the youngest chunk's messages of this batch are
+    rounds: list[tuple[int, Round]]  # for every active chunk, its index and what it does
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: passes use it as a key of their caches
 class Schedule:
-    """All that one rank does in a forward or in a backward pass.
-
-    Attributes:
-        ring_rank: the rank.
-        backward: whether this is the backward pass.
-        chunks: in the order in which they start.
-    """
+    """All that one rank does in a forward or in a backward pass."""
 
     ring_rank: int
     backward: bool
-    chunks: tuple[HeadChunk, ...]
+    chunks: tuple[HeadChunk, ...]  # in the order in which they start
 
     @property
     def starts(self) -> list[int]:
@@ -279,31 +201,27 @@ class Schedule:
     @cached_property
     def batches(self) -> tuple[ExchangeBatch, ...]:
         """Return the batches of the pass, in order; cached."""
-        return tuple(self._batches())
-
-    def _batches(self) -> Iterator[ExchangeBatch]:
-        starts = self.starts
+        starts, found = self.starts, []
         ends = [at + len(chunk.steps.rounds) for at, chunk in zip(starts, self.chunks, strict=True)]
-        begun, under_way = 0, []
         for number in range(max(ends)):
-            while begun < len(starts) and starts[begun] == number:
-                under_way.append(begun)
-                begun += 1
-            under_way = [index for index in under_way if ends[index] > number]
-            rounds = [(index, self.chunks[index].steps.rounds[number - starts[index]]) for index in under_way]
+            rounds = [
+                (index, self.chunks[index].steps.rounds[number - at])
+                for index, (at, end) in enumerate(zip(starts, ends, strict=True))
+                if at <= number < end
+            ]
             # batch b of a chunk brings the keys of its hop b + 1
-            yield ExchangeBatch(number, number - starts[begun - 1] + 1, rounds)
+            youngest = max(at for at in starts if at <= number)
+            found.append(ExchangeBatch(number, number - youngest + 1, rounds))
+        return tuple(found)
 
 
 COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")
 
 
 def format_schedule(schedule: Schedule) -> str:
-    """Return a schedule as a table for people: a few lines for each batch of each head chunk.
+    """Return a schedule as a table for people; `ds_ring/DESIGN.md` explains an example.
 
-    K2[512] are 512 keys and values of rank 2's shard, G2[512] their gradients, b3 is a buffer of the head
-    chunk. Copies that a send makes where its tokens do not lie side by side are left out. `ds_ring/DESIGN.md`
-    explains an example.
+    Copies that a send makes where its tokens do not lie side by side are left out.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for batch in schedule.batches:

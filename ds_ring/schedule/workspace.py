@@ -30,25 +30,15 @@ ROUNDED = 2  # of gradients that travel in bfloat16
 
 
 class HopShape(NamedTuple):
-    """Hold the sizes of one group of heads at one hop.
+    """The sizes of one group of heads at one hop."""
 
-    Attributes:
-        rows: batch x query heads of the group.
-        kv_rows: batch x K/V heads of the group.
-        queries: local query slots S.
-        keys: key slots that are here.
-        head_dim: D.
-        element_bytes: of q, k and v; accumulators are float32.
-        value_dim: E of values and outputs.
-    """
-
-    rows: int
-    kv_rows: int
-    queries: int
-    keys: int
-    head_dim: int
-    element_bytes: int
-    value_dim: int
+    rows: int  # batch x query heads of the group
+    kv_rows: int  # batch x K/V heads of the group
+    queries: int  # local query slots S
+    keys: int  # key slots that are here
+    head_dim: int  # D
+    element_bytes: int  # of q, k and v; accumulators are float32
+    value_dim: int  # E, of values and outputs
 
     @property
     def wide(self) -> int:
@@ -57,14 +47,7 @@ class HopShape(NamedTuple):
 
 
 def workspace_bytes(kernel: str, tiles: Tiles, shape: HopShape, backward: bool) -> int:
-    """Return the most bytes alive inside the kernel and the merge, at one hop.
-
-    Args:
-        kernel: one whose row in `registry.py` says how much.
-        tiles: what is computed.
-        shape: of what.
-        backward: of the backward pass; else forward.
-    """
+    """Return the most bytes alive inside a kernel and the merge, at one hop of a forward or backward pass."""
     function = KERNELS[kernel].workspace
     assert function is not None, f"nobody has worked out what the kernel {kernel!r} allocates"
     return int(load(function)(tiles, shape, backward)) if len(tiles) else 0
@@ -77,19 +60,15 @@ def cpu_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     if backward:  # dq twice (aten's accumulator and its result), dk, dv
         queries, keys = _call_sides(tiles)
         per_slot = 2 * queries * shape.rows + 2 * keys * shape.kv_rows
-        call = per_slot * shape.wide * FLOAT + _aten_bytes(queries, ATEN_BACKWARD_BYTES)
+        call, most = per_slot * shape.wide * FLOAT, ATEN_BACKWARD_BYTES
     else:  # a call's output, its lse, and the merge's five temporaries of that size
         queries = min(BLOCK, int(tiles.q.length.max()))
-        call = queries * shape.rows * (shape.wide + 6) * FLOAT + _aten_bytes(queries, ATEN_FORWARD_BYTES)
+        call, most = queries * shape.rows * (shape.wide + 6) * FLOAT, ATEN_FORWARD_BYTES
+    split = next(size for least, size in ATEN_QUERIES if queries >= least)
+    call += most * split // ATEN_QUERIES[0][1]  # a block inside aten
     weights = 3 * FLOAT * BIASED**2 if (tiles.weight >= 0).any() else 0  # two are kept, a third one is made
     kept = 2 * weights // 3
     return copies + max(call + kept, weights) + _bias(tiles, backward)
-
-
-def _aten_bytes(queries: int, most: int) -> int:
-    """Return the bytes of a block inside aten, for a call of so many queries."""
-    split = next(size for least, size in ATEN_QUERIES if queries >= least)
-    return most * split // ATEN_QUERIES[0][1]
 
 
 def _call_sides(tiles: Tiles) -> tuple[int, int]:
@@ -162,13 +141,10 @@ def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     if not backward:
         merged = FLOAT if shape.element_bytes < FLOAT else 0
         return queries * (wide * (shape.element_bytes + merged) + 6 * FLOAT)
-    rounded = shape.rows * _up(shape.queries, 128)
-    accumulators = rounded * (_up(wide, 32 if wide <= 128 else 64) + 1) * FLOAT
+    multiple = 32 if wide <= 128 else 64
+    padded_queries, padded_wide = -(-shape.queries // 128) * 128, -(-wide // multiple) * multiple
+    accumulators = shape.rows * padded_queries * (padded_wide + 1) * FLOAT
     expanded = 2 * shape.rows * shape.keys if shape.rows != shape.kv_rows else 0
     results = (queries + 2 * keys + expanded) * wide
     kept = 2 * queries * wide * shape.element_bytes + queries * FLOAT
     return accumulators + results * shape.element_bytes + kept
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

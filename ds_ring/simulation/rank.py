@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +41,7 @@ from ds_ring.runtime.messages import (
     sizes_of,
 )
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.trace import MemoryPeak, Span, Trace, measure_cpu_memory
+from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
 
@@ -151,19 +152,9 @@ def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> N
 SOURCE_OF = {"K": "k", "V": "v"}  # messages whose contents the source has
 
 
-class Sums(Protocol):
-    """Collect gradients that leave a virtual rank."""
-
-    def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
-        """Add "dK" or "dV" of some tokens; `part` is used again once this returns.
-
-        Args:
-            what: which.
-            tokens: whose tokens.
-            runs: their positions, int64 [m, 3] of (start, step, length).
-            part: [B, heads, n, D or E], float32 or float64.
-        """
-        ...
+# Takes gradients that leave a virtual rank: "dK" or "dV", whose tokens, their positions as runs (int64 [m, 3]
+# of start, step, length), and the tensor [B, heads, n, D or E], which is used again after the call.
+AddGradients = Callable[[str, TokenRange, IntArray, Tensor], None]
 
 
 class GradientSums:
@@ -182,19 +173,18 @@ class GradientSums:
         self.dk, self.dv = (torch.zeros(*shape, geometry.width(name), dtype=dtype) for name in ("k", "v"))
 
     def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
-        """Add gradients of some tokens; see `Sums.add`."""
+        """Add gradients of some tokens; see `AddGradients`."""
         put_rows((self.dk if what == "dK" else self.dv)[:, tokens.heads], runs, part, add=True)
 
 
+@dataclass
 class VirtualWork:
     """Call `arrive` when a batch is waited for, once: so this takes no time of anything else."""
 
-    def __init__(self, arrive: Callable[[], None]) -> None:
-        self._arrive: Callable[[], None] | None = arrive
+    arrive: Callable[[], None] | None  # fills what is received, collects what is sent
 
     def wait(self) -> None:
-        """Fill what is received, collect what is sent, and drop both."""
-        arrive, self._arrive = self._arrive, None
+        arrive, self.arrive = self.arrive, None
         if arrive is not None:
             arrive()
 
@@ -213,11 +203,11 @@ class VirtualExchange:
     Args:
         source: K and V of all tokens.
         layout: which of them lie on which rank.
-        sums: takes the gradients that are sent; None for a forward pass.
+        add: takes the gradients that are sent; None for a forward pass.
     """
 
-    def __init__(self, source: Source, layout: Layout, sums: Sums | None = None) -> None:
-        self.source, self.layout, self.sums = source, layout, sums
+    def __init__(self, source: Source, layout: Layout, add: AddGradients | None = None) -> None:
+        self.source, self.layout, self.add = source, layout, add
         self.counters = Counters()
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> VirtualRoute:
@@ -250,8 +240,8 @@ class VirtualExchange:
         for message in sends:
             # K and V that are sent need no copy: the reader looks them up in the source itself.
             if message.what not in SOURCE_OF:
-                assert self.sums is not None, "gradients in a forward pass"
-                self.sums.add(message.what, *self._tokens_of(message), message.tensor)
+                assert self.add is not None, "gradients in a forward pass"
+                self.add(message.what, *self._tokens_of(message), message.tensor)
         for message in receives:
             if message.what in SOURCE_OF:
                 tokens, runs = self._tokens_of(message)
@@ -268,11 +258,6 @@ class VirtualExchange:
     def guarded(self) -> AbstractContextManager[None]:
         """Do nothing: there is no other rank to tell of an error."""
         return nullcontext()
-
-
-COMPONENTS = (
-    "q", "kv", "in_flight", "accumulators", "out", "lse", "grad_out", "gradients", "workspace",
-)  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -304,6 +289,9 @@ class Step(NamedTuple):
     gradients: int
     workspace: int
     total: int
+
+
+COMPONENTS = Step._fields[3:-1]
 
 
 @dataclass(frozen=True)
@@ -348,38 +336,24 @@ def profile_of(peak: MemoryPeak, trace: Trace, sizes: TensorBytes) -> RankMemory
     """
     times = np.array([level.time_ns for level in peak.levels])
     live = np.array([level.live_bytes for level in peak.levels])
+    # Every step begins by posting its messages, if only none.
+    starts = [number for number, span in enumerate(trace.spans) if span.what == "send"]
     steps = []
-    for first, spans in _steps_of(trace.spans):
-        start_ns, end_ns = peak.spans[first][0], peak.spans[first + len(spans) - 1][1]
+    for start, end in pairwise([*starts, len(trace.spans)]):
         # The level before a step still holds at its start: it counts, too.
-        low, high = np.searchsorted(times, [start_ns, end_ns], side="right")
+        low, high = np.searchsorted(times, [peak.spans[start][0], peak.spans[end - 1][1]], side="right")
         total = int(live[max(low - 1, 0) : high].max()) if high else 0
-        steps.append(_step(spans, sizes, total))
+        spans = trace.spans[start:end]
+        in_flight = max(span.buffers_bytes for span in spans)
+        accumulators = max(span.accumulators_bytes for span in spans)
+        back = spans[0].phase == "backward"
+        grad_out, gradients = (sizes.out, sizes.q + sizes.kv) if back else (0, 0)
+        parts = [sizes.q, sizes.kv, in_flight, accumulators, sizes.out, sizes.lse, grad_out, gradients]
+        # What the profiler saw beyond the known tensors is the workspace of kernel, merge and packing.
+        workspace = total - sum(parts)
+        of_step = (spans[0].phase, spans[0].step, spans[0].hop - 1)
+        steps.append(Step._make((*of_step, *parts, workspace, total)))
     return RankMemory(peak.peak_bytes, tuple(steps))
-
-
-def _steps_of(spans: list[Span]) -> list[tuple[int, list[Span]]]:
-    """Return the spans of every step, with the number of the first of them."""
-    steps: list[tuple[int, list[Span]]] = []
-    for number, span in enumerate(spans):
-        # Every step begins by posting its messages, if only none.
-        if span.what == "send":
-            steps.append((number, []))
-        steps[-1][1].append(span)
-    return steps
-
-
-def _step(spans: list[Span], sizes: TensorBytes, total: int) -> Step:
-    back = spans[0].phase == "backward"
-    in_flight = max(span.buffers_bytes for span in spans)
-    accumulators = max(span.accumulators_bytes for span in spans)
-    grad_out, gradients = (sizes.out, sizes.q + sizes.kv) if back else (0, 0)
-    # What the profiler saw beyond the known tensors is the workspace of kernel, merge and packing.
-    known = sizes.q + sizes.kv + in_flight + accumulators + sizes.out + sizes.lse + grad_out + gradients
-    return Step(
-        spans[0].phase, spans[0].step, spans[0].hop - 1, sizes.q, sizes.kv, in_flight, accumulators,
-        sizes.out, sizes.lse, grad_out, gradients, total - known, total,
-    )  # fmt: skip
 
 
 class BytesSent(NamedTuple):
@@ -417,7 +391,8 @@ class VirtualRanks:
         """Run the passes of one rank."""
         exchange = None
         if self.plan.ring_size > 1:
-            exchange = VirtualExchange(self.source, self.plan.layout, self.sums)
+            add = None if self.sums is None else self.sums.add
+            exchange = VirtualExchange(self.source, self.plan.layout, add)
         trace = None
         if self.measure or self.keep_trace:
             # Processor time excludes what other processes took; with several threads it would count each.
@@ -445,7 +420,7 @@ class VirtualRanks:
         return RankResult(out, lse, dq, BytesSent(forward, total - forward), memory, kept)
 
     def _adder(self, ring_rank: int) -> Callable[[slice, Tensor, Tensor], None] | None:
-        """Return what adds a rank's own dK and dV to the sums; see `RingPass.on_gradients_final`."""
+        """Return what adds a rank's own dK and dV to the sums: `RingPass.on_gradients_final`."""
         sums, layout = self.sums, self.plan.layout
         if sums is None:
             return None

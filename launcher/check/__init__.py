@@ -1,1 +1,0 @@
-"""Compare a model on a ring with the same model in one process."""

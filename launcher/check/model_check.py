@@ -33,7 +33,6 @@ from ds_ring.integrations.deepspeed.first_batch import (
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
 
-from .small_config import read_config, shrink
 from .small_model import (
     HAVE_A_LOSS,
     SAMPLES,
@@ -43,7 +42,9 @@ from .small_model import (
     make_batch,
     make_form,
     needs_documents,
+    read_config,
     section_for,
+    shrink,
     usual_head,
 )
 
@@ -94,11 +95,6 @@ class ModelReport:
         return values
 
 
-def check_model(request: CheckRequest) -> ModelReport:
-    """Run the model on one process and on the ring of all ranks, and compare the first form. Collective."""
-    return check_forms(request)[0]
-
-
 def check_forms(request: CheckRequest) -> list[ModelReport]:
     """Run the model on one process and on the ring of all ranks with every form of the batch. Collective."""
     # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
@@ -114,7 +110,8 @@ def check_forms(request: CheckRequest) -> list[ModelReport]:
 
 def _check_here(request: CheckRequest) -> list[ModelReport]:
     """Return this rank's reports."""
-    _quiet()
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    transformers.logging.set_verbosity_error()
     world = dist.get_world_size()
     try:
         config = shrink(read_config(request.source), request.tokens, request.layers, request.changes)
@@ -292,11 +289,5 @@ def _first_of(wrong: list[Difference]) -> str:
     """Name the layer that differs first, and the parameter whose gradient differs most."""
     if not wrong:
         return ""
-    gradients = [one for one in wrong if one.kind == "gradient"]
-    said = [str(wrong[0])] + ([str(max(gradients, key=lambda one: one.error))] if gradients else [])
-    return f"{len(wrong)} differ: first {said[0]}" + (f", most {said[1]}" if len(said) > 1 else "")
-
-
-def _quiet() -> None:
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    transformers.logging.set_verbosity_error()
+    worst = max((one for one in wrong if one.kind == "gradient"), key=lambda one: one.error, default=None)
+    return f"{len(wrong)} differ: first {wrong[0]}" + (f", most {worst}" if worst is not None else "")

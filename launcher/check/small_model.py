@@ -1,25 +1,288 @@
 """Build a small model of a transformers family, a batch for it, and the section that suits it.
 
-Owns the heads that a model can have, weights that make every term of the mathematics matter, and which
-pattern the model's own attention is. Its configuration is small_config.py's.
+Owns reading a configuration (nothing is downloaded) and shrinking it to a few narrow layers, the heads that
+a model can have, weights that make every term of the mathematics matter, and which pattern the model's own
+attention is. Kept are layer types, the ratio of query to K/V heads, rotary scaling, soft caps, sinks, norms,
+mixtures of experts, multipliers. Windows, chunks and the length that rotary scaling was trained on shrink to
+below the number of tokens, so that they matter. Dropout, which no two runs share, is taken out. Imports no
+deepspeed: who wrote a wrong word need not wait for it.
 """
 
 from __future__ import annotations
 
+import copy
 import zlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ds_ring.config.json_text import read_object
+from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.checks import works_as_is
 
-from .small_config import VOCABULARY, special_tokens
+ConfigValues = dict[str, Any]
+
+VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
+
+# The largest value of each size, by its names in transformers' configurations.
+_SIZES: dict[int, tuple[str, ...]] = {
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    HIDDEN: (
+        "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "lru_width",
+        "attention_hidden_size", "output_embedding_size", "emb_dim",
+    ),
+    96: ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "dff", "encoder_ffn_dim",
+         "decoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size", "d_inner",
+         "encoder_hash_byte_group_vocab"),
+    128: ("ffn_hidden_size", "mamba_expand_dim", "mamba_d_ssm"),
+    32: ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
+         "kv_lora_rank", "expert_ffn_hidden_size", "relative_attention_max_distance",
+         "hidden_size_per_layer_input"),
+    24: ("q_lora_rank",),
+    HEAD_DIM: ("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "mamba_d_head",
+               "linear_value_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state", "chunk_size",
+               "mamba_chunk_size", "attention_head_dim", "d_head"),
+    8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
+    HEAD_COUNT: (
+        "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
+        "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
+        "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads",
+    ),
+    2: ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "n_group",
+        "attn_layer_period","expert_layer_period", "linear_num_key_heads"),
+    1: ("topk_group", "first_k_dense_replace", "attn_layer_offset", "expert_layer_offset", "num_dense_layers",
+        "n_shared_experts", "num_shared_experts", "mamba_n_groups", "num_nextn_predict_layers"),
+}  # fmt: skip
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
+           "num_decoder_layers", "num_encoder_layers")  # fmt: skip
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length",
+              "max_source_positions", "max_target_positions")  # fmt: skip
+# Their shortest is 4 tokens, and two in one model (a window and a chunk) shrink alike.
+_WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window_size",
+            "attention_chunk_size", "sliding_window_size", "floor_scale")  # fmt: skip
+# transformers works them out again from what is left.
+_DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_dtype")
+# None in some defaults, with which no model can be made; where it can, these are what it stands for.
+_LEFT_OPEN = {
+    "vocab_size": VOCABULARY,
+    "num_key_value_heads": HEAD_COUNT,
+    "head_dim": HEAD_DIM,
+    "num_experts_per_tok": 2,
+}
+# By model type: what its defaults leave open, or what must fit a size that was made smaller.
+_OF_TYPES: dict[str, ConfigValues] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
+    "dots3_note_text": {"head_dim": HEAD_DIM + 8},
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": HEAD_COUNT,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": HEAD_DIM,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+}
+_DROPOUTS = (
+    "dropout",
+    "pdrop",
+    "dropout_prob",
+    "dropout_p",
+    "dropout_rate",
+    "layerdrop",
+    "router_jitter_noise",
+)
+
+
+def read_config(source: str) -> PreTrainedConfig:
+    """Return the configuration in a config.json, in the folder of one, or of a model type's defaults."""
+    path = Path(source)
+    if source in CONFIG_MAPPING and not path.exists():
+        return _made(source, {})
+    if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
+        near = did_you_mean(source, list(CONFIG_MAPPING.keys()))
+        raise RingConfigError(
+            f"model: expected a config.json, the folder of one, or a model type of transformers, got"
+            f" {source!r};"
+            + (f" did you mean '{near}'?" if near else " save it by model.config.save_pretrained(folder)")
+        )
+    values = read_object(path / "config.json" if path.is_dir() else path)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise RingConfigError(
+            f"{source}: model_type: expected one that the installed transformers knows, got {model_type!r};"
+            " code from elsewhere is not run"
+        )
+    return _made(model_type, values)
+
+
+def shrink(
+    config: PreTrainedConfig, tokens: int, layers: int = 2, changes: Mapping[str, Any] | None = None
+) -> Any:
+    """Return a small configuration of the same class.
+
+    Args:
+        config: of any size; of a model that reads more than text its text part is taken.
+        tokens: in a sample; windows and rotary lengths shrink to below it.
+        layers: at least so many, and at least one of each kind.
+        changes: values of the configuration that are set before it shrinks; windows among them stay.
+    """
+    try:
+        config = config.get_text_config(decoder=True if config.model_type.startswith("musicgen") else None)
+    except ValueError as error:  # a model of several, of sound and text say
+        raise RingConfigError(f"{config.model_type}: {error}") from error
+    values = _made(config.model_type, config.to_dict() | dict(changes or {})).to_dict()
+    values = {key: value for key, value in values.items() if key not in _DERIVED}
+    values |= {key: value for key, value in _LEFT_OPEN.items() if values.get(key, value) is None}
+    for part in (values, *(part for key, part in values.items() if key.endswith("_config") and part)):
+        _shrink_layers(part, layers)
+        _shrink_sizes(part)
+    _shrink_lengths(values, tokens)
+    _keep_tokens_known(values)
+    _take_dropout_out(values)
+    values |= {name: value for name, value in (changes or {}).items() if name in _WINDOWS}
+    for name, value in _OF_TYPES.get(config.model_type, {}).items():
+        values[name] = values[name] | value if isinstance(values.get(name), dict) else value
+    return _made(config.model_type, values)
+
+
+def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
+    if model_type.endswith("_assistant"):  # Gemma 4's
+        raise RingConfigError(
+            f"{model_type}: expected a model that runs by itself, got one that drafts tokens from the keys of"
+            " another model; check that one"
+        )
+    try:
+        made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
+    except Exception as error:  # transformers validates with errors of its own
+        raise RingConfigError(
+            f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error};"
+            " correct the config.json, or give one that is smaller already"
+        ) from error
+    return made
+
+
+def _shrink_layers(values: ConfigValues, at_least: int) -> None:
+    """Keep fewer layers: one of each kind, by every list that has an entry for each layer."""
+    name = next((name for name in _LAYERS if isinstance(values.get(name), int)), None)
+    if name is None:
+        return
+    count = values[name]
+    by_layer = [key for key, value in values.items() if isinstance(value, list) and len(value) == count > 1]
+    own = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
+    first_shared = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
+    kinds = [
+        repr(([values[key][layer] for key in by_layer], own.get(layer), layer >= first_shared))
+        for layer in range(count)
+    ]
+    firsts = {kinds.index(kind) for kind in kinds}
+    others = [layer for layer in range(count) if layer not in firsts]
+    kept = sorted(firsts.union(others[: max(0, at_least - len(firsts))]))
+    if own:
+        values["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    for key in by_layer:
+        values[key] = [values[key][layer] for layer in kept]
+    if first_shared < count:
+        values["num_kv_shared_layers"] = sum(layer >= first_shared for layer in kept)
+    for key in _LAYERS:
+        if isinstance(values.get(key), int):
+            values[key] = min(values[key], len(kept))
+    if isinstance(values.get("mlp_only_layers"), list):
+        values["mlp_only_layers"] = [layer for layer in values["mlp_only_layers"] if layer < len(kept)]
+    if "attention_types" in values:  # GPT-Neo's: kinds, and how often
+        values["attention_types"] = [[values["attention_layers"], 1]]
+
+
+def _shrink_sizes(values: ConfigValues) -> None:
+    heads = next((values[key] for key in _SIZES[HEAD_COUNT][:5] if isinstance(values.get(key), int)), None)
+    if values.get("query_pre_attn_scalar", 0) == values.get("head_dim"):  # Gemma's own name for it
+        values["query_pre_attn_scalar"] = HEAD_DIM
+    if values.get("head_dim") is not None and values.get("head_dim") == values.get("qk_rope_head_dim"):
+        values["head_dim"] = 8
+    for largest, names in _SIZES.items():
+        for name in names:
+            if isinstance(values.get(name), int) and not isinstance(values[name], bool):
+                values[name] = min(values[name], largest)
+    width = (values.get("mamba_expand") or 0) * HIDDEN  # of Mamba 2's heads together
+    if width and isinstance(values.get("mamba_d_head"), int):
+        values["mamba_d_head"] = width // values["mamba_n_heads"]
+    if "expand" in values and isinstance(values.get("num_heads"), int):  # Mamba 2 itself
+        values["head_dim"] = values["expand"] * values["hidden_size"] // values["num_heads"]
+    for name in _KEY_VALUE_HEADS:
+        if isinstance(values.get(name), int) and heads:
+            values[name] = HEAD_COUNT if values[name] == heads else min(values[name], 2)
+    for layer in (values.get("per_layer_config") or {}).values():
+        _shrink_sizes(layer)
+
+
+def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
+    """Shrink windows to a fifth of the tokens, rotary scaling's length to between shard and sequence."""
+    for name in _WINDOWS:
+        if isinstance(values.get(name), int) and values[name] > 0:
+            values[name] = min(values[name], max(4, tokens // 5))
+    for name in _POSITIONS:
+        if isinstance(values.get(name), int):
+            values[name] = min(values[name], 2 * tokens + 8)
+    trained = 7 * tokens // 8
+    rope = values.get("rope_parameters") or {}
+    for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
+        kind = part.get("rope_type", "default")
+        if kind in ("default", "proportional"):
+            continue
+        if "original_max_position_embeddings" in part:
+            part["original_max_position_embeddings"] = trained
+        for key in ("short_factor", "long_factor"):
+            if key in part:
+                share = part.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+                count = int(HEAD_DIM * share) // 2
+                part[key] = [part[key][place * len(part[key]) // count] for place in range(count)]
+        values["max_position_embeddings"] = trained if kind == "dynamic" else 2 * tokens
+    if values.get("original_max_position_embeddings"):
+        values["original_max_position_embeddings"] = trained
+
+
+def special_tokens(values: ConfigValues) -> set[int]:
+    """Return the tokens that a configuration gives a meaning of their own (padding, ends, images)."""
+    named = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
+    flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
+    return {item for item in flat if isinstance(item, int)}
+
+
+def _keep_tokens_known(values: ConfigValues) -> None:
+    """Move special tokens inside the small vocabulary."""
+    size = values.get("vocab_size", VOCABULARY)
+    for name, value in values.items():
+        if str(name).endswith(("_token_id", "_token_index")):
+            if isinstance(value, int):
+                values[name] = value if value < size else value % size
+            elif isinstance(value, list):
+                values[name] = [item % size for item in value if isinstance(item, int)]
+
+
+def _take_dropout_out(values: ConfigValues) -> None:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _take_dropout_out(value)
+        elif str(name).endswith(_DROPOUTS) and isinstance(value, float):
+            values[name] = 0.0
+
 
 SAMPLES = 2
 MOST_PARAMETERS = 20_000_000

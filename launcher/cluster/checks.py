@@ -15,7 +15,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
 from .cluster import Cluster
-from .yaml_file import missing_file
+from .cluster_file import missing_file
 
 
 def require_inputs(cluster: Cluster) -> None:
@@ -47,17 +47,16 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
     if cluster.master_port is None:
         # With a master elsewhere this is only a good guess: nobody can ask its ports from here.
         return choose_free_port()
-    if _master_is_here(cluster, node_rank):
-        require_free(cluster.master_port)
+    # Names only: to look a host up may wait for a name service.
+    own_names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
+    master_is_here = cluster.hosts[0].name in own_names if cluster.reaches_out else node_rank == 0
+    if master_is_here and not is_free(cluster.master_port):
+        port = cluster.master_port
+        raise RingConfigError(
+            f"expected master_port {port} to be free, got a port in use; end the run that holds it "
+            f"(ss -ltnp 'sport = :{port}' names it), or leave master_port out and a free one is taken"
+        )
     return cluster.master_port
-
-
-def _master_is_here(cluster: Cluster, node_rank: int) -> bool:
-    if cluster.reaches_out:
-        # Names only: to look a host up may wait for a name service.
-        own_names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
-        return cluster.hosts[0].name in own_names
-    return node_rank == 0
 
 
 def require_program(name: str, search_path: str, advice: str) -> None:
@@ -98,20 +97,9 @@ def choose_free_port() -> int:
     )
 
 
-def require_free(port: int) -> None:
-    """Raise RingConfigError if somebody listens on `port` here."""
-    if not is_free(port):
-        raise RingConfigError(
-            f"expected master_port {port} to be free, got a port in use; end the run that holds it "
-            f"(ss -ltnp 'sport = :{port}' names it), or leave master_port out and a free one is taken"
-        )
-
-
 # The ranks of one launch authenticate their connections by a secret, new for each launch. It is an
 # environment variable: inherited on this machine, sent to the standard input of an agent on another one. It
 # never stands on a command line, in a file or in a log.
-
-_BYTES = 32
 
 
 def secret_for(cluster: Cluster) -> str | None:
@@ -119,4 +107,4 @@ def secret_for(cluster: Cluster) -> str | None:
     # Hosts that are started each by its own call have no channel on which to agree: who wants a secret there
     # exports the same DS_RING_SECRET on every host, and the ranks inherit it.
     # 32 bytes, so that nobody guesses it from one answer of the handshake.
-    return secrets.token_hex(_BYTES) if cluster.is_local or cluster.reaches_out else None
+    return secrets.token_hex(32) if cluster.is_local or cluster.reaches_out else None

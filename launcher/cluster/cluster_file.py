@@ -1,25 +1,136 @@
 """Read a cluster YAML: `local` written out, all problems in one error, keys that do not go together.
 
 What a single key takes is cluster.py's.
+
+PyYAML keeps the last of two equal keys without a word, and an empty file is None. Both are refused here, and
+so is what no file of ours needs and a hostile one uses: aliases, tags, keys that are no single words, depth.
+Dates are words: nothing here is one.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
 from ds_ring.config.deepspeed_file import SECTION
 from ds_ring.config.json_text import read_small
-from ds_ring.config.messages import MOST_PROBLEMS, Problem, config_error, problems_of, sentence, shown
+from ds_ring.config.messages import (
+    MOST_PROBLEMS,
+    Problem,
+    config_error,
+    did_you_mean,
+    problems_of,
+    sentence,
+    shown,
+)
 from ds_ring.errors import RingConfigError
 
 from ..run.job import LOOPBACK
 from .cluster import LOCAL_NAME, Cluster, Host
-from .yaml_file import MOST_BYTES, missing_file, read_mapping
+
+MOST_BYTES = 2**17  # some thousand hosts; PyYAML reads about a MB in two seconds
+MOST_NESTED = 16
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, ten times as fast
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+class _StrictLoader(_Loader):  # type: ignore[misc]  # yaml has no types
+    """Refuse a mapping in which a key stands twice, and read no dates."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # PyYAML itself would keep the last of two equal keys.
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                what = "expected a word for a key, got a list or a mapping; write 'key: value'"
+                raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
+            if key_node.value in seen:
+                what = f"expected every key once, got {key_node.value[:80]!r} twice; keep one of them"
+                raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
+            seen.add(key_node.value)
+        built: dict[Any, Any] = super().construct_mapping(node, deep)
+        return built
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the mapping at the top of the file `path`; RingConfigError for whatever keeps it from being
+    read.
+    """
+    try:
+        text = read_small(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise config_error(str(path), missing_file(path, "a cluster YAML")) from None
+    except IsADirectoryError:
+        raise config_error(str(path), "expected a file, got a directory; name the file in it") from None
+    try:
+        _require_plain(text)
+        value = yaml.load(text, Loader=_StrictLoader)  # a SafeLoader: builds plain data only
+    except yaml.YAMLError as error:
+        raise config_error(str(path), _where_and_what(error, text)) from None
+    except (ValueError, RecursionError) as error:  # an integer of 5000 digits
+        got = str(error).split(";")[0]
+        raise config_error(str(path), sentence("values that can be read", got, "correct them")) from None
+    if value is None:
+        raise config_error(str(path), "expected a mapping, got an empty file; copy quickstart.yaml")
+    odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    if not isinstance(value, dict) or odd:
+        got = f"the key {shown(odd[0])}, which is no word" if odd else type(value).__name__
+        raise config_error(str(path), f"expected 'key: value' lines, got {got}; see quickstart.yaml")
+    return value
+
+
+def _require_plain(text: str) -> None:
+    """Raise yaml.YAMLError for what a plain mapping has not; without recursion, before anything is built."""
+    depth = 0
+    # Events only: an alias bomb is refused before it is expanded.
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        what, tag = "", getattr(event, "tag", None)
+        if depth > MOST_NESTED:
+            what = f"expected at most {MOST_NESTED} levels in each other, got more; is this the right file?"
+        elif isinstance(event, yaml.AliasEvent):
+            what = f"expected plain values, got the alias *{str(event.anchor)[:80]}; write the value itself"
+        elif tag not in (None, "!"):
+            what = f"expected plain values, got the tag {tag[:80]}; remove it"
+        if what:
+            mark: Any = event.start_mark  # the stubs have two classes for the same
+            raise yaml.constructor.ConstructorError(None, None, what, mark)
+
+
+def missing_file(path: Path, what: str) -> str:
+    """Format the sentence for a file that is not there, with the name that was probably meant."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except (OSError, ValueError):
+        return f"expected {what}, but the folder {path.parent} does not exist; check the path"
+    near = did_you_mean(path.name, names)
+    advice = f"did you mean '{near}'?" if near else "check the path"
+    return f"expected {what}, but there is no '{path.name}' in {path.parent.resolve()}; {advice}"
+
+
+def _where_and_what(error: yaml.YAMLError, text: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f"expected YAML, got what is none: {str(error).splitlines()[0]}; correct it"
+    what = getattr(error, "problem", None) or "cannot be read"
+    lines = text.splitlines()
+    tab = mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]
+    advice = "" if ";" in what else "; indent with blanks" if tab else "; correct it here or just before"
+    expected = "" if "expected" in what else "expected YAML, got: "
+    return f"not YAML at line {mark.line + 1}, column {mark.column + 1}: {expected}{what}{advice}"
+
 
 # A hostfile has DeepSpeed's format: a line `node-0 slots=8` for each host; `#` starts a comment. DeepSpeed
 # trains on this machine alone when the file is missing, with a warning, and accepts slots=0. Both are errors
@@ -65,17 +176,14 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
 def _problem_of(content: str, number: int, seen: dict[str, int]) -> str:
     found = _LINE.fullmatch(content)
     if found is None:
-        return sentence("'node-0 slots=8'", _quoted(content), "write the name, a blank, slots=number")
+        got = repr(content) if len(content) <= 80 else shown(content)
+        return sentence("'node-0 slots=8'", got, "write the name, a blank, slots=number")
     if int(found["slots"]) == 0:
         return sentence("at least one slot", f"{found['name']} slots=0", "remove the line, or give it slots")
     if found["name"] in seen:
         first = f"{found['name']} on line {seen[found['name']]} and again"
         return sentence("every host once", first, "add its slots up in one line")
     return ""
-
-
-def _quoted(content: str) -> str:
-    return repr(content) if len(content) <= 80 else shown(content)
 
 
 _Raw = dict[str, Any]
@@ -154,49 +262,36 @@ def _host(entry: object, key: str) -> tuple[Host | None, list[Problem]]:
         return None, problems_of(error, Host, key)
 
 
-def _misfits(cluster: Cluster) -> list[Problem]:
-    """Return problems of keys that are right by themselves and do not go together."""
+def _misfits(cluster: Cluster) -> Iterator[Problem]:
+    """Yield problems of keys that are right by themselves and do not go together."""
     names = [host.name for host in cluster.hosts]
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    twice = ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
     on_each_host = not cluster.is_local and not cluster.reaches_out
-    problems = []
+    on_loopback = not cluster.is_local and len(names) > 1 and names[0] in (LOCAL_NAME, LOOPBACK)
     if twice:
-        wrong = sentence(
-            "every host once", f"{', '.join(twice)} more than once", "add its slots up in one line"
-        )
-        problems.append(Problem("hosts", wrong))
+        got = f"{twice} more than once"
+        yield Problem("hosts", sentence("every host once", got, "add its slots up in one line"))
     if on_each_host and cluster.master_port is None:
-        wrong = sentence("a port, as ssh is false", "none", "write one down: all hosts must know the same")
-        problems.append(Problem("master_port", wrong))
-    if (
-        not cluster.is_local
-        and cluster.master_address is None
-        and len(names) > 1
-        and names[0] in (LOCAL_NAME, LOOPBACK)
-    ):
-        wrong = sentence("an address that all hosts reach", names[0], "write that of the first host")
-        problems.append(Problem("master_address", wrong))
+        advice = "write one down: all hosts must know the same"
+        yield Problem("master_port", sentence("a port, as ssh is false", "none", advice))
+    if on_loopback and cluster.master_address is None:
+        expected, advice = "an address that all hosts reach", "write that of the first host"
+        yield Problem("master_address", sentence(expected, names[0], advice))
     if cluster.ssh_port is not None and not cluster.asks_by_ssh:
-        wrong = sentence("none, as nothing is started by ssh", str(cluster.ssh_port), "remove it")
-        problems.append(Problem("ssh_port", wrong))
+        expected = "none, as nothing is started by ssh"
+        yield Problem("ssh_port", sentence(expected, str(cluster.ssh_port), "remove it"))
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
-        wrong = sentence("no hostfile of the engine's", "one", "name it by the key hostfile of this YAML")
-        problems.append(Problem("engine_args", wrong))
-    return problems + cluster.starter.problems(cluster) + _misfits_of_relaunch(cluster)
-
-
-def _misfits_of_relaunch(cluster: Cluster) -> list[Problem]:
-    """Return problems of keys without which a job cannot be started again."""
+        advice = "name it by the key hostfile of this YAML"
+        yield Problem("engine_args", sentence("no hostfile of the engine's", "one", advice))
+    yield from cluster.starter.problems(cluster)
     if cluster.relaunch is None:
-        return []
-    problems = []
+        return
     if cluster.run_folder is None:
-        wrong = sentence("run_folder beside it", "none", "name a folder that all hosts share")
-        problems.append(Problem("relaunch", wrong))
-    if not cluster.is_local and not cluster.reaches_out:
+        advice = "name a folder that all hosts share"
+        yield Problem("relaunch", sentence("run_folder beside it", "none", advice))
+    if on_each_host:
         advice = "set ssh: true, so that one ds-ring starts all hosts, or let Slurm do so (engine: slurm)"
-        problems.append(Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice)))
+        yield Problem("relaunch", sentence("one call that starts all hosts", "ssh: false", advice))
     if any(re.match(r"--max[-_]restarts\b", argument) for argument in cluster.engine_args):
-        wrong = sentence("no restarts of the engine's own", "--max-restarts", "remove it, or relaunch")
-        problems.append(Problem("engine_args", wrong))
-    return problems
+        expected, advice = "no restarts of the engine's own", "remove it, or relaunch"
+        yield Problem("engine_args", sentence(expected, "--max-restarts", advice))

@@ -47,10 +47,7 @@ def add(commands: Commands) -> None:
     """Add the command."""
     check = add_command(commands, "check-model", run, _HELP, _DESCRIPTION, _EXAMPLE)
     check.add_argument(
-        "model",
-        metavar="CONFIG|NAME",
-        nargs="?",
-        help="a config.json, its folder, or a model type: llama",
+        "model", metavar="CONFIG|NAME", nargs="?", help="a config.json, its folder, or a model type: llama"
     )
     check.add_argument(
         "--all", action="store_true", help="each model type of transformers with that head (causal-lm)"
@@ -160,7 +157,7 @@ def _import(model: str | None) -> None:
     """Import what takes most of the command's seconds, once and not on every rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.simplefilter("ignore")
-    from ..check.small_config import read_config
+    from ..check.small_model import read_config
 
     if model is not None:
         read_config(model)  # before DeepSpeed is imported, which a word that is wrong need not wait for
@@ -169,10 +166,10 @@ def _import(model: str | None) -> None:
 
 def _check(asked: dict[str, Any]) -> dict[str, Any]:
     """Return the report, as JSON values. On a rank."""
-    from ..check.model_check import CheckRequest, check_model
+    from ..check.model_check import CheckRequest, check_forms
 
     with _stdout_to_stderr():
-        return check_model(CheckRequest(**asked)).as_json()
+        return check_forms(CheckRequest(**asked))[0].as_json()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
         self.register("type", None, _word)
-        self.register("type", Path, _path)
+        self.register("type", Path, lambda text: Path(_word(text)))
 
     def error(self, message: str) -> NoReturn:
         """Print one line and leave with status 2; `--help` has the usage."""
@@ -61,10 +61,6 @@ def _word(text: str) -> str:
     if not text.strip() or "\0" in text:
         raise argparse.ArgumentTypeError(f"expected a word, got {text[:40]!r}")
     return text
-
-
-def _path(text: str) -> Path:
-    return Path(_word(text))
 
 
 def _whole_number(text: str) -> int:

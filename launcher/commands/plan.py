@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 
 from ds_ring.registry import LAYOUTS
 
@@ -75,6 +73,8 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print the plan; RingError for what cannot be planned."""
+    from tqdm import tqdm
+
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
@@ -83,34 +83,23 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.report import as_json, print_report
 
     refuse_extra("plan", extra_args)
-    progress = _ProgressLine()
-    found = estimate(settings_of(options, progress.say), progress)
-    advice = advise(found, progress.say)
-    rows = compare(found, advice.longest_tokens) if options.compare else []
-    progress.say("how to span the nodes")
-    orders = node_orders(found)
-    progress.end()
+    # On terminals only, once it has taken two seconds.
+    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
+
+        def say(what: str) -> None:
+            line.set_description_str(what, refresh=False)
+            line.update()
+
+        found = estimate(
+            settings_of(options, say),
+            lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
+        )
+        advice = advise(found, say)
+        rows = compare(found, advice.longest_tokens) if options.compare else []
+        say("how to span the nodes")
+        orders = node_orders(found)
     if options.json:
         print(as_json(found, advice, rows, orders))
     else:
         print_report(found, advice, rows, orders)
     return 0
-
-
-class _ProgressLine:
-    """Print on stderr what is being done, once that has taken two seconds; on terminals only."""
-
-    def __init__(self) -> None:
-        self._started, self._shown = time.monotonic(), False
-
-    def __call__(self, done: int, total: int) -> None:
-        self.say(f"rank {done + 1} of {total} that are looked at")
-
-    def say(self, what: str) -> None:
-        if sys.stderr.isatty() and time.monotonic() - self._started > 2:
-            self._shown = True
-            print(f"\r\x1b[Kds-ring plan: {what} ...", end="", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

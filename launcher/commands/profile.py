@@ -28,8 +28,6 @@ from .parsers import (
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-    from ds_ring.masks.pattern import Pattern
-
     from ..profile.measure import ProfileJob, RingRun
     from ..profile.timeline import Timeline
 
@@ -161,20 +159,14 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     jobs = _jobs(options)
     sizes = sorted(set(options.ring_sizes))
-    folders = _folders(options, jobs)
+    below = [f"pattern-{number}" for number in range(1, len(jobs) + 1)] if len(jobs) > 1 else [""]
+    folders = [options.output / name for name in below]
     for job, folder in zip(jobs, folders, strict=True):
         _check(options, job, sizes, folder)
     found = [_profiled(options, job, sizes, folder) for job, folder in zip(jobs, folders, strict=True)]
     if options.json:  # one object for each pattern where there are several
         print_json(found[0] if len(jobs) == 1 else {"patterns": found})
     return 0
-
-
-def _folders(options: argparse.Namespace, jobs: list[ProfileJob]) -> list[Path]:
-    """Return where each job's files go: a folder below the given one where there are several."""
-    if len(jobs) == 1:
-        return [options.output]
-    return [options.output / f"pattern-{number}" for number in range(1, len(jobs) + 1)]
 
 
 def _profiled(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folder: Path) -> dict[str, Any]:
@@ -202,7 +194,7 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
     config, source = config_of(options), source_of(options)
     from ds_ring.runtime.context import Options
 
-    from ..plan.model_file import mix_of
+    from ..plan.model_file import mix_of, said_of, with_layer_types
     from ..profile.measure import ProfileJob
 
     how = Options(
@@ -221,19 +213,12 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
         options.seed,
         options.threads,
     )
-    said = _said(options)
+    model = None if options.hf_config is None else json.dumps(with_layer_types(options.hf_config))
+    said = said_of(model, options.layers)
     if said is None:
         return [job]
     mix = mix_of(config, said, options.tokens)
     return [replace(job, pattern=pattern, mix=mix) for pattern, _ in mix]
-
-
-def _said(options: argparse.Namespace) -> tuple[Pattern | None, ...] | None:
-    from ..plan.model_file import said_of, with_layer_types
-
-    if options.hf_config is None:
-        return said_of(None, options.layers)
-    return said_of(json.dumps(with_layer_types(options.hf_config)), options.layers)
 
 
 def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folder: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .parsers import (
@@ -24,6 +25,8 @@ from .parsers import (
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
     from ds_ring.simulation.simulate import GeneratedSource, SimulationResult
+
+    _Check = Callable[[SimulationResult], dict[str, Any]]
 
 _HELP = "run all ranks of a ring here, one after the other; print what each needs and sends"
 _DESCRIPTION = (
@@ -64,9 +67,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's library greets on stderr
     rows: list[dict[str, Any]] = []
     config, source = config_of(options), source_of(options)
-    exact = _Exact(options, source, config)
+    errors = _exact(options, source, config)
     for ring_size in options.ring_sizes:
-        rows.append(_row(options, config, source, ring_size, exact))
+        rows.append(_row(options, config, source, ring_size, errors))
         # Saved memory is told against one rank, if that was asked for first.
         first = rows[0]
         if first["ring_size"] == 1:
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 
 def _row(
-    options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, exact: _Exact
+    options: argparse.Namespace, config: RingConfig, source: GeneratedSource, ring_size: int, errors: _Check
 ) -> dict[str, Any]:
     """Simulate one ring size."""
     from ds_ring.schedule.layout import make_layout
@@ -112,41 +115,34 @@ def _row(
         "sent_bytes": max(sent),
         "sent_bytes_all_ranks": sum(sent),
         "seconds": round(time.perf_counter() - began, 2),
-        **exact.errors(result),
+        **errors(result),
     }
 
 
-class _Exact:
-    """Hold the rows that results are compared with: found once, for all ring sizes."""
+def _exact(options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> _Check:
+    """Return what finds the errors of a result: of rows that are found once, for all ring sizes."""
+    from ds_ring.simulation.oracle import exact_rows, sampled_rows
 
-    def __init__(self, options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> None:
-        from ds_ring.simulation.oracle import exact_rows, sampled_rows
+    if options.check is None:
+        return lambda result: {}
+    rows = sampled_rows(options.tokens, options.check, options.seed)
+    scale = options.head_dim**-0.5
+    exact = exact_rows(source, pattern_of(options, config), rows, scale, options.backward)
 
-        self._wanted = options.check is not None
-        if self._wanted:
-            self._rows = sampled_rows(options.tokens, options.check, options.seed)
-            scale = options.head_dim**-0.5
-            pattern = pattern_of(options, config)
-            self._exact = exact_rows(source, pattern, self._rows, scale, options.backward)
-            self._all = len(self._rows) == options.tokens
-
-    def errors(self, result: SimulationResult) -> dict[str, Any]:
+    def errors(result: SimulationResult) -> dict[str, Any]:
         """Return largest differences over the largest magnitude; of dk and dv if all rows were compared."""
-        import torch
-
-        if not self._wanted:
-            return {}
-        at = torch.from_numpy(self._rows)
-        found = {"out": result.out[:, :, at]}
+        found = {"out": result.out[:, :, rows]}
         if result.dq is not None:
-            found["dq"] = result.dq[:, :, at]
-        if result.dk is not None and result.dv is not None and self._all:
+            found["dq"] = result.dq[:, :, rows]
+        if result.dk is not None and result.dv is not None and len(rows) == options.tokens:
             found |= {"dk": result.dk, "dv": result.dv}
-        errors = {}
+        largest = {}
         for name, got in found.items():
-            want = getattr(self._exact, name)
-            errors[name] = float((got.double() - want).abs().max() / want.abs().max())
-        return {"rows_checked": len(at), "errors": errors}
+            want = getattr(exact, name)
+            largest[name] = float((got.double() - want).abs().max() / want.abs().max())
+        return {"rows_checked": len(rows), "errors": largest}
+
+    return errors
 
 
 def _print_table(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .parsers import Commands, add_command, add_json, print_json, refuse_extra
+from .parsers import Commands, add_command, add_json, refuse_extra
 
 if TYPE_CHECKING:
     from ..status.run_status import RunStatus
@@ -50,43 +50,30 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     while True:
         status = read_run(options.folder)
         _show(status, options)
-        if options.page:
-            _write_page(options.folder)
         if not options.watch or not status.is_under_way:
-            return exit_status(status)
+            fine = status.is_under_way or status.state == "done"
+            return 0 if fine else {"silent": SILENT, "preempted": PREEMPTED}.get(status.state, ENDED_BADLY)
         time.sleep(WATCH_SECONDS)
 
 
-def exit_status(status: RunStatus) -> int:
-    """Return the exit status of a state."""
-    if status.is_under_way or status.state == "done":
-        return 0
-    return {"silent": SILENT, "preempted": PREEMPTED}.get(status.state, ENDED_BADLY)
-
-
 def _show(status: RunStatus, options: argparse.Namespace) -> None:
+    from ds_ring.errors import RingConfigError
+
+    from ..status.page import write_page
     from ..status.table import print_status
 
-    if options.json and options.watch:
-        print(json.dumps(status.document()), flush=True)
-    elif options.json:
-        print_json(status.document())
+    if options.json:
+        print(json.dumps(status.document(), indent=None if options.watch else 2), flush=True)
     else:
         if options.watch and sys.stdout.isatty():
             print("\x1b[2J\x1b[H", end="")  # clear, and begin at the top
         print_status(status)
         sys.stdout.flush()
-
-
-def _write_page(folder: Path) -> None:
-    from ds_ring.errors import RingConfigError
-
-    from ..status.page import write_page
-
     try:
-        write_page(folder)
+        if options.page:
+            write_page(options.folder)
     except OSError as error:
         raise RingConfigError(
-            f"--page: expected to write status.html in {folder}, got {error.strerror}; copy the folder to"
-            " where you may write, or leave the option out"
+            f"--page: expected to write status.html in {options.folder}, got {error.strerror}; copy the"
+            " folder to where you may write, or leave the option out"
         ) from None

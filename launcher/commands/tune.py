@@ -7,14 +7,7 @@ import json
 import os
 
 from ..tune.arguments import declare
-from .parsers import (
-    Commands,
-    add_command,
-    refuse_extra,
-    require_deadline,
-    require_memory,
-    require_sizes,
-)
+from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
 
 _MOST = {
     "tokens": 2**30,
@@ -62,9 +55,14 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("tune", extra_args)
     require_sizes(options, _MOST)
     require_deadline(options.deadline_seconds)
+    import torch
+
+    from ds_ring.errors import RingConfigError
+
     from ..plan.model_file import with_layer_types
     from ..run.local_ranks import run_ranks
     from ..tune.__main__ import read
+    from ..tune.__main__ import run as work
 
     if options.hf_config is not None:
         options.hf_config = json.dumps(with_layer_types(options.hf_config))
@@ -74,21 +72,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_memory(request.batch * request.tokens, request.heads, request.head_dim, request.item_bytes)
     cores = len(os.sched_getaffinity(0))
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
-    _require_devices(options)
-    told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
-    from ..tune.__main__ import run as work
-
-    run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
-    return 0
-
-
-def _require_devices(options: argparse.Namespace) -> None:
-    import torch
-
-    from ds_ring.errors import RingConfigError
-
     if options.device == "cuda" and torch.cuda.device_count() < options.processes:
         raise RingConfigError(
             f"--device cuda: expected a GPU for each of {options.processes} processes, got"
             f" {torch.cuda.device_count()}; use fewer processes, or --device cpu"
         )
+    told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
+    run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
+    return 0

@@ -31,27 +31,22 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the two runs differ in.
+    """What the two runs differ in."""
 
-    Attributes:
-        samples, tokens: of the batch.
-        loss_alone, loss_on_ring: mean over the labelled tokens.
-        gradients: parameters that were compared, each by itself.
-        worst, gradient_difference: the parameter whose gradient differs most, and by how much of its norm.
-        alone_mib, ranks_mib: peak tensor memory of forward + backward above what lived before, MiB; by rank.
-        exact: whether rounding explains the differences.
-    """
-
+    # samples, tokens: of the batch
     samples: int
     tokens: int
+    # loss_alone, loss_on_ring: mean over the labelled tokens
     loss_alone: float
     loss_on_ring: float
-    gradients: int
+    gradients: int  # parameters that were compared, each by itself
+    # worst, gradient_difference: the parameter whose gradient differs most, and by how much of its norm
     worst: str
     gradient_difference: float
+    # alone_mib, ranks_mib: peak tensor memory of forward + backward above what lived before, MiB; by rank
     alone_mib: float
     ranks_mib: list[float]
-    exact: bool
+    exact: bool  # whether rounding explains the differences
 
     def lines(self) -> str:
         """Return the three lines for the terminal."""
@@ -145,25 +140,16 @@ def _on_the_ring(engine: Any, whole: dict[str, Tensor]) -> _Run:
         name: deepspeed.utils.safe_get_full_grad(parameter).float() / scale
         for name, parameter in engine.module.named_parameters()
     }
-    logits = engine.ring.gather(_whole(output.logits).detach())
+    with torch.no_grad():  # all local logits, with "tiled_loss", too: these samples are short
+        local = output.logits
+        logits = engine.ring.gather(local.tensor() if isinstance(local, DeferredLogits) else local.detach())
+    if mesh.data_size > 1:  # the samples of every data replica, in order
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (mesh.data_rank, logits.cpu()))
+        by_replica = dict(reversed(parts))
+        logits = torch.cat([by_replica[replica] for replica in range(mesh.data_size)]).to(logits.device)
     loss = float(engine.ring.mean_loss(output.loss.detach()))
-    return _Run(Numbers(_of_all_replicas(logits, mesh), loss, gradients=gradients), memory.peak_bytes)
-
-
-@torch.no_grad()
-def _whole(logits: Tensor | DeferredLogits) -> Tensor:
-    """All local logits, with "tiled_loss", too: these samples are short."""
-    return logits.tensor() if isinstance(logits, DeferredLogits) else logits
-
-
-def _of_all_replicas(samples: Tensor, mesh: Any) -> Tensor:
-    """The samples of every data replica, in order. Collective."""
-    if mesh.data_size == 1:
-        return samples
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (mesh.data_rank, samples.cpu()))
-    by_replica = dict(reversed(parts))
-    return torch.cat([by_replica[replica] for replica in range(mesh.data_size)]).to(samples.device)
+    return _Run(Numbers(logits, loss, gradients=gradients), memory.peak_bytes)
 
 
 def _for_one_process(whole: dict[str, Tensor], pattern: Pattern, config: Any) -> dict[str, Any]:

@@ -21,29 +21,18 @@ MIB = 2**20
 
 @dataclass
 class Report:
-    """One run, row by row.
+    """One run, row by row."""
 
-    Attributes:
-        title: what was trained, in one line.
-        losses: mean over the step's tokens, before the step.
-        held_out: (steps done, mean loss on held-out documents).
-        tokens_per_second: of the whole world.
-        resident_mib: resident memory of every rank after the step.
-        peak_mib: the most that every rank has had, and whose memory that is.
-        comparison: the ring against one process, at the end.
-    """
-
-    title: str
-    losses: list[float] = field(default_factory=list)
+    title: str  # what was trained, in one line
+    losses: list[float] = field(default_factory=list)  # mean over the step's tokens, before the step
+    # (steps done, mean loss on held-out documents)
     held_out: list[tuple[int, float]] = field(default_factory=list)
-    tokens_per_second: list[float] = field(default_factory=list)
+    tokens_per_second: list[float] = field(default_factory=list)  # of the whole world
+    # resident memory of every rank after the step
     resident_mib: list[list[float]] = field(default_factory=list)
+    # the most that every rank has had, and whose memory that is
     peak_mib: list[float] = field(default_factory=list)
-    comparison: Comparison | None = None
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return asdict(self)
+    comparison: Comparison | None = None  # the ring against one process, at the end
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue the rows of the run that wrote a checkpoint."""

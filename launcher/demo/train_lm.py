@@ -11,12 +11,13 @@ Example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import sys
 import time
 import warnings
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +88,6 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def keeps_documents_apart(deepspeed_config: str | None) -> bool:
-    """True if the JSON's pattern has "documents": true, so that batches must say which those are."""
-    return (
-        deepspeed_config is not None and ds_ring.RingConfig.from_deepspeed(deepspeed_config).pattern.documents
-    )
-
-
-def batches_from(loader: Any) -> Iterator[dict[str, Tensor]]:
-    """Batches without end; each epoch has another order."""
-    while True:
-        yield from loader
-
-
 def train_step(engine: Any, batches: Iterator[dict[str, Tensor]]) -> float:
     """One optimizer step; the mean loss over its tokens."""
     micro_batches = engine.gradient_accumulation_steps()
@@ -117,16 +105,11 @@ def evaluate(engine: Any, held_out: PackedBytes, batches: int = 4) -> float:
     """Mean loss on documents that are not trained on."""
     engine.eval()
     loader = engine.ring.loader(held_out, engine.train_micro_batch_size_per_gpu(), drop_last=True)
-    losses = [engine.ring.mean_loss(engine(**batch).loss).item() for batch in islice(loader, batches)]
+    losses = [
+        engine.ring.mean_loss(engine(**batch).loss).item() for batch in itertools.islice(loader, batches)
+    ]
     engine.train()
     return sum(losses) / len(losses)
-
-
-def memory_of_all_ranks() -> tuple[list[float], list[float]]:
-    """Resident and peak memory in MiB, by rank."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, memory_mib())
-    return [row[0] for row in rows], [row[1] for row in rows]
 
 
 def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
@@ -146,7 +129,7 @@ def train(
     """From the engine's step to the last one, with a progress bar on rank 0."""
     checkpoints, first = options.output / "checkpoints", engine.global_steps
     engine.ring.should_stop()  # from here on SIGTERM asks for a checkpoint
-    batches = batches_from(loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))  # each epoch has another order
     tokens_per_step = int(engine.train_batch_size()) * options.sequence_length
     bar = tqdm(
         total=options.steps,
@@ -159,13 +142,15 @@ def train(
         started = time.perf_counter()
         report.losses.append(train_step(engine, batches))
         report.tokens_per_second.append(tokens_per_step / (time.perf_counter() - started))
-        resident_mib, report.peak_mib = memory_of_all_ranks()
-        report.resident_mib.append(resident_mib)
+        memory: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(memory, memory_mib())
+        report.resident_mib.append([resident for resident, _ in memory])
+        report.peak_mib = [peak for _, peak in memory]
         if held_out is not None and (step % options.evaluate_every == 0 or step == options.steps):
             report.held_out.append((step, evaluate(engine, held_out)))
         leaving = engine.ring.should_stop()
         if leaving or step == options.steps or (options.save_every and step % options.save_every == 0):
-            state = {"report": report.state(), "loader": loader.state_dict()}
+            state = {"report": asdict(report), "loader": loader.state_dict()}
             engine.save_checkpoint(str(checkpoints), client_state=state)
         if leaving and step < options.steps:
             engine.ring.leave()
@@ -197,7 +182,8 @@ def main() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of DeepSpeed's collectives
     model = build_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    apart = keeps_documents_apart(options.deepspeed_config)
+    path = options.deepspeed_config  # "documents": true in its pattern: batches must say which those are
+    apart = path is not None and ds_ring.RingConfig.from_deepspeed(path).pattern.documents
     documents = PackedBytes(options.sequence_length, seed=options.seed, document_ids=apart)
     held_out = None
     if options.evaluate_every:

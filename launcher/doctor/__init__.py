@@ -1,1 +1,0 @@
-"""Examine hosts, network and ring before a run."""

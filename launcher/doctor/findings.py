@@ -16,15 +16,13 @@ import yaml
 
 from ..cluster.cluster import Cluster
 from ..run.job import Job
-from . import ring
 from .hosts import HostAnswers
 
 OK, WARNING, WRONG, NOT_LOOKED_AT = "ok", "warning", "wrong", "not looked at"
 MUST_AGREE = ("python", "ds_ring", "torch", "deepspeed", "numpy")
 MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value, against float64
-MOST_MEMORY = (
-    1.7  # of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
-)
+# of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
+MOST_MEMORY = 1.7
 MOST_HEADERS = 4  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
 LEAST_MEMORY = 0.5  # of the same: a pass that takes less was not measured
 LEAST_BYTES_PER_S = 100e6  # between hosts: below it not even a gigabit network is in use
@@ -83,10 +81,8 @@ def _port(answers: Hosts) -> Finding:
 def _interfaces(cluster: Cluster, found: HostAnswers) -> Finding:
     wrong, ways = [], []
     for name, one in found.answers.items():
-        reached = found.ways.get(name) or (
-            one.get("way", {}).get("address"),
-            one.get("way", {}).get("interface"),
-        )
+        way = one.get("way", {})
+        reached = found.ways.get(name) or (way.get("address"), way.get("interface"))
         wrong += [f"{name}: {text}" for text in _wrong_interfaces(cluster, one, reached)]
         ways.append(f"{name} by {reached[1]} ({reached[0]})" if reached[0] else f"{name} is the master")
     for name, one in found.answers.items():
@@ -331,6 +327,8 @@ def _clocks(ranks: list[dict[str, Any]]) -> Finding:
 # The ring that `ds-ring doctor` measures is started by the engine of the cluster YAML, as a run is.
 
 _JSON = {"train_batch_size": 2, "sequence_parallel_size": 2, "ring_attention": {"pattern": {"causal": True}}}
+SELF_TEST = Path(__file__).with_name("self_test.py")
+MARK = "DS_RING_DOCTOR "  # before what rank 0 of it prints
 _GRACE_SECONDS = 20.0
 _TOLD_LINES = 3
 
@@ -341,7 +339,7 @@ def own_machine(folder: Path) -> Path:
     path = folder / "cluster.yaml"
     told = {
         "engine": "torchrun", "device": "cpu", "hosts": "local", "slots": 2,
-        "script": str(Path(ring.__file__)), "deepspeed_config": "ds_config.json",
+        "script": str(SELF_TEST), "deepspeed_config": "ds_config.json",
     }  # fmt: skip
     path.write_text(yaml.safe_dump(told))
     return path
@@ -359,16 +357,19 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
     status, said, complaints = _run(command, dict(job.caller_environment), seconds)
-    line = next((one for one in said if ring.MARK in one), None)
+    line = next((one for one in said if MARK in one), None)
     if status == 0 and line is not None:
-        return judge_ring(json.loads(line.split(ring.MARK, 1)[1]))
+        return judge_ring(json.loads(line.split(MARK, 1)[1]))
     if status == 0 and job.node_rank:
         return [Finding("ring", NOT_LOOKED_AT, "rank 0's host has the findings")]
-    if status is None:
-        why = f"it did not end within {seconds:g} s and was ended"
-    else:
-        why = f"it ended with status {status}"
-    return [Finding("ring", WRONG, f"the ring test failed, {why}: {_last_words(complaints)}")]
+    ended = (
+        f"did not end within {seconds:g} s and was ended" if status is None else f"ended with status {status}"
+    )
+    # The lines that say why: errors of ds_ring first, or else the last ones.
+    stripped = [text.strip() for text in complaints if text.strip()]
+    named = [text for text in stripped if "Error: " in text or text.startswith("ds-ring: error")]
+    last = list(dict.fromkeys(named))[:_TOLD_LINES] or stripped[-_TOLD_LINES:] or ["it said nothing"]
+    return [Finding("ring", WRONG, f"the ring test failed, it {ended}: {' / '.join(last)}")]
 
 
 def _cluster_of_self_test(job: Job) -> dict[str, object]:
@@ -379,7 +380,7 @@ def _cluster_of_self_test(job: Job) -> dict[str, object]:
         "device": cluster.device,
         "environment": {"KINETO_LOG_LEVEL": "99", **cluster.environment},  # no lines of the profiler
         "engine_args": list(cluster.engine_args),
-        "script": str(Path(ring.__file__)),
+        "script": str(SELF_TEST),
         "deepspeed_config": str(cluster.deepspeed_config),
     }
     if cluster.is_local:
@@ -404,24 +405,16 @@ def _run(
     with process:
         try:
             said, complaints = process.communicate(timeout=seconds)
-            return process.returncode, said.splitlines(), complaints.splitlines()
+            status: int | None = process.returncode
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks, on all hosts
+            status = None
             try:
                 said, complaints = process.communicate(timeout=_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
                 said, complaints = process.communicate()
-            return None, said.splitlines(), complaints.splitlines()
         except BaseException:
             process.terminate()
             raise
-
-
-def _last_words(lines: list[str]) -> str:
-    """Return the lines that say why: errors of ds_ring first, or else the last ones."""
-    stripped = [line.strip() for line in lines if line.strip()]
-    named = [line for line in stripped if "Error: " in line or line.startswith("ds-ring: error")]
-    return (
-        " / ".join(list(dict.fromkeys(named))[:_TOLD_LINES] or stripped[-_TOLD_LINES:]) or "it said nothing"
-    )
+    return status, said.splitlines(), complaints.splitlines()

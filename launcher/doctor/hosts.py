@@ -12,6 +12,8 @@ import json
 import threading
 import time
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +25,7 @@ from . import probe
 MEETING_SECONDS = 20.0  # in which all hosts must have answered, by default
 _LOOK_SECONDS = 0.1
 _IMPORT_SECONDS, _END_SECONDS = 5.0, 2.0
-_OF_ONE_HOST = (
-    "environment",
-    "script",
-    "deepspeed_config",
-)  # may differ, or are compared otherwise
+_OF_ONE_HOST = ("environment", "script", "deepspeed_config")  # may differ, or are compared otherwise
 
 
 @dataclass
@@ -85,15 +83,11 @@ def _described(cluster: Cluster) -> dict[str, str]:
 def ask(job: Job, seconds: float = MEETING_SECONDS) -> HostAnswers:
     """Return what all hosts say, in at most so many seconds and a little."""
     if job.cluster.is_local:
-        return _here(job)
+        request = request_for(job, 0, uuid.uuid4().hex)
+        found = HostAnswers({request["host"]: probe.examine(request)})
+        probe.remove_marks(request)
+        return found
     return _from_here(job, seconds) if job.cluster.reaches_out else _meet(job, seconds)
-
-
-def _here(job: Job) -> HostAnswers:
-    request = request_for(job, 0, uuid.uuid4().hex)
-    found = HostAnswers({request["host"]: probe.examine(request)})
-    probe.remove_marks(request)
-    return found
 
 
 def _from_here(job: Job, seconds: float) -> HostAnswers:
@@ -131,32 +125,32 @@ def _from_here(job: Job, seconds: float) -> HostAnswers:
 # machine and a host that never came are found by what they would break.
 def _meet(job: Job, seconds: float) -> HostAnswers:
     names, own = [host.name for host in job.cluster.hosts], job.node_rank
-    answer = probe.examine(request_for(job, own, f"port{job.port}"))
+    request = request_for(job, own, f"port{job.port}")
+    answer = probe.examine(request)
     found = HostAnswers({names[own]: answer})
     if answer.get("port_holder"):
         return found  # nobody can meet here
     try:
-        _exchange(job, answer, found, seconds)
+        _exchange(job, request, found, seconds)
     except (RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0].split(" Exception raised")[0][:200]
         where = f"{job.master_address}, port {job.port}"
         found.missing[names[0]] = f"the meeting with it at {where} failed: {why}"
-    probe.remove_marks(request_for(job, own, f"port{job.port}"))
+    probe.remove_marks(request)
     return found
 
 
-def _exchange(job: Job, answer: dict[str, Any], found: HostAnswers, seconds: float) -> None:
+def _exchange(job: Job, request: dict[str, Any], found: HostAnswers, seconds: float) -> None:
     """Exchange answers with all hosts, through a store at the master's address; fill `found`."""
     names, own = [host.name for host in job.cluster.hosts], job.node_rank
     store = _store(job, seconds)
     deadline = time.monotonic() + seconds  # torch has been imported by now
-    store.set(f"answer{own}", json.dumps(answer))
+    store.set(f"answer{own}", json.dumps(found.answers[names[own]]))
     for index in _wait(store, "answer", range(len(names)), deadline):
         found.answers[names[index]] = json.loads(store.get(f"answer{index}"))
     for name in names:
         if name not in found.answers:
             found.missing[name] = f"did not come to {job.master_address}, port {job.port}"
-    request = request_for(job, own, f"port{job.port}")
     store.set(f"seen{own}", json.dumps(probe.look(request)))
     present = [index for index, name in enumerate(names) if name in found.answers]
     for index in _wait(store, "seen", present, deadline + 3):
@@ -171,33 +165,27 @@ def _store(job: Job, seconds: float) -> Any:
     import torch  # noqa: F401  # seconds: only where it is needed, and before the deadline begins
     from torch._C._distributed_c10d import TCPStore
 
-    made: list[Any] = []
+    made: Future[Any] = Future()
     timeout = datetime.timedelta(seconds=seconds)
     where = (job.master_address, job.port)
 
     def make() -> None:
         try:
-            made.append(TCPStore(*where, None, job.node_rank == 0, timeout, wait_for_workers=False))
+            made.set_result(TCPStore(*where, None, job.node_rank == 0, timeout, wait_for_workers=False))
         except (RuntimeError, ValueError) as error:
-            made.append(error)
+            made.set_exception(error)
 
-    maker = threading.Thread(target=make, daemon=True)
-    maker.start()
-    maker.join(seconds + _IMPORT_SECONDS)
-    if not made:
-        raise RuntimeError("something else is there, which says nothing")
-    if isinstance(made[0], Exception):
-        raise made[0]
-    return made[0]
+    threading.Thread(target=make, daemon=True).start()  # no executor: that would wait for it at the end
+    try:
+        return made.result(seconds + _IMPORT_SECONDS)
+    except TimeoutError:
+        raise RuntimeError("something else is there, which says nothing") from None
 
 
-def _wait(store: Any, what: str, indices: Any, deadline: float) -> list[int]:
+def _wait(store: Any, what: str, wanted: Sequence[int], deadline: float) -> list[int]:
     """Return for which hosts a key is there, at the latest at the deadline."""
-    wanted = list(indices)
-    there: list[int] = []
-    while len(there) < len(wanted):
+    while True:
         there = [index for index in wanted if store.check([f"{what}{index}"])]
-        if len(there) < len(wanted) and time.monotonic() > deadline:
-            break
+        if len(there) == len(wanted) or time.monotonic() > deadline:
+            return there
         time.sleep(_LOOK_SECONDS)
-    return there

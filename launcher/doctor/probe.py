@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,14 @@ Answer = dict[str, Any]
 def examine(request: Answer) -> Answer:
     """Return what this host is. `request` is what `hosts.request_for` makes."""
     environment = {**os.environ, **request["environment"]}
+    versions = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     found: Answer = {
         "host": request["host"],
         "node": os.uname().nodename,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
         "interfaces": interfaces(),
         "chosen": {name: environment[name] for name in INTERFACE_VARIABLES if environment.get(name)},
@@ -88,45 +93,28 @@ def _marked_folders(request: Answer) -> dict[str, str]:
     return found
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def _devices() -> Answer:
     """Return cores, memory (bytes) and the names of NVIDIA's GPUs."""
     gpus: list[str] = []
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        try:
+        with suppress(OSError, subprocess.TimeoutExpired):
             said = subprocess.run(command, capture_output=True, text=True, timeout=10)
             gpus = said.stdout.split("\n")[:-1] if said.returncode == 0 else []
-        except (OSError, subprocess.TimeoutExpired):
-            pass
     return {"cores": len(os.sched_getaffinity(0)), "memory": psutil.virtual_memory().total, "gpus": gpus}
 
 
-def interfaces() -> dict[str, Answer]:
+def interfaces(again: bool = True) -> dict[str, Answer]:
     """Return addresses, state and rate (Mbit/s, 0 where unknown) of each interface."""
-    found = _interfaces()
-    if any(one["addresses"] and not one["up"] for one in found.values()):
-        time.sleep(_LINK_SECONDS)
-        found = _interfaces()
-    return found
-
-
-def _interfaces() -> dict[str, Answer]:
     states = psutil.net_if_stats()
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         state = states.get(name)
         is_up, mbit = (state.isup, state.speed) if state else (False, 0)
         found[name] = {"addresses": probe.internet_addresses(entries), "up": is_up, "mbit": mbit}
+    if again and any(one["addresses"] and not one["up"] for one in found.values()):
+        time.sleep(_LINK_SECONDS)
+        return interfaces(again=False)
     return found
 
 
@@ -153,12 +141,10 @@ def _holder(port: int) -> str | None:
             return None
     except OSError as error:
         why = str(error.strerror or error)
-    try:
+    with suppress(psutil.Error):
         for one in psutil.net_connections("tcp"):
             if one.laddr and one.laddr.port == port and one.status == psutil.CONN_LISTEN and one.pid:
                 return f"process {one.pid} ({psutil.Process(one.pid).name()})"
-    except psutil.Error:
-        pass
     return why
 
 

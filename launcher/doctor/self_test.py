@@ -5,17 +5,23 @@ says what was seen. Options, and with them the transport, are those of the job's
 
 The memory of a pass is compared with that of the same attention on one rank, by the token: on a ring of P it
 should be 1 / P of it, and where keys are gathered it is about as much (Liu et al. 2023, section 3).
+
+The engine of the cluster YAML starts this file as it starts the user's own script. Rank 0 prints one line.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +30,11 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import presence
+from ds_ring.integrations.deepspeed.initialize import init_distributed
 from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.module import options_from_config
 from ds_ring.runtime.autograd import ring_attention_op
 from ds_ring.runtime.context import Options, RingContext, context_for
 from ds_ring.runtime.exchange import Exchange
@@ -35,8 +44,8 @@ from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.simulation.rank import GlobalSizes, shard_of
-
-from ..profile.measure import ProfileJob, measure_rank
+from ds_ring_launcher.doctor.findings import MARK
+from ds_ring_launcher.profile.measure import ProfileJob, measure_rank
 
 EXACT_TOKENS, EXACT_HEADS, EXACT_KV_HEADS, EXACT_WIDTH = 64, 4, 2, 16  # of the comparison; tokens a rank
 MEMORY_TOKENS, MEMORY_TOKENS_A_RANK, MEMORY_HEADS, MEMORY_WIDTH = 16384, 256, 8, 32
@@ -188,9 +197,9 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
-    job, pattern = ProfileJob(sizes, Causal(), options=options), Causal()
+    job = ProfileJob(sizes, Causal(), options=options)
     layout = job.layout(mesh.ring_size)
-    context = context_for(pattern, layout, mesh, options)
+    context = context_for(job.pattern, layout, mesh, options)
     dtype, device = _kind(mesh)
     shards = {
         name: shard_of(job.source, layout, name, mesh.ring_rank).to(device, dtype)
@@ -202,7 +211,9 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     with record_traffic() as traffic:
         out, _ = ring_attention_op(*shards.values(), context.handle)
         out.backward(grad_out)
-    whole = {name: _whole(job, name).to(dtype) for name in ("q", "k", "v", "grad_out")}
+    whole = {
+        name: shard_of(job.source, job.layout(1), name, 0).to(dtype) for name in ("q", "k", "v", "grad_out")
+    }
     want = _dense_causal(**whole)
     positions = torch.from_numpy(expand_runs(layout.runs(mesh.ring_rank)))
     got = (out, *(x.grad for x in shards.values()))
@@ -235,11 +246,6 @@ def _kind(mesh: RingMesh) -> tuple[torch.dtype, torch.device]:
     return torch.float32, torch.device("cpu")
 
 
-def _whole(job: ProfileJob, name: str) -> Tensor:
-    """Return a tensor of all tokens."""
-    return shard_of(job.source, job.layout(1), name, 0)
-
-
 def _dense_causal(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, dq, dk, dv of causal attention in float64."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
@@ -265,26 +271,24 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
     if _kind(mesh)[1].type == "cuda":
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
-
-    def job(tokens: int) -> ProfileJob:
-        return ProfileJob(_memory_sizes(tokens, torch.float32), NARROW, options=options)
-
-    here = measure_rank(mesh, job(tokens), times=False).memory.peak_bytes / tokens
+    job = _memory_job(tokens, torch.float32, options)
+    here = measure_rank(mesh, job, times=False).memory.peak_bytes / tokens
     if dist.get_rank():  # once is enough, and takes P times the memory
         return here, 0.0
-    alone = measure_rank(RingMesh.single(), job(MEMORY_TOKENS), times=False).memory.peak_bytes
-    return here, alone / MEMORY_TOKENS
+    job = _memory_job(MEMORY_TOKENS, torch.float32, options)
+    return here, measure_rank(RingMesh.single(), job, times=False).memory.peak_bytes / MEMORY_TOKENS
 
 
-def _memory_sizes(tokens: int, dtype: torch.dtype) -> GlobalSizes:
-    return GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+def _memory_job(tokens: int, dtype: torch.dtype, options: Options) -> ProfileJob:
+    sizes = GlobalSizes(1, MEMORY_HEADS, MEMORY_HEADS, tokens, MEMORY_WIDTH, dtype)
+    return ProfileJob(sizes, NARROW, options=options)
 
 
 def _memory_on_cuda(mesh: RingMesh, options: Options) -> tuple[float, float]:
     """Return the same by the allocator's own count. (For CUDA, not run so far: no GPU was at hand.)"""
     found = []
     for one, tokens in ((mesh, MEMORY_TOKENS * mesh.ring_size), (RingMesh.single(), MEMORY_TOKENS)):
-        job = ProfileJob(_memory_sizes(tokens, torch.bfloat16), NARROW, options=options)
+        job = _memory_job(tokens, torch.bfloat16, options)
         layout = job.layout(one.ring_size)
         context = context_for(job.pattern, layout, one, options)
         torch.cuda.synchronize()
@@ -367,3 +371,29 @@ def _clock() -> tuple[float, float]:
             high = min(high, after - zero_before)
         own_before, zero_before, after = before, stamps[0][0], time.time()
     return (0.0, 0.0) if rank == 0 else ((low + high) / 2, (high - low) / 2)
+
+
+def main() -> int:
+    """Measure, and print what was found on rank 0; a RingError is the last line of stderr."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--deepspeed", action="store_true")
+    parser.add_argument("--deepspeed_config", type=Path, required=True)
+    parser.add_argument("--local_rank", type=int, default=0)
+    options = parser.parse_args()
+
+    if init_distributed().type == "cpu":
+        torch.set_num_threads(1)
+    config = RingConfig.from_deepspeed(options.deepspeed_config)
+    config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
+    answers = self_test(mesh, options_from_config(config))
+    if dist.get_rank() == 0:
+        told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+        print(MARK + json.dumps(told), flush=True)
+    mesh.close()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -36,7 +36,7 @@ class DeepSpeed(Engine):
         argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
         # At "info" it writes the values of NCCL's variables into the log.
         argv += ["--log_level=warning", *cluster.engine_args]
-        argv += [*(["--module"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        argv += job.rank_command("--module")
         return Invocation(argv, job.with_own_programs(job.environment), files, private=job.private)
 
     def problems(self, cluster: Cluster) -> list[Problem]:

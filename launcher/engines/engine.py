@@ -27,7 +27,8 @@ class Engine:
 
     Attributes:
         starts_all_hosts: one call starts the ranks of all hosts; else it is called on each host.
-        has_daemons: other hosts are reached by daemons of its own, not by ssh.
+        has_daemons: other hosts are reached by daemons of its own, not by ssh; a host that is gone is their
+            matter.
     """
 
     starts_all_hosts = False

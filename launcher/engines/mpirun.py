@@ -59,7 +59,7 @@ class Mpirun(Engine):
         for name in sorted(environment):  # the values are taken from its own environment
             argv += ["-x", name]
         argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.engines.mpirun"]
-        argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        argv += job.rank_command()
         return Invocation(
             argv,
             job.with_own_programs(environment),

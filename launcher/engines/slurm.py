@@ -25,11 +25,7 @@ from .engine import Engine
 if TYPE_CHECKING:
     from ..cluster.cluster import Cluster, Host
 
-_FROM_SLURM = {
-    "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
-    "LOCAL_RANK": "SLURM_LOCALID",
-}
+_FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _SWITCH = re.compile(
     r"^SwitchName=(?P<name>\S+) Level=(?P<level>\d+) .*?\bNodes=(?P<nodes>\S+)", re.MULTILINE
 )
@@ -45,7 +41,7 @@ class Slurm(Engine):
     """Start the ranks of all hosts by srun, in an allocation of Slurm's."""
 
     starts_all_hosts = True
-    has_daemons = True
+    has_daemons = True  # they end a job that loses a host
 
     def invocation(self, job: Job) -> Invocation:
         """Return the call of srun for all hosts, in the order of the YAML."""
@@ -55,8 +51,7 @@ class Slurm(Engine):
         # "arbitrary" places task k on line k of SLURM_HOSTFILE: rank 0 is on the YAML's first host.
         argv = ["srun", f"--nodes={len(cluster.hosts)}", f"--ntasks={cluster.world_size}"]
         argv += ["--distribution=arbitrary", "--kill-on-bad-exit=1", *_PLAIN, *cluster.engine_args]
-        argv += [sys.executable, "-u", "-m", "ds_ring_launcher.engines.slurm"]
-        argv += [*(["-m"] if job.rank_module else []), *job.rank_module, *job.script_command]
+        argv += [sys.executable, "-u", "-m", "ds_ring_launcher.engines.slurm", *job.rank_command()]
         environment = {
             **job.environment,
             "MASTER_ADDR": job.master_address,
@@ -71,7 +66,7 @@ class Slurm(Engine):
             private=job.private,
             # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
             # there makes a SIGTERM of it (run/rank.py).
-            end_signal=signal.SIGUSR1 if job.rank_module else None,
+            end_signal=None if job.attempt_folder is None else signal.SIGUSR1,
         )
 
     def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
@@ -86,7 +81,8 @@ class Slurm(Engine):
         """
         if "SLURM_JOB_ID" not in environment or len(hosts) < 3:
             return hosts
-        return by_switch(hosts, _switches(_scontrol("topology"), _names_in))
+        switches = _switches(_scontrol("topology"), lambda nodes: _scontrol("hostnames", nodes).split())
+        return by_switch(hosts, switches)
 
     def batch_script(self, cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> str | None:
         """Return a script for sbatch that runs `ds-ring launch` on the YAML at `config` in its allocation."""
@@ -163,10 +159,6 @@ def _switches(told: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, 
         for name in names_in(switch["nodes"]):
             found.setdefault(name, []).append(switch["name"])
     return found
-
-
-def _names_in(nodes: str) -> list[str]:
-    return _scontrol("hostnames", nodes).split()
 
 
 def _scontrol(*what: str) -> str:

@@ -20,6 +20,5 @@ class Torchrun(Engine):
         argv += [f"--nnodes={len(cluster.hosts)}", f"--nproc-per-node={slots}"]
         argv += [f"--node-rank={job.node_rank}", f"--master-addr={job.master_address}"]
         argv += [f"--master-port={job.port}"]
-        argv += [*cluster.engine_args, *(["-m"] if job.rank_module else []), *job.rank_module]
-        argv += job.script_command
+        argv += [*cluster.engine_args, *job.rank_command()]
         return Invocation(argv, job.with_own_programs(job.environment), private=job.private)

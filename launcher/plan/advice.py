@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
 from .estimate import Estimate, estimate
 from .node_orders import Hiding, hiding_shard, waiting
-from .options import (
-    OptionSet,
-    can_hold,
-    fewest_devices,
-    longest_sequence,
-    peak_bytes,
-    sets_that_fit,
-)
+from .options import can_hold, fewest_devices, longest_sequence, peak_bytes, sets_that_fit
 from .pass_time import EXPOSED
 from .training_setting import TrainingSetting
 
@@ -47,8 +41,11 @@ class _Change(NamedTuple):
 def remedies(setting: TrainingSetting) -> tuple[Remedy, ...]:
     """Return at most five changes that each make the setting fit, cheapest first."""
     changes = list(_changes(setting))
-    found = chain(_on_these_devices(setting, changes), _more_devices(setting), _shorter(setting))
-    return tuple(islice(found, MOST_LINES))
+    found = chain(_on_these_devices(setting, changes), _more_devices(setting))
+    lines = list(islice(found, MOST_LINES))
+    if len(lines) < MOST_LINES and 0 < (tokens := longest_sequence(setting)) < setting.tokens:
+        lines += _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
+    return tuple(lines)
 
 
 def _changes(setting: TrainingSetting) -> Iterator[_Change]:
@@ -64,7 +61,7 @@ def _changes(setting: TrainingSetting) -> Iterator[_Change]:
     if ring > setting.ring_size:
         yield _Change(f"--ring-size {ring}", lambda s: replace(s, ring_size=ring))
     for stage in range(zero.stage + 1, 4):
-        yield _Change(f"--zero-stage {stage}", _with_stage(stage))
+        yield _Change(f"--zero-stage {stage}", partial(_at_stage, stage))
     if setting.batch > 1:
         half = setting.batch // 2
         yield _Change(f"--batch {half}", lambda s: replace(s, batch=half))
@@ -72,8 +69,8 @@ def _changes(setting: TrainingSetting) -> Iterator[_Change]:
         yield _Change("--batch 1", lambda s: replace(s, batch=1))
 
 
-def _with_stage(stage: int) -> Callable[[TrainingSetting], TrainingSetting]:
-    return lambda setting: replace(setting, zero=replace(setting.zero, stage=stage))
+def _at_stage(stage: int, setting: TrainingSetting) -> TrainingSetting:
+    return replace(setting, zero=replace(setting.zero, stage=stage))
 
 
 def _on_these_devices(setting: TrainingSetting, changes: list[_Change]) -> Iterator[Remedy]:
@@ -92,61 +89,32 @@ def _with_options(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
         return
     for options, found in sets_that_fit(setting):
         if options:
-            changes = " ".join(filter(None, (text, flags(options))))
+            changes = " ".join(filter(None, (text, *(option.flag for option in options))))
             yield Remedy(changes, found.peak.total, found.node_host_bytes, found.step_s, found.setting)
-
-
-def flags(options: OptionSet) -> str:
-    """Return a set of options as a command line has it."""
-    return " ".join(option.flag for option in options)
 
 
 def _more_devices(setting: TrainingSetting) -> Iterator[Remedy]:
     """Propose more devices in one ring, alone, and fewer of them with options."""
-    alone = _few_devices(setting)
-    if alone is not None and alone.devices > setting.devices:
-        yield from _found(_devices_text(alone), alone)
-    fewer = _few_devices(replace(setting, may_add_options=True))
-    if (
-        fewer is not None
-        and fewer.devices > setting.devices
-        and (alone is None or fewer.devices < alone.devices)
-    ):
-        yield from islice(_with_options(_devices_text(fewer), replace(fewer, may_add_options=False)), 1)
-
-
-def _few_devices(setting: TrainingSetting) -> TrainingSetting | None:
-    """Return the fewest devices; None beyond the ring whose whole estimate takes about a second."""
-    found = fewest_devices(setting)
-    return found if found is not None and found.ring_size <= MOST_RANKS else None
-
-
-def _devices_text(setting: TrainingSetting) -> str:
-    return f"--devices {setting.devices} --ring-size {setting.ring_size}"
-
-
-def _shorter(setting: TrainingSetting) -> Iterator[Remedy]:
-    tokens = longest_sequence(setting)
-    if 0 < tokens < setting.tokens:
-        yield from _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
+    alone, most = fewest_devices(setting), MOST_RANKS * setting.ulysses_size
+    if alone is not None and setting.devices < alone.devices <= most:
+        yield from _found(f"--devices {alone.devices} --ring-size {alone.ring_size}", alone)
+        most = alone.devices - 1
+    elif alone is not None and alone.devices <= setting.devices:
+        return
+    fewer = fewest_devices(replace(setting, may_add_options=True))
+    if fewer is not None and setting.devices < fewer.devices <= most:
+        text = f"--devices {fewer.devices} --ring-size {fewer.ring_size}"
+        yield from islice(_with_options(text, replace(fewer, may_add_options=False)), 1)
 
 
 def _found(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
-    remedy = _checked(text, setting)
-    if remedy is not None:
-        yield remedy
-
-
-def _checked(text: str, setting: TrainingSetting) -> Remedy | None:
-    """Estimate a changed setting; None if it does not fit."""
+    """Yield a change if it is enough."""
     local = -(-setting.tokens // setting.ring_size)
     # The rough estimate rules most out before the slow one.
-    if peak_bytes(setting, local) > ROUGHLY * setting.usable_bytes:
-        return None
-    found = estimate(setting)
-    if not found.fits:
-        return None
-    return Remedy(text, found.peak.total, found.node_host_bytes, found.step_s, setting)
+    if peak_bytes(setting, local) <= ROUGHLY * setting.usable_bytes:
+        found = estimate(setting)
+        if found.fits:
+            yield Remedy(text, found.peak.total, found.node_host_bytes, found.step_s, setting)
 
 
 GIB = 2**30

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MOST_TOKENS
+from .options import MOST_TOKENS, longest_that
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -35,24 +35,16 @@ FINE = 256  # lengths are exact to 1 / FINE
 
 
 class ComparisonRow(NamedTuple):
-    """Hold what a method needs.
+    """Hold what a method needs."""
 
-    Attributes:
-        method: its name.
-        ranks: that share a sequence; the other devices are data-parallel replicas.
-        peak_bytes, host_bytes: of a device, and of a node's host.
-        sent_bytes: by a device for all layers' attention, forward and backward.
-        fits: whether the devices and their hosts have that much.
-        longest_tokens: that fit the same devices, to 1 / 256; 0 if none.
-    """
-
-    method: str
-    ranks: int
+    method: str  # its name
+    ranks: int  # that share a sequence; the other devices are data-parallel replicas
+    # peak_bytes, host_bytes: of a device, and of a node's host
     peak_bytes: int
     host_bytes: int
-    sent_bytes: int
-    fits: bool
-    longest_tokens: int
+    sent_bytes: int  # by a device for all layers' attention, forward and backward
+    fits: bool  # whether the devices and their hosts have that much
+    longest_tokens: int  # that fit the same devices, to 1 / 256; 0 if none
 
 
 class _Method(NamedTuple):
@@ -72,45 +64,32 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
     setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
     ranks = setting.ring_size * setting.ulysses_size
     own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, longest_tokens)
-    return [ComparisonRow(*own), *(_row(method, setting) for method in _METHODS)]
+    rows = [ComparisonRow(*own)]
+    for method in _METHODS:
+        step = method.step(setting)
 
+        def has_room(tokens: int, method: _Method = method) -> bool:
+            tried = replace(setting, tokens=tokens)
+            return fits(tried, method.step(tried).moments())
 
-def _row(method: _Method, setting: TrainingSetting) -> ComparisonRow:
-    step = method.step(setting)
-    moments = step.moments()
-    return ComparisonRow(
-        method.name,
-        method.ranks(setting),
-        step.peak().total,
-        step.host_bytes * setting.devices_of_node,
-        method.sent(setting),
-        fits(setting, moments),
-        _longest(method, setting),
-    )
-
-
-def _longest(method: _Method, setting: TrainingSetting) -> int:
-    def has_room(tokens: int) -> bool:
-        tried = replace(setting, tokens=tokens)
-        return fits(tried, method.step(tried).moments())
-
-    low, high = 0, setting.devices
-    while high <= MOST_TOKENS and has_room(high):
-        low, high = high, 2 * high
-    while high - low > max(low // FINE, 1):
-        middle = (low + high) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle)
-    return low
+        rows.append(
+            ComparisonRow(
+                method.name,
+                method.ranks(setting),
+                step.peak().total,
+                step.host_bytes * setting.devices_of_node,
+                method.sent(setting),
+                fits(setting, step.moments()),
+                longest_that(has_room, setting.devices, MOST_TOKENS, 1, FINE),
+            )
+        )
+    return rows
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:
     """Return the most ranks that divide both heads and devices."""
     heads, devices = setting.model.heads, setting.devices
     return max(n for n in range(1, heads + 1) if heads % n == 0 and devices % n == 0)
-
-
-def _all_ranks(setting: TrainingSetting) -> int:
-    return setting.devices
 
 
 def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
@@ -134,7 +113,7 @@ def _alst_step(setting: TrainingSetting) -> TrainingStep:
 
 
 def _torch_step(setting: TrainingSetting) -> TrainingStep:
-    ranks, model = _all_ranks(setting), setting.model
+    ranks, model = setting.devices, setting.model
     local = -(-setting.batch * setting.tokens // ranks)
     # K and V of the whole sequence; out, and dq, dk and dv in the backward pass, are added up in float32.
     gathered = (
@@ -163,7 +142,7 @@ def _sent_by_ulysses(setting: TrainingSetting) -> int:
 
 def _sent_by_torch(setting: TrainingSetting) -> int:
     """K and V once forward and once backward to all others, and their float32 gradients home."""
-    model, ranks = setting.model, _all_ranks(setting)
+    model, ranks = setting.model, setting.devices
     elements = 2 * setting.batch * setting.tokens // ranks * model.kv_heads * model.head_dim * (ranks - 1)
     return model.layers * elements * (2 * ELEMENT_BYTES[setting.dtype] + FLOAT)
 
@@ -171,5 +150,5 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
 _METHODS = (
     _Method("DeepSpeed Ulysses", _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
     _Method("ALST", _alst_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("torch context parallel, TRL's guide", _torch_step, _all_ranks, _sent_by_torch),
+    _Method("torch context parallel, TRL's guide", _torch_step, lambda s: s.devices, _sent_by_torch),
 )

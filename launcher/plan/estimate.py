@@ -26,15 +26,10 @@ SWAPS = 2  # all-to-alls of a pass in either direction: all tensors of a place g
 
 
 class HeadSwaps(NamedTuple):
-    """Hold the all-to-alls of one layer's pass in one direction; the other direction's are as large.
+    """Hold the all-to-alls of one layer's pass in one direction; the other direction's are as large."""
 
-    Attributes:
-        sent_bytes: by a rank.
-        seconds: both, of which nothing is hidden.
-    """
-
-    sent_bytes: int
-    seconds: float
+    sent_bytes: int  # by a rank
+    seconds: float  # both, of which nothing is hidden
 
 
 def swapped_heads(heads: int, kv_heads: int) -> int:
@@ -182,7 +177,13 @@ def estimate(
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
     swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
     swap_s = times * model.layers * swaps.seconds
-    zero_bytes = _zero_bytes(setting)
+    # An all-reduce sends 2 (W-1)/W of its size, a gather or scatter one. Stage 3 gathers the parameters twice
+    # and scatters gradients once (Rajbhandari et al. 2020, section 7).
+    zero = setting.zero
+    zero_bytes = (3 if zero.stage == 3 else 2) * zero.element_bytes * model.parameters
+    zero_bytes = zero_bytes * (zero.world - 1) // zero.world
+    inside = setting.devices <= hardware.devices_per_node
+    link = hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s
     host_bytes, host_s = host_traffic(setting, step)
     return Estimate(
         setting,
@@ -197,7 +198,7 @@ def estimate(
         dense,
         dense / rate,
         zero_bytes,
-        zero_bytes / _widest_link(setting),
+        zero_bytes / link,
         host_bytes,
         host_s,
         attention.ranks,
@@ -228,17 +229,3 @@ def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, flo
     link = hardware.host_link_bytes_per_s
     # On the CPU nothing moves; elsewhere a file without the rate is refused where options are read.
     return (0, adam_s) if setting.host_is_device or link is None else (moved, moved / link + adam_s)
-
-
-def _zero_bytes(setting: TrainingSetting) -> int:
-    """Return bytes sent by one device: an all-reduce is 2 (W-1)/W of its size, a gather or scatter one."""
-    # Stage 3 gathers the parameters twice and scatters gradients once (Rajbhandari et al. 2020, section 7).
-    zero = setting.zero
-    times = 3 if zero.stage == 3 else 2
-    return times * zero.element_bytes * setting.model.parameters * (zero.world - 1) // zero.world
-
-
-def _widest_link(setting: TrainingSetting) -> float:
-    hardware = setting.hardware
-    inside = setting.devices <= hardware.devices_per_node
-    return hardware.intra_node_bytes_per_s if inside else hardware.inter_node_bytes_per_s

@@ -16,7 +16,7 @@ from ds_ring.config.messages import Accepts, Section, config_error, did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS
 
-from ..cluster.yaml_file import read_mapping
+from ..cluster.cluster_file import read_mapping
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Bounds that no device comes near: within them no time that is estimated overflows.

@@ -64,7 +64,14 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
         )
     if devices is None:
         say("the fewest devices that fit")
-        setting = _fewest(setting)
+        found = fewest_devices(setting)
+        if found is None:
+            raise RingConfigError(
+                f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,}"
+                " tokens, got none up to 16384; try --fit, which turns on what saves memory,"
+                " or --ulysses-size"
+            )
+        setting = found
     elif options.tokens is None:
         say("the longest sequence that fits")
         return _longest(setting)
@@ -197,15 +204,11 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
         ELEMENT_BYTES[dtype],
         overlap_comm=stage == 3 if overlap is None else overlap,
         fused_adam=kind == "cuda",
-        offload_optimizer=_on_host(section, "offload_optimizer"),
-        offload_parameters=_on_host(section, "offload_param"),
+        # to the host's memory
+        offload_optimizer=_mapping(section, "offload_optimizer", f"{_ZERO}.").get("device") == "cpu",
+        offload_parameters=_mapping(section, "offload_param", f"{_ZERO}.").get("device") == "cpu",
         **more,
     )
-
-
-def _on_host(section: _Raw, key: str) -> bool:
-    """Return whether ZeRO offloads to the host's memory."""
-    return bool(_mapping(section, key, f"{_ZERO}.").get("device") == "cpu")
 
 
 def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:
@@ -238,16 +241,6 @@ def _flag(section: _Raw, prefix: str, key: str) -> bool | None:
         what = sentence("true or false", shown(value), "write it without quotes")
         raise RingConfigError(f"--config: {prefix}.{key}: {what}")
     return value
-
-
-def _fewest(setting: TrainingSetting) -> TrainingSetting:
-    found = fewest_devices(setting)
-    if found is None:
-        raise RingConfigError(
-            f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
-            " got none up to 16384; try --fit, which turns on what saves memory, or --ulysses-size"
-        )
-    return found
 
 
 def _longest(setting: TrainingSetting) -> TrainingSetting:

@@ -30,33 +30,20 @@ OnProgress = Callable[[int, int], None]
 
 
 class LayerPass(NamedTuple):
-    """Hold what the layers of one pattern cost.
+    """Hold what the layers of one pattern cost."""
 
-    Attributes:
-        pattern: theirs.
-        layers: how many have it.
-        cost: of the passes of one of them, on the slowest rank that was looked at.
-    """
-
-    pattern: Pattern
-    layers: int
-    cost: PassCost
+    pattern: Pattern  # theirs
+    layers: int  # how many have it
+    cost: PassCost  # of the passes of one of them, on the slowest rank that was looked at
 
 
 class LayerPasses(NamedTuple):
-    """Hold the attention of all layers.
+    """Hold the attention of all layers."""
 
-    Attributes:
-        layout: of all of them.
-        passes: by pattern.
-        memory: of the rank and the layer that need most.
-        ranks: how many ring ranks were looked at.
-    """
-
-    layout: Layout
-    passes: tuple[LayerPass, ...]
-    memory: PassMemory
-    ranks: int
+    layout: Layout  # of all of them
+    passes: tuple[LayerPass, ...]  # by pattern
+    memory: PassMemory  # of the rank and the layer that need most
+    ranks: int  # how many ring ranks were looked at
 
     @property
     def total(self) -> PassCost:

@@ -276,12 +276,17 @@ class TrainingStep:
 
     def moments(self) -> list[MemoryMoment]:
         """Return every moment that can be the highest, in the order of a step."""
+        zero, model = self.zero, self.model
+        ended, stepping = self._states(model.parameters), self._states(0, passing=False)
+        ended["gradients"] += zero.reduction(model)
+        gradients, temporary = zero.step(model)
+        stepping["gradients"] += gradients
         return [
-            self._start(),
+            self._moment("start of the engine", {"parameters": zero.start(model)}),
             *self._loss(),
             *self._layers(),
-            self._end_of_backward(),
-            self._optimizer_step(),
+            self._moment("end of the backward pass", ended),
+            self._moment("optimizer step", stepping | {"optimizer temporaries": temporary}),
         ]
 
     @property
@@ -315,10 +320,6 @@ class TrainingStep:
             "gradients": zero.standing_gradients(model) + zero.gradients(model, made),
             "ring buffers": self.ring.buffers,
         }
-
-    def _start(self) -> MemoryMoment:
-        zero, model = self.zero, self.model
-        return self._moment("start of the engine", {"parameters": zero.start(model)})
 
     def _loss(self) -> Iterator[MemoryMoment]:
         """Yield the moments of the loss: logits, again in float32, log-softmax; backward two more.
@@ -387,17 +388,6 @@ class TrainingStep:
             | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
         )
-
-    def _end_of_backward(self) -> MemoryMoment:
-        states = self._states(self.model.parameters)
-        states["gradients"] += self.zero.reduction(self.model)
-        return self._moment("end of the backward pass", states)
-
-    def _optimizer_step(self) -> MemoryMoment:
-        states = self._states(0, passing=False)
-        gradients, temporary = self.zero.step(self.model)
-        states["gradients"] += gradients
-        return self._moment("optimizer step", states | {"optimizer temporaries": temporary})
 
 
 def attention_alone(

@@ -98,41 +98,26 @@ ALIKE = 0.02  # of a step's time: less is no reason to change anything
 
 
 class NodeOrder(NamedTuple):
-    """Hold one way to span the nodes.
+    """Hold one way to span the nodes."""
 
-    Attributes:
-        name: what it is.
-        setting: with its sizes.
-        runs: whether the runtime does this with those sizes; else it is there for comparison.
-        attention_s, waiting_s, step_s: of a step, its attention, and of that waiting for messages.
-        peak_bytes: of a device.
-        fits: whether it does.
-    """
-
-    name: str
-    setting: TrainingSetting
-    runs: bool
+    name: str  # what it is
+    setting: TrainingSetting  # with its sizes
+    runs: bool  # whether the runtime does this with those sizes; else it is there for comparison
+    # attention_s, waiting_s, step_s: of a step, its attention, and of that waiting for messages
     attention_s: float
     waiting_s: float
     step_s: float
-    peak_bytes: int
-    fits: bool
+    peak_bytes: int  # of a device
+    fits: bool  # whether it does
 
 
 class NodeOrders(NamedTuple):
-    """Hold all ways, the setting's own first, and what to do.
+    """Hold all ways, the setting's own first, and what to do."""
 
-    Attributes:
-        rows: the ways.
-        best: the one to take, of those that run.
-        one_ring_hides: from which shard on one ring of all ranks waits at most 5 % of its time.
-        advice: one sentence.
-    """
-
-    rows: tuple[NodeOrder, ...]
-    best: NodeOrder
-    one_ring_hides: Hiding
-    advice: str
+    rows: tuple[NodeOrder, ...]  # the ways
+    best: NodeOrder  # the one to take, of those that run
+    one_ring_hides: Hiding  # from which shard on one ring of all ranks waits at most 5 % of its time
+    advice: str  # one sentence
 
 
 def node_orders(found: Estimate) -> NodeOrders | None:
@@ -147,7 +132,19 @@ def node_orders(found: Estimate) -> NodeOrders | None:
     if rows[0] in fitting and rows[0].step_s <= (1 + ALIKE) * best.step_s:
         best = rows[0]
     hides = hiding_shard(_one_ring(setting))
-    return NodeOrders(rows, best, hides, _advice(rows, best, hides))
+    others = sorted((row for row in rows if row is not best), key=lambda row: row.attention_s)
+    figures = "; ".join(
+        f"{row.name} {row.attention_s:.3g} s, {_share(row)}{'' if row.fits else ', does not fit'}"
+        for row in others
+    )
+    advice = f"{best.name}: {best.attention_s:.3g} s of attention a step, {_share(best)}"
+    advice += f" ({figures})" if figures else ""
+    if best is not rows[0]:
+        sizes = f'"ring_size": {best.setting.ring_size}, "ulysses_size": {best.setting.ulysses_size}'
+        advice = f"across nodes take {sizes}: {advice}"
+    if hides.tokens is not None:
+        advice += f"; from T/P = {hides.tokens:,} on one ring of all hides its transfers"
+    return NodeOrders(rows, best, hides, advice)
 
 
 def _one_ring(setting: TrainingSetting) -> TrainingSetting:
@@ -188,24 +185,6 @@ def _row(setting: TrainingSetting, found: Estimate | None = None) -> NodeOrder:
     waiting = found.exposed_s + found.swap_s
     times = (found.attention_s, waiting, found.step_s)
     return NodeOrder(name, setting, runs, *times, found.peak.total, found.fits)
-
-
-def _advice(rows: tuple[NodeOrder, ...], best: NodeOrder, hides: Hiding) -> str:
-    """Return which to take, with the figures that decide."""
-    own = rows[0]
-    others = sorted((row for row in rows if row is not best), key=lambda row: row.attention_s)
-    figures = "; ".join(
-        f"{row.name} {row.attention_s:.3g} s, {_share(row)}{'' if row.fits else ', does not fit'}"
-        for row in others
-    )
-    said = f"{best.name}: {best.attention_s:.3g} s of attention a step, {_share(best)}"
-    said += f" ({figures})" if figures else ""
-    if best is not own:
-        sizes = f'"ring_size": {best.setting.ring_size}, "ulysses_size": {best.setting.ulysses_size}'
-        said = f"across nodes take {sizes}: {said}"
-    if hides.tokens is not None:
-        said += f"; from T/P = {hides.tokens:,} on one ring of all hides its transfers"
-    return said
 
 
 def _share(row: NodeOrder) -> str:

@@ -1,13 +1,14 @@
 """List what makes a step need less memory on the same devices: one row for each option of a long sequence.
 
 Owns the rows, which of them go together, and the choice of the cheapest set that fits. What an option saves
-is `model_memory.py`'s and `model_memory.py`'s, what it costs `estimate.py`'s.
+is `model_memory.py`'s, what it costs `estimate.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -23,23 +24,15 @@ _HOST = "a hardware file with host_memory_bytes and host_link_bytes_per_s"
 
 
 class MemoryOption(NamedTuple):
-    """Describe an option.
+    """Describe an option."""
 
-    Attributes:
-        flag: of `ds-ring plan`.
-        section: where it stands in the DeepSpeed JSON, as a path of keys and the value.
-        is_on: whether a setting has it.
-        needs: what it needs, for the complaint where it is not possible.
-        is_possible: whether it can be turned on.
-        apply: turns it on.
-    """
-
-    flag: str
+    flag: str  # of `ds-ring plan`
+    # where it stands in the DeepSpeed JSON, as a path of keys and the value
     section: tuple[tuple[str, ...], object] | None
-    is_on: Callable[[TrainingSetting], bool]
-    needs: str
-    is_possible: Callable[[TrainingSetting], bool]
-    apply: Callable[[TrainingSetting], TrainingSetting]
+    is_on: Callable[[TrainingSetting], bool]  # whether a setting has it
+    apply: Callable[[TrainingSetting], TrainingSetting]  # turns it on
+    needs: str = "any model"  # for the complaint where it is not possible
+    is_possible: Callable[[TrainingSetting], bool] = lambda setting: True  # whether it can be turned on
 
 
 def tiled_loss(setting: TrainingSetting, tokens: int | None = None) -> TrainingSetting:
@@ -62,78 +55,68 @@ def _has_host(setting: TrainingSetting) -> bool:
     return known or setting.host_is_device
 
 
+_LONG = ("ring_attention", "long_sequence")
+_ZERO = "zero_optimization"
+_PINNED = {"device": "cpu", "pin_memory": True}
+
 OPTIONS = (
     MemoryOption(
-        "--tiled-loss",
-        (("ring_attention", "long_sequence", "tiled_loss"), True),
-        lambda s: s.loss_tokens is not None,
-        "any model",
-        lambda s: True,
-        tiled_loss,
+        "--tiled-loss", ((*_LONG, "tiled_loss"), True), lambda s: s.loss_tokens is not None, tiled_loss
     ),
-    MemoryOption(
-        "--tiled-mlp",
-        (("ring_attention", "long_sequence", "tiled_mlp"), True),
-        lambda s: s.mlp_tokens is not None,
-        "any model",
-        lambda s: True,
-        tiled_mlp,
-    ),
+    MemoryOption("--tiled-mlp", ((*_LONG, "tiled_mlp"), True), lambda s: s.mlp_tokens is not None, tiled_mlp),
     MemoryOption(
         "--activation-checkpointing",
         None,  # the model's, or the trainer's
         lambda s: s.checkpointing,
-        "any model",
-        lambda s: True,
         lambda s: replace(s, checkpointing=True),
     ),
     MemoryOption(
         "--offload-checkpoints",
-        (("ring_attention", "long_sequence", "offload_checkpoints"), True),
+        ((*_LONG, "offload_checkpoints"), True),
         lambda s: s.offload_checkpoints,
+        lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
         _HOST,
         _has_host,
-        lambda s: replace(s, checkpointing=True, offload_checkpoints=True),
     ),
     MemoryOption(
         "--offload-attention",
-        (("ring_attention", "long_sequence", "offload_attention"), True),
+        ((*_LONG, "offload_attention"), True),
         lambda s: s.offload_attention is True,
+        lambda s: replace(s, offload_attention=True),
         f"a GPU, and {_HOST}",
         lambda s: not s.host_is_device and _has_host(s),  # on the CPU it saves nothing
-        lambda s: replace(s, offload_attention=True),
     ),
     MemoryOption(
         "--recompute-half-of-attention",
         (("ring_attention", "recompute_attention"), 0.5),
         lambda s: s.recompute_attention == 0.5,
+        lambda s: replace(s, recompute_attention=0.5),
         "activation checkpointing, and no --recompute-attention",
         lambda s: s.checkpointing and s.recompute_attention == 0,
-        lambda s: replace(s, recompute_attention=0.5),
     ),
     MemoryOption(
         "--recompute-attention",
         (("ring_attention", "recompute_attention"), True),
         lambda s: s.recompute_attention == 1,
+        lambda s: replace(s, recompute_attention=1.0),
         "activation checkpointing, and no --recompute-half-of-attention",
         lambda s: s.checkpointing and s.recompute_attention == 0,
-        lambda s: replace(s, recompute_attention=1.0),
     ),
     MemoryOption(
         "--offload-optimizer",
-        (("zero_optimization", "offload_optimizer"), {"device": "cpu", "pin_memory": True}),
+        ((_ZERO, "offload_optimizer"), _PINNED),
         lambda s: s.zero.offload_optimizer,
+        lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
         f"ZeRO 1, 2 or 3 and {_HOST}",
         lambda s: s.zero.stage > 0 and _has_host(s),
-        lambda s: replace(s, zero=replace(s.zero, offload_optimizer=True)),
     ),
     MemoryOption(
         "--offload-param",
-        (("zero_optimization", "offload_param"), {"device": "cpu", "pin_memory": True}),
+        ((_ZERO, "offload_param"), _PINNED),
         lambda s: s.zero.offload_parameters,
+        lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
         f"ZeRO 3 and {_HOST}",
         lambda s: s.zero.stage == 3 and _has_host(s),
-        lambda s: replace(s, zero=replace(s.zero, offload_parameters=True)),
     ),
 )
 
@@ -258,13 +241,19 @@ def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
 def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
-    low, high = 0, 64 * unit
-    while high * setting.ring_size <= MOST_TOKENS and can_hold(setting, high):
+    most = MOST_TOKENS // setting.ring_size
+    return setting.ring_size * longest_that(partial(can_hold, setting), 64 * unit, most, unit, FINE)
+
+
+def longest_that(holds: Callable[[int], bool], first: int, most: int, unit: int, fine: int) -> int:
+    """Return the largest multiple of `unit` that holds, at most 2 x `most`, to 1 / `fine`; 0: none does."""
+    low, high = 0, first
+    while high <= most and holds(high):
         low, high = high, 2 * high
-    while high - low > max(low // FINE, unit):
+    while high - low > max(low // fine, unit):
         middle = (low + high) // 2 // unit * unit
-        low, high = (middle, high) if can_hold(setting, middle) else (low, middle)
-    return low * setting.ring_size
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:

@@ -33,30 +33,19 @@ CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what the
 
 @dataclass(frozen=True)
 class PassShape:
-    """Describe the tensors of a pass on one rank.
+    """Describe the tensors of a pass on one rank."""
 
-    Attributes:
-        batch: B.
-        group: query heads that share a K/V head.
-        local_tokens: slots S of a shard.
-        head_dim: D.
-        element_bytes: of q, k and v.
-        chunk_bytes: see `lowering.py`.
-        kernel: the fast one of a device.
-        contiguous: False where k and v are views of [B, S, G, D], as transformers makes them: each send of
-            the own shard is then a copy.
-        v_head_dim: E of values and outputs; None is D.
-    """
-
-    batch: int
-    group: int
-    local_tokens: int
-    head_dim: int
-    element_bytes: int
-    chunk_bytes: int
-    kernel: str
+    batch: int  # B
+    group: int  # query heads that share a K/V head
+    local_tokens: int  # slots S of a shard
+    head_dim: int  # D
+    element_bytes: int  # of q, k and v
+    chunk_bytes: int  # see `lowering.py`
+    kernel: str  # the fast one of a device
+    # False where k and v are views of [B, S, G, D], as transformers makes them: each send of the own
+    # shard is then a copy
     contiguous: bool = True
-    v_head_dim: int | None = None
+    v_head_dim: int | None = None  # E of values and outputs; None is D
 
     @property
     def value_dim(self) -> int:
@@ -89,17 +78,11 @@ class PassShape:
 
 
 class PassMemory(NamedTuple):
-    """Hold the bytes that a pass needs beside its inputs and results.
+    """Hold the bytes that a pass needs beside its inputs and results."""
 
-    Attributes:
-        buffers: of messages; kept from pass to pass.
-        accumulators: float32 results of low-precision inputs.
-        workspace: of the kernel and the merge.
-    """
-
-    buffers: int
-    accumulators: int
-    workspace: int
+    buffers: int  # of messages; kept from pass to pass
+    accumulators: int  # float32 results of low-precision inputs
+    workspace: int  # of the kernel and the merge
 
     @property
     def total(self) -> int:

@@ -33,39 +33,24 @@ Work = np.ndarray  # float64 [rounds, 5]: see `work_of`
 
 
 class PassRates(NamedTuple):
-    """Describe what a machine takes for the work of a pass, seconds.
+    """Describe what a machine takes for the work of a pass, seconds."""
 
-    Attributes:
-        flops_per_s: of the kernel.
-        tile_s: of a tile beside its pairs; of a hop where `one_call`.
-        one_call: the kernel takes all tiles of a hop at once.
-        post_s: of posting a batch that has messages; nothing hides it.
-        bytes_per_s: of the slowest link of the ring.
-        latency_s: of the link.
-        node_bytes_per_s: of links inside a node, where messages over them are counted apart.
-    """
-
-    flops_per_s: float
-    tile_s: float
-    one_call: bool
-    post_s: float
-    bytes_per_s: float
-    latency_s: float = 0.0
+    flops_per_s: float  # of the kernel
+    tile_s: float  # of a tile beside its pairs; of a hop where `one_call`
+    one_call: bool  # the kernel takes all tiles of a hop at once
+    post_s: float  # of posting a batch that has messages; nothing hides it
+    bytes_per_s: float  # of the slowest link of the ring
+    latency_s: float = 0.0  # of the link
+    # of links inside a node, where messages over them are counted apart
     node_bytes_per_s: float | None = None
 
 
 class TimeLine(NamedTuple):
-    """Hold the seconds of every batch of a pass; float64 [batches] each.
+    """Hold the seconds of every batch of a pass; float64 [batches] each."""
 
-    Attributes:
-        kernel: in the kernel.
-        posting: of the rank's own work beside it.
-        transfer: until what is received has arrived.
-    """
-
-    kernel: np.ndarray
-    posting: np.ndarray
-    transfer: np.ndarray
+    kernel: np.ndarray  # in the kernel
+    posting: np.ndarray  # of the rank's own work beside it
+    transfer: np.ndarray  # until what is received has arrived
 
     @property
     def compute(self) -> np.ndarray:
@@ -161,45 +146,29 @@ EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that doe
 
 
 class CostPart(NamedTuple):
-    """Hold one of a rank's classes of K/V heads, which may stand for several.
+    """Hold one of a rank's classes of K/V heads, which may stand for several."""
 
-    Attributes:
-        head_class: the rank's part of the plan for the class.
-        times: how many classes it stands for.
-    """
-
-    head_class: HeadClassPlan
-    times: int
-
-
-def _classes(parts: list[CostPart]) -> list[HeadClassPlan]:
-    return [part.head_class for part in parts for _ in range(part.times)]
+    head_class: HeadClassPlan  # the rank's part of the plan for the class
+    times: int  # how many classes it stands for
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """Hold what a forward and a backward pass of one rank cost.
+    """Hold what a forward and a backward pass of one rank cost."""
 
-    Attributes:
-        pairs, executed: summed over query heads and the batch.
-        forward_bytes, backward_bytes: sent by this rank.
-        forward_s, backward_s: seconds.
-        compute_s: of these, both together, seconds in the kernel.
-        hops: batches of all head chunks, forward and backward.
-        exposed_hops: of these, where the transfer takes longer than the arithmetic that should hide it.
-        late_hops: of these, where there is arithmetic; the others wait when nothing is left to compute.
-    """
-
+    # pairs, executed: summed over query heads and the batch
     pairs: int
     executed: int
+    # forward_bytes, backward_bytes: sent by this rank
     forward_bytes: int
     backward_bytes: int
+    # forward_s, backward_s: seconds
     forward_s: float
     backward_s: float
-    compute_s: float
-    hops: int
-    exposed_hops: int
-    late_hops: int
+    compute_s: float  # of these, both together, seconds in the kernel
+    hops: int  # batches of all head chunks, forward and backward
+    exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
+    late_hops: int  # of these, where there is arithmetic; the others wait when nothing is left to compute
 
     @property
     def seconds(self) -> float:
@@ -228,9 +197,8 @@ def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
     K and V of every token that the plan sends go once forward; backward they go again, and dK and dV, float32
     or as `gradient_payload` says, are sent for each that was received.
     """
-    classes = _classes(parts)
-    forward, backward = (_sent(shape.schedule(classes, backward), shape) for backward in (False, True))
-    return forward, backward
+    classes = [part.head_class for part in parts for _ in range(part.times)]
+    return _sent(shape.schedule(classes, False), shape), _sent(shape.schedule(classes, True), shape)
 
 
 def _sent(schedule: Schedule, shape: PassShape) -> int:
@@ -269,15 +237,27 @@ def pass_cost(
         overlap: a hop's messages travel while the one before it is computed.
         executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
     """
-    classes = _classes(parts)
-    lines, is_inside = [], _is_inside(classes[0])
+    classes = [part.head_class for part in parts for _ in range(part.times)]
+    # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
+    way = classes[0].directions[0]
+    own, node = way.hops[0], way.direction.ranks_per_node
+    inside = lambda peer: node > 0 and own is not None and peer // node == own.origin // node  # noqa: E731
+    efficiency, lines, sent = hardware.efficiency(shape.kernel), [], []
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
-        work = {
-            key: work_of(one, shape, executed_of or executed_pairs, is_inside) for key, one in steps.items()
-        }
-        lines.append(time_line(schedule, work, shape, _rates(hardware, dtype, bytes_per_s, shape, backward)))
+        work = {key: work_of(one, shape, executed_of or executed_pairs, inside) for key, one in steps.items()}
+        rates = PassRates(
+            hardware.flops(dtype) * (efficiency.backward if backward else efficiency.forward),
+            hardware.call_overhead_s,
+            shape.kernel != "cpu",  # flex takes a whole hop at once
+            hardware.hop_overhead_s,
+            bytes_per_s,
+            hardware.link_latency_s,
+            hardware.intra_node_bytes_per_s,
+        )
+        lines.append(time_line(schedule, work, shape, rates))
+        sent.append(_sent(schedule, shape))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
         # The same in both directions; the last turn's figures stay.
         pairs, executed = (shape.batch * int(sum(n * w[:, i].sum() for n, w in heads)) for i in (0, 1))
@@ -287,26 +267,4 @@ def pass_cost(
     exposed = transfer > (compute if overlap else 0)
     hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
     forward_s, backward_s = (line.seconds(overlap) for line in lines)
-    sent = bytes_sent(parts, shape)
-    return PassCost(pairs, executed, *sent, forward_s, backward_s, float(compute.sum()), *hops)
-
-
-def _is_inside(head_class: HeadClassPlan) -> Callable[[int], bool]:
-    """Return whether a peer of the rank shares its node; never where a plan does not go by nodes."""
-    first = head_class.directions[0]
-    own, node = first.hops[0], first.direction.ranks_per_node
-    return lambda peer: node > 0 and own is not None and peer // node == own.origin // node
-
-
-def _rates(hardware: Hardware, dtype: str, bytes_per_s: float, shape: PassShape, backward: bool) -> PassRates:
-    efficiency = hardware.efficiency(shape.kernel)
-    fraction = efficiency.backward if backward else efficiency.forward
-    return PassRates(
-        hardware.flops(dtype) * fraction,
-        hardware.call_overhead_s,
-        shape.kernel != "cpu",  # flex takes a whole hop at once
-        hardware.hop_overhead_s,
-        bytes_per_s,
-        hardware.link_latency_s,
-        hardware.intra_node_bytes_per_s,
-    )
+    return PassCost(pairs, executed, sent[0], sent[1], forward_s, backward_s, float(compute.sum()), *hops)

@@ -16,7 +16,7 @@ from .advice import Advice, Remedy
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
-from .node_orders import NodeOrder, NodeOrders
+from .node_orders import NodeOrders
 from .options import json_of
 
 GIB = 2**30
@@ -28,16 +28,15 @@ def as_json(
     """Return one object; sizes in bytes, times in seconds."""
     more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
     if orders is not None:
-        more |= {"node_orders": [_order(row, orders) for row in orders.rows], "node_advice": orders.advice}
+        listed = []
+        for row in orders.rows:
+            values = row._asdict()
+            setting = values.pop("setting")
+            sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
+            listed.append(sizes | values | {"best": row is orders.best})
+        more |= {"node_orders": listed, "node_advice": orders.advice}
         more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
     return json.dumps(as_dict(found, advice) | more, indent=2)
-
-
-def _order(row: NodeOrder, orders: NodeOrders) -> dict[str, Any]:
-    values = row._asdict()
-    setting = values.pop("setting")
-    sizes = {"ring_size": setting.ring_size, "ulysses_size": setting.ulysses_size}
-    return sizes | values | {"best": row is orders.best}
 
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
@@ -123,16 +122,15 @@ def _pass(one: LayerPass) -> dict[str, Any]:
     }
 
 
+def _remedy(one: Remedy) -> dict[str, Any]:
+    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
+    row["host_bytes_of_node"] = one.host_bytes
+    return row | {"devices": one.setting.devices, "tokens": one.setting.tokens}
+
+
 def _usable_of_node(found: Estimate) -> int | None:
     usable = found.setting.usable_host_bytes
     return None if usable is None else int(usable * found.setting.devices_of_node)
-
-
-def _remedy(one: Remedy) -> dict[str, Any]:
-    setting = one.setting
-    row = {"change": one.change, "peak_bytes": one.peak_bytes, "step_s": one.step_s}
-    row |= {"host_bytes_of_node": one.host_bytes}
-    return row | {"devices": setting.devices, "tokens": setting.tokens}
 
 
 def print_report(

@@ -46,15 +46,8 @@ class ProfileJob:
     def source(self) -> GeneratedSource:
         """Return the numbers; the same in every process."""
         sizes = self.sizes
-        return GeneratedSource(
-            sizes.tokens,
-            sizes.query_heads,
-            sizes.kv_heads,
-            sizes.head_dim,
-            sizes.batch,
-            sizes.dtype,
-            self.seed,
-        )
+        shape = (sizes.tokens, sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.batch)
+        return GeneratedSource(*shape, sizes.dtype, self.seed)
 
     def layout(self, ring_size: int) -> Layout:
         """Return where the tokens of a ring lie.

@@ -196,14 +196,8 @@ def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
         bottom = [0.0] * len(memory.steps)
         for name, sizes in by_part.items():
             top = [low + size / MIB for low, size in zip(bottom, sizes, strict=True)]
-            axes.fill_between(
-                edges,
-                [*bottom, bottom[-1]],
-                [*top, top[-1]],
-                step="post",
-                color=PART_COLOURS[name],
-                linewidth=0,
-            )
+            sides = ([*bottom, bottom[-1]], [*top, top[-1]])
+            axes.fill_between(edges, *sides, step="post", color=PART_COLOURS[name], linewidth=0)
             bottom = top
         peak = memory.peak_bytes / MIB
         axes.axhline(peak, color="black", linestyle=":", linewidth=1)
@@ -212,7 +206,13 @@ def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
         )
         axes.set(xlim=(edges[0], edges[-1]), ylabel="tensor memory, MiB")
         _mark_phases(axes, [step.phase for step in memory.steps], 1.12 * max(*bottom, peak))
-        _number_steps(axes, [step.hop for step in memory.steps], run.ring_size)
+        # Every step is labelled with its hop where there are few; in the last ones only gradients return.
+        if len(memory.steps) <= 40:
+            names = [str(step.hop) if step.hop < run.ring_size else "end" for step in memory.steps]
+            axes.set_xticks(range(len(names)), names, fontsize=8)
+            axes.set_xlabel("hop that is computed, step by step (it begins again with every group of heads)")
+        else:
+            axes.set_xlabel("step (a hop of a group of heads)")
     figure.suptitle(_wrapped("Memory at the peak of every step", title), fontsize=10)
     _memory_legend(figure, [name for name in LABELS if name in parts], [], None)
     figure.savefig(path, dpi=DPI)
@@ -226,16 +226,6 @@ def _mark_phases(axes: Any, phases: Sequence[str], top: float) -> None:
         axes.text((where[0] + where[-1]) / 2, 0.985 * top, phase, ha="center", va="top", fontsize=10)
         if where[0]:
             axes.axvline(where[0] - 0.5, color="black", linewidth=1)
-
-
-def _number_steps(axes: Any, hops: Sequence[int], ring_size: int) -> None:
-    """Label every step with its hop where there are few; in the last ones only gradients return."""
-    if len(hops) <= 40:
-        names = [str(hop) if hop < ring_size else "end" for hop in hops]
-        axes.set_xticks(range(len(hops)), names, fontsize=8)
-        axes.set_xlabel("hop that is computed, step by step (it begins again with every group of heads)")
-    else:
-        axes.set_xlabel("step (a hop of a group of heads)")
 
 
 def draw_timeline(timelines: Sequence[Timeline], title: str, path: Path) -> None:
@@ -278,16 +268,8 @@ def _timeline_panel(axes: Any, timeline: Timeline) -> None:
         for event in events:
             if event.what == "compute" and event.duration_us / 1e3 > NAMED_WIDTH * end_ms:
                 middle = (event.start_us + event.end_us) / 2e3
-                axes.text(
-                    middle,
-                    rank,
-                    str(event.hop),
-                    ha="center",
-                    va="center",
-                    color="white",
-                    fontsize=8,
-                    zorder=3,
-                )
+                place = {"ha": "center", "va": "center", "fontsize": 8, "zorder": 3}
+                axes.text(middle, rank, str(event.hop), color="white", **place)
     axes.set(xlim=(0, end_ms), ylim=(timeline.ring_size - 0.45, -0.55), xlabel="ms", ylabel="ring rank")
     step = -(-timeline.ring_size // 16)
     axes.set_yticks(range(0, timeline.ring_size, step))

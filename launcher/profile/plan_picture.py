@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.masks.blocks import blocks_of_tiles
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.blocks import block_intervals
+from ds_ring.masks.tiles import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
 
@@ -40,8 +40,10 @@ def hops_of_blocks(plan: Plan, block: int) -> np.ma.MaskedArray:
     for rank in range(plan.ring_size):
         for hop, hop_plan in hops_of(plan, rank):
             queries, keys = plan.layout.runs(rank), plan.layout.runs(hop_plan.origin)
-            blocks = blocks_of_tiles(plan.classes[0].pattern.tiles(queries, keys), block)
-            canvas[rank * side + blocks[:, 0], hop_plan.origin * side + blocks[:, 1]] = hop
+            for found in block_intervals(plan.classes[0].pattern.tiles(queries, keys), block):
+                which, place = repeat_rows(found.end - found.first)
+                columns = hop_plan.origin * side + found.first[which] + place
+                canvas[rank * side + found.row[which], columns] = hop
     return canvas
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import process
-from .guardian import FAULT_GRACE_SECONDS, ORPHAN_GRACE_SECONDS
 from .job import Invocation, own_programs_first, raise_file_limit
 
 # Stands in a request for the folder that the agent makes; no path of a real file begins with it.
@@ -71,7 +70,9 @@ def _listen(stdin: IO[str], grace: process.Grace) -> None:
         silent.cancel()
         word = line.strip()
         if not line or word == END_AFTER_FAULT:  # nobody waits for a checkpoint, nor for anything at all
-            grace.seconds = min(grace.seconds, FAULT_GRACE_SECONDS if line else ORPHAN_GRACE_SECONDS)
+            grace.seconds = min(
+                grace.seconds, process.FAULT_GRACE_SECONDS if line else process.ORPHAN_GRACE_SECONDS
+            )
         if not line or word in (END, END_AFTER_FAULT):
             _end("" if line else "lost the launcher")
             return

@@ -104,11 +104,6 @@ class Job:
         return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret, **run}
 
     @property
-    def rank_module(self) -> list[str]:
-        """Return the module that runs the script in each rank, if one does: rank.py keeps logs and faults."""
-        return [] if self.attempt_folder is None else [RANK_MODULE]
-
-    @property
     def private(self) -> frozenset[str]:
         """Return names of variables whose values are shown to nobody: the YAML's, and the secret."""
         return frozenset({*self.cluster.environment, SECRET_VARIABLE})
@@ -118,6 +113,15 @@ class Job:
         """Return the script and its arguments, the way DeepSpeed scripts expect them."""
         config = ["--deepspeed", "--deepspeed_config", str(self.cluster.deepspeed_config)]
         return [str(self.cluster.script), *config, *self.cluster.script_args, *self.extra_args]
+
+    def rank_command(self, module: str = "-m") -> list[str]:
+        """Return what runs in each rank: the script, by rank.py if that is to keep logs and faults.
+
+        Args:
+            module: the engine's option for a module.
+        """
+        keeper = [] if self.attempt_folder is None else [module, RANK_MODULE]
+        return [*keeper, *self.script_command]
 
     def with_own_programs(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Apply `own_programs_first` where this host runs it."""

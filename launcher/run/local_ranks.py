@@ -1,11 +1,13 @@
 """Run a function on ranks of this machine, with a hard deadline, and leave no process behind.
 
 For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
-run is started by an engine instead (engines/, process.py).
+run is started by an engine instead (engines/, process.py). Imports no torch: that takes a rank seconds, in
+which its parent may be killed.
 """
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -24,11 +26,10 @@ from typing import Any, NoReturn
 
 from ds_ring.errors import RingError
 
-from .rank_process import start
-
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
 _LOOK_S = 0.2
 _WRONG_INPUT = 2
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RanksError(RingError, RuntimeError):
@@ -70,7 +71,7 @@ def run_ranks(
             for rank in range(processes):
                 # Pickled here: a rank watches its parent before it unpickles, which imports torch.
                 told = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
-                ranks.append(context.Process(target=start, args=(os.getpid(), told), name=f"rank {rank}"))
+                ranks.append(context.Process(target=_start, args=(os.getpid(), told), name=f"rank {rank}"))
                 with _not_heard_by_children():
                     ranks[-1].start()
             _watch(ranks, folder, deadline_s, waiting)
@@ -80,6 +81,18 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
+
+
+def _start(parent: int, told: bytes) -> None:
+    """Call the pickled (function, arguments) in a process that the death of `parent`, a process id, ends."""
+    # The kernel ends this process with its parent, whatever signals it ignores.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it was faster
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    function, arguments = pickle.loads(told)
+    function(*arguments)
 
 
 @contextmanager
@@ -97,37 +110,30 @@ def _answer(folder: str, rank: int) -> Path:
 
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
-    """Wait until all have ended well."""
+    """Wait until all have ended well; raise what the first rank that said anything said."""
     deadline = time.monotonic() + deadline_s
-    while running := [process for process in ranks if process.is_alive()]:
+    failed: list[int] = []
+    while not failed and (running := [process for process in ranks if process.is_alive()]):
+        if time.monotonic() >= deadline:
+            raise RanksError(
+                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} still at work; they"
+                " were ended. Raise the deadline, or ask for less (fewer tokens)"
+            )
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         waiting()
         failed = [number for number, process in enumerate(ranks) if process.exitcode]
-        if failed:
-            until = time.monotonic() + _GRACE_S
-            for process in running:
-                process.join(max(0.0, until - time.monotonic()))
-            _raise(failed, ranks, folder)
-        if time.monotonic() >= deadline and any(process.is_alive() for process in ranks):
-            raise RanksError(
-                f"expected all ranks to end within {deadline_s:g} s, got"
-                f" {sum(process.is_alive() for process in ranks)} still at work; they were ended. Raise the"
-                " deadline, or ask for less (fewer tokens)"
-            )
-    failed = [number for number, process in enumerate(ranks) if process.exitcode]
-    if failed:
-        _raise(failed, ranks, folder)
-
-
-def _raise(failed: list[int], ranks: list[BaseProcess], folder: str) -> NoReturn:
-    """Raise what the first rank that said anything said."""
+    failed = failed or [number for number, process in enumerate(ranks) if process.exitcode]  # just now
+    until = time.monotonic() + _GRACE_S
+    for process in ranks:
+        process.join(max(0.0, until - time.monotonic()))
     for number in failed:
         # The rank that failed first may have died without a word, and another one tell why.
         said = Path(folder, f"error{number}")
         if said.is_file():
             raise RanksError(f"rank {number}: {said.read_text()}")
-    codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
-    raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")
+    if failed:
+        codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
+        raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")
 
 
 def _rank(

@@ -11,6 +11,7 @@ import json
 import os
 import queue
 import subprocess
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +21,6 @@ from typing import Any
 from ..cluster.checks import require_program
 from ..cluster.cluster import Cluster, Host
 
-_PROBE = "ds_ring_launcher.run.probe"
 _LAST_WORDS_SECONDS = 1.0
 
 
@@ -39,17 +39,6 @@ class HostPresence:
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def find_hosts(cluster: Cluster, seconds: float) -> HostPresence:
-    """Return which hosts can take part now; nobody is asked where no host is reached by ssh.
-
-    Args:
-        cluster: whose hosts one call reaches.
-        seconds: for all answers together.
-    """
-    # An engine with daemons has all hosts: Slurm ends a job that loses one.
-    return ask_hosts(cluster, seconds) if cluster.asks_by_ssh else HostPresence(cluster.hosts)
-
-
 def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
     """Return which hosts answer, and reach the first one that does.
 
@@ -61,7 +50,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
         RingConfigError: the program that reaches hosts is not on PATH.
     """
     deadline = time.monotonic() + seconds
-    asked = {host.name: AskedHost(cluster, host.name, _PROBE) for host in cluster.hosts}
+    asked = {host.name: AskedHost(cluster, host.name, "ds_ring_launcher.run.probe") for host in cluster.hosts}
     try:
         greetings = {name: one.answer(deadline) for name, one in asked.items()}
         missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
@@ -108,25 +97,20 @@ class AskedHost:
         command, advice = cluster.starter.reach(host, cluster.ssh_port, module)
         self._by = command[0]
         require_program(self._by, os.environ.get("PATH", os.defpath), advice)
+        self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            text=True, start_new_session=True,
         )  # fmt: skip
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._said: list[str] = []
-        self._readers = [
-            threading.Thread(target=work, daemon=True) for work in (self._read, self._read_errors)
-        ]
-        for reader in self._readers:
-            reader.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def ask(self, question: dict[str, Any]) -> None:
         """Send a question; a host that is gone says so by not answering."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):
             print(json.dumps(question), file=self._process.stdin, flush=True)
-        except OSError:
-            pass
 
     def answer(self, deadline: float) -> dict[str, Any] | None:
         """Return the next line; None at the end of the output, at the deadline, or for what is no answer."""
@@ -138,35 +122,29 @@ class AskedHost:
 
     def silence(self, seconds: float) -> str:
         """Return why there was no answer."""
-        if not self._readers[0].is_alive():  # the end of its output comes a moment before its own
-            self._readers[1].join(_LAST_WORDS_SECONDS)
+        if not self._reader.is_alive():  # the end of its output comes a moment before its own
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_LAST_WORDS_SECONDS)
         status = self._process.poll()
         if status is None:
             return f"no answer within {seconds:g} s"
-        said = self._said[-1].strip() if self._said else "it said nothing"
-        return f"{self._by} ended with status {status}: {said}"
+        self._errors.seek(0)
+        said = self._errors.read().splitlines() or ["it said nothing"]
+        return f"{self._by} ended with status {status}: {said[-1].strip()}"
 
     def end(self, patience_s: float = 0.0) -> None:
         """End it: by the end of its input, and after so many seconds by a signal."""
         assert self._process.stdin is not None
-        try:
+        with suppress(OSError):  # what was asked last could not be sent
             self._process.stdin.close()
-        except OSError:  # what was asked last could not be sent
-            pass
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience_s)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()
+        self._process.wait()
+        self._errors.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.put(line)
         self._lines.put("")
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        self._said.extend(self._process.stderr)

@@ -1,8 +1,12 @@
 """Run an invocation: stream its output, forward signals and exit status, leave no process behind.
 
 Knows nothing of engines. The engine's own care for its children is not enough: DeepSpeed's local runner dies
-of SIGTERM without passing it on, and calls it success when its helper is killed by a signal. What outlives
-the launcher itself is ended by guardian.py.
+of SIGTERM without passing it on, and calls it success when its helper is killed by a signal.
+
+A run whose launcher dies without ending it (by SIGKILL, out of memory, in a crash) is ended by a guardian:
+this module in a small process beside the launcher, in a session of its own. Its standard input is a pipe that
+the launcher alone holds open: the first line names the run, "done" says that the run has ended, and the end
+of the file without that word says that the launcher is gone, however it died.
 """
 
 from __future__ import annotations
@@ -14,24 +18,123 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from .guardian import (
-    FAULT_GRACE_SECONDS,
-    GRACE_SECONDS,
-    MARK,
-    POLL_SECONDS,
-    Guardian,
-    command_line,
-    end_all,
-    marked,
-    parent_of,
-    send,
-    wait_until_gone,
-)
+import psutil
+
 from .job import RANK_MODULE, Invocation
+
+# The processes of a run are found by an environment variable that they inherit. An engine may start sessions
+# and process groups of its own; only a process that starts with an empty environment loses the variable.
+
+MARK = "DS_RING_LAUNCH_ID"
+GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
+ORPHAN_GRACE_SECONDS = 3.0  # of a run whose launcher was killed
+FAULT_GRACE_SECONDS = 5.0  # where nobody asked for the end: survivors say who failed, or end by themselves
+POLL_SECONDS = 0.1
+
+
+def marked(
+    mark: str, wanted: Callable[[list[str]], bool] = lambda words: True, variable: str = MARK
+) -> list[psutil.Process]:
+    """Return the live processes of the run whose command lines are wanted.
+
+    Those of other users cannot be read, and are none of ours.
+    """
+    found = []
+    # By variable and not by parent: launchers and sessions cut processes off from their parents.
+    for process in psutil.process_iter():
+        try:
+            is_ours = process.environ().get(variable) == mark and process.status() != psutil.STATUS_ZOMBIE
+            if is_ours and wanted(process.cmdline()):
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Send SIGTERM to every process of the run; SIGKILL to what is left after the grace, or in a hurry.
+
+    A process that is stopped cannot end by itself, and is killed at once.
+    """
+    for process in marked(mark):
+        with suppress(psutil.Error):  # it is gone
+            stopped = process.status() == psutil.STATUS_STOPPED
+            process.send_signal(signal.SIGKILL if stopped else signal.SIGTERM)
+    wait_until_gone(mark, grace_s, hurry)
+    for _ in range(3):  # again, for what was started while we looked
+        for process in marked(mark):
+            with suppress(psutil.Error):
+                process.kill()
+                process.wait(timeout=1)
+
+
+def wait_until_gone(mark: str, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
+    """Wait until no process of the run is left, or the time is over, or `hurry` says true."""
+    deadline = time.monotonic() + seconds
+    while marked(mark) and time.monotonic() < deadline and not hurry():
+        time.sleep(POLL_SECONDS)
+
+
+_DONE = "done"
+
+
+class Guardian:
+    """Hold the launcher's end of the pipe: made before the run is started, told `done` after its end."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._start()
+
+    def _start(self) -> None:
+        # Without the mark it would end itself; it must import the same package wherever that is.
+        environment = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ds_ring_launcher.run.process"],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            env=environment, start_new_session=True, text=True,
+        )  # fmt: skip
+        self._tell(self._mark)
+
+    def keep(self) -> None:
+        """Start it again if somebody has ended it."""
+        if self._process.poll() is not None:
+            self._start()
+
+    def done(self) -> None:
+        """Send word that nothing of the run is left, and wait for its end."""
+        self._tell(_DONE)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        self._process.wait()
+
+    def _tell(self, word: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            print(word, file=self._process.stdin, flush=True)
+        except BrokenPipeError:  # it was ended: `keep` starts it again
+            pass
+
+
+def main() -> None:
+    """Be the guardian: at the end of standard input end the run, unless the launcher said that it is done."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # meant for the launcher
+        signal.signal(number, signal.SIG_IGN)
+    mark, *said = sys.stdin.read().split() or [""]
+    if not mark or _DONE in said or not marked(mark):
+        return
+    try:
+        print("ds-ring: the launcher was killed; ending this run's processes", file=sys.stderr, flush=True)
+    except OSError:  # the terminal went with it
+        pass
+    end_all(mark, ORPHAN_GRACE_SECONDS)
+
 
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
@@ -95,7 +198,7 @@ def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
         return returncode if returncode > 0 else 128 - returncode
     before = len(signals)
     wait_until_gone(mark, _SETTLE_SECONDS, hurry=lambda: len(signals) != before)
-    ranks = [process.pid for process in marked(mark) if script in command_line(process)]
+    ranks = [process.pid for process in marked(mark, lambda words: script in words)]
     if ranks:
         say(f"error: the engine ended with status 0 but left ranks running (pids {ranks}); ending them")
         return _FAILURE
@@ -113,12 +216,13 @@ def _let_end(
         except ProcessLookupError:
             return
     else:
-        ranks = {one.pid: one for one in marked(mark) if RANK_MODULE in command_line(one)[2:4]}
+        ranks = marked(mark, lambda words: RANK_MODULE in words[2:4])
         if not ranks:
             return  # without a run_folder: a rank cannot be told from what it has started
-        for rank in ranks.values():
-            if parent_of(rank) not in ranks:  # no forked worker of a rank
-                send(rank, signal.SIGTERM)
+        for rank in ranks:
+            with suppress(psutil.Error):  # it is gone
+                if rank.ppid() not in [other.pid for other in ranks]:  # no forked worker of a rank
+                    rank.terminate()
     while engine.poll() is None and time.monotonic() < deadline and len(signals) == before:
         time.sleep(POLL_SECONDS)
 
@@ -153,3 +257,7 @@ def few(items: Sequence[object]) -> str:
     """Name the first eight of many, for a line that a person reads."""
     more = len(items) - 8
     return ", ".join(map(str, items[:8])) + (f" and {more} more" if more > 0 else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -43,11 +43,14 @@ def main(argv: list[str]) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
-        write_exit(folder, rank, _status(leaving.code))
+        code = leaving.code or 0
+        write_exit(folder, rank, code if isinstance(code, int) else 1)
         raise
     except BaseException as error:
-        write_fault(folder, fault_of(error, rank, _step()))
-        _forget_our_frames(error)
+        # the optimizer step that is under way, if the script's engine is one of ds_ring.initialize
+        report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
+        write_fault(folder, fault_of(error, rank, None if report is None else report.step_under_way()))
+        error.__traceback__ = _own_frames(error.__traceback__)
         raise  # Python prints it, by the hook that names the culprit
     write_exit(folder, rank, 0)
 
@@ -82,22 +85,12 @@ def _kind(error: BaseException) -> tuple[str, int | None]:
     return "error", None
 
 
-def _step() -> int | None:
-    """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
-    report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
-    return None if report is None else report.step_under_way()
-
-
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the script's first line on: without this file's frames and runpy's."""
     here = {__file__, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in here:
         trace = trace.tb_next
     return trace
-
-
-def _forget_our_frames(error: BaseException) -> None:
-    error.__traceback__ = _own_frames(error.__traceback__)
 
 
 def _choose_interface() -> None:
@@ -129,10 +122,6 @@ def _record_sigterm(folder: Path, rank: int) -> None:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGUSR1, pass_on)
-
-
-def _status(code: object) -> int:
-    return 0 if code is None else code if isinstance(code, int) else 1
 
 
 def _copy_output(log: Path) -> None:

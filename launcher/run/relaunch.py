@@ -12,6 +12,7 @@ lock.py).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -19,22 +20,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_ring.config.json_text import read_object
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
 
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
-from .guardian import POLL_SECONDS
 from .job import Job
-from .presence import HostPresence, address_of_master, find_hosts
-from .process import few, say, signals_noted
+from .presence import HostPresence, address_of_master, ask_hosts
+from .process import POLL_SECONDS, few, say, signals_noted
 from .run_folder import (
     CONFIG,
     PREEMPTED,
@@ -43,6 +43,7 @@ from .run_folder import (
     RunFolder,
     exits_of,
     faults_of,
+    newest_checkpoint,
     silent_ranks,
 )
 from .start import start
@@ -69,6 +70,14 @@ class Culprit:
         if self.kind != "error" or self.fault is None:
             return None
         return self.fault.type, self.fault.frames, self.fault.step
+
+    @property
+    def event(self) -> dict[str, object]:
+        """Return the "fault" line of attempts.jsonl."""
+        fault = self.fault
+        frames = [] if fault is None or fault.kind == "lost" else list(fault.frames)
+        own = {"kind": self.kind, "rank": self.rank, "host": self.host, "what": self.what}
+        return {**own, "step": fault and fault.step, "frames": frames}
 
 
 @dataclass(frozen=True)
@@ -179,50 +188,18 @@ def decide(history: Sequence[Outcome], policy: Relaunch | None) -> Decision:
     if last.preempted and last.progressed:
         why = "its ranks were told to leave, and saved first"
         return Decision(True, PREEMPTED, why, policy.backoff_seconds)
-    before = _same_bug(history)
-    if before is not None:
-        why = f"the same error in the same step as attempt {before}: a bug does not pass"
+    bug = last.culprit and last.culprit.signature
+    before = [one.attempt for one in history[:-1] if one.culprit and one.culprit.signature == bug]
+    if bug is not None and before:
+        why = f"the same error in the same step as attempt {before[0]}: a bug does not pass"
         return Decision(False, last.status, why)
-    failures = failures_in_a_row(history)
+    # this one included, since the last newer checkpoint
+    failures = next((n for n, one in enumerate(reversed(history), 1) if one.progressed), len(history))
     if failures >= policy.max_attempts:
         why = f"{failures} attempts in a row without a newer checkpoint (relaunch.max_attempts)"
         return Decision(False, last.status, why)
     wait = min(policy.backoff_seconds * 2 ** min(failures - 1, 30), policy.backoff_most_seconds)
     return Decision(True, last.status, last.culprit.what if last.culprit else "it saved nothing new", wait)
-
-
-def failures_in_a_row(history: Sequence[Outcome]) -> int:
-    """Count the attempts at the end of `history`, this one included, since the last newer checkpoint."""
-    count = 0
-    for outcome in reversed(history):
-        count += 1
-        if outcome.progressed:
-            break
-    return count
-
-
-def _same_bug(history: Sequence[Outcome]) -> int | None:
-    culprit = history[-1].culprit
-    signature = None if culprit is None else culprit.signature
-    if signature is None:
-        return None
-    for outcome in history[:-1]:
-        if outcome.culprit is not None and outcome.culprit.signature == signature:
-            return outcome.attempt
-    return None
-
-
-def culprit_event(culprit: Culprit) -> Mapping[str, object]:
-    """Return the "fault" line of attempts.jsonl."""
-    fault = culprit.fault
-    return {
-        "kind": culprit.kind,
-        "rank": culprit.rank,
-        "host": culprit.host,
-        "step": None if fault is None else fault.step,
-        "what": culprit.what,
-        "frames": [] if fault is None or fault.kind == "lost" else list(fault.frames),
-    }
 
 
 # The ring for the ranks that are left keeps the samples of a step. A smaller ring needs more memory in each
@@ -254,8 +231,10 @@ def ring_for(config: dict[str, Any], planned_ranks: int, ranks: int, smallest: i
     for sequence in (size for size in range(planned, smallest - 1, -1) if planned % size == 0):
         for world in range(ranks - ranks % sequence, 0, -sequence):
             made = _config_for(config, planned_ranks // planned, sequence, world // sequence)
-            if made is not None and _fits(made, world):
-                return RemainingRing(world, sequence, made)
+            if made is not None:
+                with contextlib.suppress(RingConfigError):
+                    RingConfig.from_deepspeed(made).validate_world(world)
+                    return RemainingRing(world, sequence, made)
     return None
 
 
@@ -290,24 +269,6 @@ def _config_for(
     return made
 
 
-def _fits(config: dict[str, Any], world: int) -> bool:
-    try:
-        RingConfig.from_deepspeed(config).validate_world(world)
-    except RingConfigError:
-        return False
-    return True
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the DeepSpeed JSON at `path`, or raise RingConfigError."""
-    return read_object(path)
-
-
-def write_config(path: Path, config: dict[str, Any]) -> None:
-    """Write the JSON of an attempt."""
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
 HOSTS_MISSING = 69  # sysexits.h's EX_UNAVAILABLE
 _OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 _CONVERT_SECONDS = 3600
@@ -338,6 +299,7 @@ class _RelaunchedRun:
         self.folder = RunFolder(job.cluster.run_folder)
         self.history: list[Outcome] = []
         self.number = 0
+        self.checkpoints = None if self.policy is None else self.policy.checkpoints
 
     def until_done(self) -> int:
         while True:
@@ -355,27 +317,29 @@ class _RelaunchedRun:
     def _attempt(self) -> Outcome:
         """Make one attempt with the hosts that are there."""
         presence = self._presence()
-        before = newest_checkpoint(self._checkpoints)
+        before = newest_checkpoint(self.checkpoints)
         try:
             job = self._job_for(presence)
         except RingError as error:
             if not self.history:
                 raise
             say(f"error: {error}")
-            return Outcome(self.number, HOSTS_MISSING, self._signal, False, False, None)
-        if before is not None and self._checkpoints is not None:
+            return Outcome(self.number, HOSTS_MISSING, next(iter(self.signals), None), False, False, None)
+        if before is not None and self.checkpoints is not None:
             before = self._converted(job.cluster.world_size) or before
         self.folder.record(
             "start", self.number, engine=job.cluster.engine, world_size=job.cluster.world_size,
             hosts={host.name: host.slots for host in job.cluster.hosts}, missing=presence.missing,
-            sequence_parallel_size=read_config(job.cluster.deepspeed_config).get("sequence_parallel_size", 1),
+            sequence_parallel_size=read_object(job.cluster.deepspeed_config).get("sequence_parallel_size", 1),
             checkpoint=None if before is None else before[0], interfaces=presence.interfaces,
-            checkpoints=None if self._checkpoints is None else str(self._checkpoints),
+            checkpoints=None if self.checkpoints is None else str(self.checkpoints),
         )  # fmt: skip
         status = start(job, self.signals) if not self.signals else 128 + self.signals[0]
-        progressed = newest_checkpoint(self._checkpoints) != before
+        progressed = newest_checkpoint(self.checkpoints) != before
         attempt_folder = self.folder.attempt(self.number)
-        return outcome_of(self.number, attempt_folder, job.cluster.hosts, status, self._signal, progressed)
+        return outcome_of(
+            self.number, attempt_folder, job.cluster.hosts, status, next(iter(self.signals), None), progressed
+        )
 
     def _presence(self) -> HostPresence:
         """Return who is there; wait for the others as long as the YAML says."""
@@ -383,7 +347,7 @@ class _RelaunchedRun:
         seconds = _HOST_SECONDS if policy is None else policy.host_seconds
         deadline = time.monotonic() + (0.0 if policy is None else policy.wait_for_hosts_seconds)
         while True:
-            presence = find_hosts(cluster, seconds)
+            presence = ask_hosts(cluster, seconds) if cluster.asks_by_ssh else HostPresence(cluster.hosts)
             if not presence.missing or time.monotonic() >= deadline or self.signals:
                 return presence
             self._pause(1.0)
@@ -408,7 +372,7 @@ class _RelaunchedRun:
     def _smaller(self, cluster: Cluster, presence: HostPresence, attempt: Path) -> Cluster:
         slots = sum(host.slots for host in presence.hosts)
         smallest = 1 if self.policy is None else self.policy.smallest_ring_size
-        config = read_config(cluster.deepspeed_config)
+        config = read_object(cluster.deepspeed_config)
         ring = ring_for(config, cluster.world_size, slots, smallest)
         if ring is None:
             raise RingConfigError(
@@ -418,7 +382,7 @@ class _RelaunchedRun:
         hosts = hosts_for(presence.hosts, ring.world_size)
         say(f"{ring.world_size} ranks are left, {ring.sequence_size} of which share a sequence")
         path = attempt / CONFIG
-        write_config(path, ring.config)
+        path.write_text(json.dumps(ring.config, indent=2) + "\n", encoding="utf-8")
         changed = {
             "hosts": hosts,
             "deepspeed_config": path,
@@ -428,19 +392,13 @@ class _RelaunchedRun:
 
     def _converted(self, world_size: int) -> tuple[str, int] | None:
         """Convert the newest whole checkpoint where it is one of another number of ranks."""
-        folder = self._checkpoints
+        folder = self.checkpoints
         newest = newest_checkpoint(folder)
         if folder is None or newest is None or ranks_of(folder / newest[0]) in (0, world_size):
             return newest
         say(f"converting {newest[0]} for {world_size} ranks")
-        command = [
-            sys.executable,
-            "-m",
-            "ds_ring_launcher.run.convert_checkpoint",
-            str(folder),
-            str(world_size),
-        ]
-        command.append(str(self.folder.attempt(self.number)))
+        command = [sys.executable, "-m", "ds_ring_launcher.run.relaunch"]
+        command += [str(folder), str(world_size), str(self.folder.attempt(self.number))]
         environment = {**self.job.caller_environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_CONVERT_SECONDS
@@ -452,7 +410,7 @@ class _RelaunchedRun:
     def _report(self, outcome: Outcome, decision: Decision) -> None:
         """Write the attempt's end down, and say it; at the last end the culprit's traceback comes first."""
         if outcome.culprit is not None:
-            self.folder.record("fault", self.number, **culprit_event(outcome.culprit))
+            self.folder.record("fault", self.number, **outcome.culprit.event)
         self.folder.record(
             "end", self.number, status=outcome.status, verdict=outcome.verdict, why=decision.why,
             next="again" if decision.again else "stop", wait_seconds=decision.wait_seconds,
@@ -475,25 +433,6 @@ class _RelaunchedRun:
         while time.monotonic() < end and not self.signals:
             time.sleep(min(POLL_SECONDS, max(end - time.monotonic(), 0.0)))
 
-    @property
-    def _checkpoints(self) -> Path | None:
-        return None if self.policy is None else self.policy.checkpoints
-
-    @property
-    def _signal(self) -> int | None:
-        return self.signals[0] if self.signals else None
-
-
-def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
-    """Return the tag that `latest` names, and when it was written; None where there is none."""
-    if folder is None:
-        return None
-    try:
-        path = folder / "latest"
-        return path.read_text(encoding="utf-8").strip(), path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        return None
-
 
 def ranks_of(folder: Path) -> int:
     """Return how many ranks saved the optimizer states in `folder`; 0 where any number can load it."""
@@ -503,4 +442,33 @@ def ranks_of(folder: Path) -> int:
     return 0 if (folder / "zero").is_dir() else max((int(one[1]) + 1 for one in found if one), default=0)
 
 
-__all__ = ["HOSTS_MISSING", "PREEMPTED", "HostsMissing", "newest_checkpoint", "ranks_of", "run"]
+def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
+    """Return the tag that `world_size` ranks can load, converted if need be; None where none is whole."""
+    from ds_ring.integrations.checkpoint.manifest import earlier_tags, read_latest, verify_checkpoint
+    from ds_ring.integrations.checkpoint.resize import resize_checkpoint
+    from ds_ring.integrations.deepspeed.run_report import attempt_of
+
+    newest = read_latest(folder)
+    for tag in () if newest is None else (newest, *earlier_tags(folder, newest)):
+        try:
+            verify_checkpoint(folder, tag)
+        except RingCheckpointError as error:
+            print(f"{tag}: not whole, trying the one before: {error}", file=sys.stderr)
+            continue
+        if ranks_of(folder / tag) in (0, world_size):
+            return tag
+        return resize_checkpoint(folder, tag, attempt=attempt_of(attempt_folder))
+    return None
+
+
+def main(folder: str, world_size: str, attempt_folder: str) -> None:
+    """Convert a folder's newest whole checkpoint. In a process of its own: it imports torch and DeepSpeed."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed logs to stdout
+            convert(Path(folder), int(world_size), Path(attempt_folder))
+    except RingError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

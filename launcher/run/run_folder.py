@@ -109,7 +109,7 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
-        return _lines(self.path / ATTEMPTS)
+        return lines_of(self.path / ATTEMPTS)
 
 
 def write_fault(folder: Path, fault: RankFault) -> None:
@@ -150,19 +150,20 @@ def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     return {one["rank"]: one for one in _files(folder, "metrics") if _is_whole(one, "rank")}
 
 
-def history_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the course of an attempt, oldest first."""
-    return _lines(folder / HISTORY)
-
-
-def launcher_of(run: Path) -> list[dict[str, Any]]:
-    """Return what the launcher said last, as a list of one; nothing where there is none."""
-    return _lines(run / LAUNCHER)
-
-
 def write_launcher(run: Path) -> None:
     """Say that this process looks after the run."""
     write_json(run / LAUNCHER, {"at": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
+
+
+def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
+    """Return the tag that `latest` names, and when it was written; None where there is none."""
+    if folder is None:
+        return None
+    try:
+        path = folder / "latest"
+        return path.read_text(encoding="utf-8").strip(), path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -182,7 +183,8 @@ def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
         yield from _objects([text])
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, one a line; what is cut short is left out."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:

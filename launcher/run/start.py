@@ -13,9 +13,8 @@ from ..cluster import checks
 from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT, FOLDER
-from .guardian import FAULT_GRACE_SECONDS, POLL_SECONDS
 from .job import Invocation, Job
-from .process import few, say
+from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, few, say
 
 
 def start(job: Job, signals: list[int]) -> int:
@@ -45,7 +44,7 @@ def start(job: Job, signals: list[int]) -> int:
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
     """Return what an agent on each host is told to run."""
-    variables = carried(job.caller_environment)
+    variables = {name: value for name, value in job.caller_environment.items() if name.startswith(_CARRIED)}
     there = replace(job, folder=FOLDER, caller_environment=variables)
     cluster = job.cluster
     made = [cluster.starter.invocation(replace(there, node_rank=rank)) for rank in range(len(cluster.hosts))]
@@ -62,11 +61,6 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
 _SSH_FAILED = 255
 # What DeepSpeed exports to other hosts of the caller's environment: settings of libraries.
 _CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
-
-
-def carried(caller_environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the caller's variables that go to other hosts."""
-    return {name: value for name, value in caller_environment.items() if name.startswith(_CARRIED)}
 
 
 def run_agents(

@@ -1,1 +1,0 @@
-"""Show what is known of a run, as a table and as a page."""

@@ -10,7 +10,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from itertools import groupby
@@ -22,16 +22,15 @@ from ds_ring.replaced_file import replace_text
 
 from ..run.process import say
 from ..run.run_folder import ATTEMPTS, PAGE, write_launcher
-from .run_status import AttemptStatus, LinkStatus, RankStatus, RunStatus, read_run
+from .run_status import RunStatus, read_run
+from .table import StatusTable, memory_text, number_text, plain, seconds_text, tables_of
 
 # The course of a run is inline SVG: one figure over optimizer steps, a line for each attempt.
 
 WIDTH, HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 18, 14, 30
 MOST_POINTS = 1500  # of a chart: more than it has columns of pixels
-COLOURS = 6  # classes c0 to c5 of the page's style
-
-_Scale = Callable[[float], float]
+COLOURS = ("#2f6fde", "#d9731a", "#1f9d6b", "#a44fc4", "#c23b5a", "#6b7f2a")  # of attempts, in turn
 
 
 class ChartPoint(NamedTuple):
@@ -40,6 +39,11 @@ class ChartPoint(NamedTuple):
     attempt: int
     step: int
     value: float
+
+    @property
+    def is_drawn(self) -> bool:
+        """Return whether it is finite, and not so large that arithmetic with it is not."""
+        return abs(self.value) < 1e100
 
 
 def chart(
@@ -53,42 +57,68 @@ def chart(
         fault_steps: the steps in which attempts failed: a dashed line each.
         from_zero: the axis begins at 0.
     """
-    points = _thinned(points)
-    finite = [point for point in points if _is_drawn(point)]
-    if not finite:
+    every = max(-(-len(points) // MOST_POINTS), 1)
+    points = points[(len(points) - 1) % every :: every]  # the last one among them
+    values = [point.value for point in points if point.is_drawn]
+    if not values:
         return f'<p class="none">{escape(title)}: nothing is known yet.</p>'
-    low, high, ticks = _axis([point.value for point in finite], from_zero)
-    first, last, step_ticks = _step_axis([point.step for point in points])
+    values_at = _ticks(0.0 if from_zero else min(values), max(values), 4)
+    steps = [point.step for point in points]
+    steps_at = _ticks(min(steps), max(steps), 6, least_unit=1)
 
     def x_of(step: float) -> float:
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * (step - first) / max(last - first, 1)
+        share = (step - steps_at[0]) / (steps_at[-1] - steps_at[0])
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * share
 
-    def y_of(value: float) -> float:
-        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * (value - low) / (high - low)
+    def y_of(point: ChartPoint) -> float:
+        share = (point.value - values_at[0]) / (values_at[-1] - values_at[0]) if point.is_drawn else 1.0
+        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * share
 
     parts = [
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">',
         f"<title>{escape(title)}</title>",
     ]
-    for value in ticks:
-        y = y_of(value)
+    for value in values_at:
+        y = y_of(ChartPoint(0, 0, value))
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{short(value)}</text>')
-    for step in step_ticks:
-        parts.append(f'<text class="x" x="{x_of(step):.1f}" y="{HEIGHT - 10}">{step:,}</text>')
+        parts.append(f'<text class="y" x="{_LEFT - 6}" y="{y + 4:.1f}">{_short(value)}</text>')
+    for step in steps_at:
+        parts.append(f'<text class="x" x="{x_of(step):.1f}" y="{HEIGHT - 10}">{step:,.0f}</text>')
     for step in fault_steps:
-        if first <= step <= last:
+        if steps_at[0] <= step <= steps_at[-1]:
             x = x_of(step)
             parts.append(
                 f'<line class="fault" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
                 f"<title>a fault in step {step:,}</title></line>"
             )
-    for attempt, own in groupby(points, key=lambda point: point.attempt):
-        parts += _line(attempt, list(own), x_of, y_of)
+    for (attempt, drawn), run in groupby(points, key=lambda point: (point.attempt, point.is_drawn)):
+        places = [f"{x_of(point.step):.1f},{y_of(point):.1f}" for point in run]
+        colour = f"c{(attempt - 1) % len(COLOURS)}"
+        tip = f"<title>attempt {attempt}{'' if drawn else ': not finite'}</title>"
+        if drawn and len(places) > 1:
+            parts.append(f'<polyline class="line {colour}" points="{" ".join(places)}">{tip}</polyline>')
+        else:
+            kind = f"dot {colour}" if drawn else "odd"
+            centres = (place.split(",") for place in places)
+            parts += [f'<circle class="{kind}" cx="{x}" cy="{y}" r="3">{tip}</circle>' for x, y in centres]
     return "".join([*parts, "</svg>"])
 
 
-def short(value: float) -> str:
+def _ticks(low: float, high: float, count: int, least_unit: float = 0.0) -> list[float]:
+    """Return about `count` round numbers, evenly spaced, of which the first and the last enclose the range.
+
+    The spacing is 1, 2 or 5 times a power of ten.
+    """
+    if high - low < 1e-9 * max(abs(high), abs(low), 1e-300):
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    least = max((high - low) / count, least_unit, 1e-300)
+    power = 10.0 ** math.floor(math.log10(least))
+    unit = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    first, last = math.floor(low / unit), math.ceil(high / unit)
+    return [unit * number for number in range(first, last + 1)]
+
+
+def _short(value: float) -> str:
     """Return a number of about four digits."""
     if value and not 1e-4 <= abs(value) < 1e15:
         return f"{value:.2e}"
@@ -98,61 +128,8 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _line(attempt: int, points: list[ChartPoint], x_of: _Scale, y_of: _Scale) -> list[str]:
-    colour, found = f"c{(attempt - 1) % COLOURS}", list[str]()
-    for good, run in groupby(points, key=_is_drawn):
-        places = [(x_of(point.step), y_of(point.value) if good else _TOP) for point in run]
-        if good and len(places) > 1:
-            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            found.append(
-                f'<polyline class="line {colour}" points="{line}">{_tip(f"attempt {attempt}")}</polyline>'
-            )
-            continue
-        kind, said = (f"dot {colour}", f"attempt {attempt}") if good else ("odd", "not finite")
-        found += [
-            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3">{_tip(said)}</circle>' for x, y in places
-        ]
-    return found
-
-
-def _is_drawn(point: ChartPoint) -> bool:
-    return abs(point.value) < 1e100  # neither nan nor infinite, nor so large that arithmetic is
-
-
-def _tip(text: str) -> str:
-    return f"<title>{text}</title>"
-
-
-def _thinned(points: Sequence[ChartPoint]) -> list[ChartPoint]:
-    """Return at most MOST_POINTS points, the last one among them."""
-    every = -(-len(points) // MOST_POINTS)
-    return list(points) if every <= 1 else list(points[(len(points) - 1) % every :: every])
-
-
-def _axis(values: list[float], from_zero: bool) -> tuple[float, float, list[float]]:
-    low, high = (0.0 if from_zero else min(values)), max(values)
-    if high - low < 1e-9 * max(abs(high), abs(low), 1e-300):
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    unit = _round_unit((high - low) / 4)
-    low, high = math.floor(low / unit) * unit, math.ceil(high / unit) * unit
-    return low, high, [low + unit * number for number in range(round((high - low) / unit) + 1)]
-
-
-def _step_axis(steps: list[int]) -> tuple[int, int, list[int]]:
-    first, last = min(steps), max(steps)
-    unit = max(int(_round_unit((last - first) / 6 or 1)), 1)
-    return first, last, list(range(-(-first // unit) * unit, last + 1, unit))
-
-
-def _round_unit(least: float) -> float:
-    """Return 1, 2 or 5 times a power of ten, not below `least`."""
-    power = 10.0 ** math.floor(math.log10(max(least, 1e-300)))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-
-
 REFRESH_SECONDS = 20
 MOST_ROWS = 2048  # of a table
-MOST_LETTERS = 2000  # of a cell
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#5d6675;--line:#d9dee6;--ground:#fff;--bad:#b3261e}
@@ -179,8 +156,8 @@ td.why{min-width:240px}td.n,th.n{white-space:nowrap}
 .key{display:inline-block;width:14px;height:3px;vertical-align:middle;margin:0 5px 0 12px}
 """ + "".join(
     f".line.c{n}{{stroke:{colour}}}.dot.c{n}{{fill:{colour}}}.key.c{n}{{background:{colour}}}"
-    for n, colour in enumerate(("#2f6fde", "#d9731a", "#1f9d6b", "#a44fc4", "#c23b5a", "#6b7f2a"))
-)  # as many as COLOURS
+    for n, colour in enumerate(COLOURS)
+)
 
 # How old the page is, by the reader's clock: without it a launcher that is gone could not be told.
 _SCRIPT = """
@@ -197,104 +174,59 @@ def page_of(status: RunStatus) -> str:
     """Return the whole page."""
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    live = status.is_under_way
+    live, state = status.is_under_way, escape(status.state)
     refresh = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if live else ""
     name = escape(status.path.rstrip("/").rpartition("/")[2] or status.path)
+    written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status.at))
+    age = status.age_seconds
+    figures = "" if age is None else f" The latest figures were {seconds_text(age)} old then."
+    missing = status.attempts[-1].missing if status.attempts else {}
+    gone = "".join(f"<li>{_html(f'{name}: {why}')}</li>" for name, why in missing.items())
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<title>{name}: {escape(status.state)}</title><style>{_STYLE}</style></head><body>",
-            _head(status, name),
+            f"<title>{name}: {state}</title><style>{_STYLE}</style></head><body>",
+            f'<h1>{name} <span class="state {state}">{state}</span></h1><p>{_html(status.why)}</p>',
+            f'<p class="soft">Written {written}, <span id="age" data-at="{status.at:.0f}"'
+            f' data-live="{int(live)}"></span>.{figures}</p>',
             _tiles(status),
-            _missing(status),
+            f'<h2 class="bad">Hosts that are missing</h2><ul>{gone}</ul>' if gone else "",
             _charts(status),
-            _attempts(status),
-            _ranks(status),
-            _links(status),
-            _checkpoints(status),
+            *(_table(one) for one in tables_of(status, MOST_ROWS)),
             f"<script>{_SCRIPT}</script></body></html>\n",
         ]
-    )
-
-
-def seconds_text(seconds: float | None) -> str:
-    """Return a span of time that a person reads."""
-    if seconds is None or not math.isfinite(seconds):
-        return "unknown"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def memory_text(size: int | None) -> str:
-    """Return bytes as MiB or GiB."""
-    if size is None:
-        return "unknown"
-    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
-
-
-def number_text(value: float | None) -> str:
-    """Return a figure of about four digits; unknown, nan and infinite ones by name."""
-    if value is None or not math.isfinite(value):
-        return "unknown" if value is None else repr(value)
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else short(value)
-
-
-def what_happened(one: AttemptStatus) -> str:
-    """Return the faults of an attempt, or why it ended, and who was missing."""
-    said = "; ".join(one.faults) or ("" if one.why == one.verdict else one.why or "")
-    return f"{said} (without {', '.join(one.missing)})".lstrip() if one.missing else said
-
-
-def _head(status: RunStatus, name: str) -> str:
-    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(status.at))
-    live, age = int(status.is_under_way), status.age_seconds
-    figures = "" if age is None else f" The latest figures were {seconds_text(age)} old then."
-    return (
-        f'<h1>{name} <span class="state {escape(status.state)}">{escape(status.state)}</span></h1>'
-        f'<p>{_cut(status.why)}</p><p class="soft">Written {at}, <span id="age" data-at="{status.at:.0f}"'
-        f' data-live="{live}"></span>.{figures}</p>'
     )
 
 
 def _tiles(status: RunStatus) -> str:
     moment = status.last_moment
     most = max((rank.memory_bytes for rank in status.ranks if rank.memory_bytes is not None), default=None)
-    links = [link.hop_seconds for link in status.links]
-    newest = status.checkpoints[0] if status.checkpoints else None
-    tiles = [
-        ("step", "unknown" if moment is None else f"{moment.step:,}"),
-        ("loss", number_text(None if moment is None else moment.loss)),
-        ("tokens per second", number_text(None if moment is None else moment.tokens_per_second)),
-        ("memory, at most", memory_text(most)),
-        ("slowest hop", "unknown" if not links else f"{1e3 * max(links):.2f} ms"),
-        ("newest checkpoint", "none" if newest is None else f"step {newest.step}"),
-        ("attempts", str(len(status.attempts))),
-    ]
+    tiles = {
+        "step": "unknown" if moment is None else f"{moment.step:,}",
+        "loss": number_text(None if moment is None else moment.loss),
+        "tokens per second": number_text(None if moment is None else moment.tokens_per_second),
+        "memory, at most": memory_text(most),
+        "slowest hop": f"{1e3 * status.links[0].hop_seconds:.2f} ms" if status.links else "unknown",
+        "newest checkpoint": f"step {status.checkpoints[0].step}" if status.checkpoints else "none",
+        "attempts": str(len(status.attempts)),
+    }
     cells = (
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(what)}</span></div>' for what, value in tiles
+        f'<div class="tile"><b>{_html(value)}</b><span>{what}</span></div>' for what, value in tiles.items()
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def _missing(status: RunStatus) -> str:
-    missing = status.attempts[-1].missing if status.attempts else {}
-    rows = "".join(f"<li>{_cut(name)}: {_cut(why)}</li>" for name, why in missing.items())
-    return f'<h2 class="bad">Hosts that are missing</h2><ul>{rows}</ul>' if rows else ""
-
-
 def _charts(status: RunStatus) -> str:
-    course = status.course
-    losses = [ChartPoint(one.attempt, one.step, one.loss) for one in course if one.loss is not None]
+    losses = [ChartPoint(one.attempt, one.step, one.loss) for one in status.course if one.loss is not None]
     rates = [
         ChartPoint(one.attempt, one.step, one.tokens_per_second)
-        for one in course
+        for one in status.course
         if one.tokens_per_second is not None
     ]
-    shown = sorted({point.attempt for point in losses})[-COLOURS:]
-    keys = "".join(f'<i class="key c{(n - 1) % COLOURS}"></i>attempt {n}' for n in shown)
+    shown = sorted({point.attempt for point in losses})[-len(COLOURS) :]
+    keys = "".join(f'<i class="key c{(n - 1) % len(COLOURS)}"></i>attempt {n}' for n in shown)
     faults = [one.last_step for one in status.attempts if one.faults and one.last_step is not None]
     return (
         f'<h2>Loss over steps</h2><p class="soft">{keys}</p>{chart("Loss over steps", losses, faults)}'
@@ -302,90 +234,25 @@ def _charts(status: RunStatus) -> str:
     )
 
 
-def _attempts(status: RunStatus) -> str:
-    heads = ["attempt", "began", "took", "ranks", "ring", "from", "last step", "ended", "what happened"]
-    rows = [_attempt(one, status.at) for one in reversed(status.attempts)]
-    return f"<h2>Attempts and faults</h2>{_table(heads, rows, wide='what happened')}"
-
-
-def _attempt(one: AttemptStatus, now: float) -> list[str]:
-    began = "" if one.started_at is None else time.strftime("%m-%d %H:%M:%S", time.gmtime(one.started_at))
-    took = None if one.started_at is None else (one.ended_at or now) - one.started_at
-    return [
-        str(one.number), began, seconds_text(took), _or_blank(one.world_size),
-        _or_blank(one.sequence_parallel_size), one.checkpoint or "the start", _or_blank(one.last_step),
-        one.verdict or "under way", what_happened(one),
-    ]  # fmt: skip
-
-
-def _ranks(status: RunStatus) -> str:
-    heads = ["rank", "host", "state", "step", "step takes", "memory, at most", "figures are from"]
-    rows = [_rank(one) for one in status.ranks[:MOST_ROWS]]
-    return f"<h2>Ranks</h2>{_table(heads, rows)}{_left_out(status.ranks)}"
-
-
-def _rank(one: RankStatus) -> list[str]:
-    takes = "" if one.step_seconds is None else f"{1e3 * one.step_seconds:,.0f} ms"
-    age = "never" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} before"
-    memory = "" if one.memory_bytes is None else memory_text(one.memory_bytes)
-    return [str(one.rank), one.host or "", one.state, _or_blank(one.step), takes, memory, age]
-
-
-def _links(status: RunStatus) -> str:
-    if not status.links:
-        return (
-            '<h2>Hop times by link</h2><p class="none">Nothing is known: a ring of one rank, no step so'
-            " far, or a GPU, whose host does not wait for messages.</p>"
-        )
-    heads = ["from rank", "to rank", "host", "a hop takes", "of which waiting", "payload of a hop"]
-    rows = [_link(one) for one in status.links[:MOST_ROWS]]
-    return f"<h2>Hop times by link, the slowest first</h2>{_table(heads, rows)}{_left_out(status.links)}"
-
-
-def _link(one: LinkStatus) -> list[str]:
-    hop, wait = f"{1e3 * one.hop_seconds:.2f} ms", f"{1e3 * one.wait_seconds:.2f} ms"
-    return [str(one.source), str(one.to), one.between, hop, wait, f"{one.payload_bytes / 1024:,.0f} KiB"]
-
-
-def _checkpoints(status: RunStatus) -> str:
-    rows = [
-        [
-            one.tag, _or_blank(one.step), f"{seconds_text(status.at - one.saved_at)} before",
-            memory_text(one.total_bytes), "yes" if one.is_latest else "",
-        ]
-        for one in status.checkpoints
-    ]  # fmt: skip
-    if not rows:
-        return '<h2>Checkpoints</h2><p class="none">None is known.</p>'
-    return f"<h2>Checkpoints</h2>{_table(['tag', 'step', 'saved', 'size', 'loaded next'], rows)}"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], wide: str = "") -> str:
-    kinds = ["why" if head == wide else "n" for head in heads]
-    first = "".join(
-        f'<th class="{kind}">{escape(head)}</th>' for kind, head in zip(kinds, heads, strict=True)
+def _table(table: StatusTable) -> str:
+    if not table.rows:
+        return f'<h2>{table.title}</h2><p class="none">{table.none}</p>'
+    heads = table.heads.split(", ")
+    kinds = ["why" if head == "what happened" else "n" for head in heads]
+    first = "".join(f'<th class="{kind}">{head}</th>' for kind, head in zip(kinds, heads, strict=True))
+    body = ""
+    for row in table.rows:
+        cells = (f'<td class="{kind}">{_html(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
+        body += f"<tr>{''.join(cells)}</tr>"
+    left = f'<p class="soft">{table.left_out:,} more are in ds-ring status --json.</p>' * bool(table.left_out)
+    return (
+        f'<h2>{table.title}</h2><div class="wide"><table><thead><tr>{first}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>{left}"
     )
-    others = (
-        "".join(f'<td class="{kind}">{_cut(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
-        for row in rows
-    )
-    body = "".join(f"<tr>{cells}</tr>" for cells in others)
-    return f'<div class="wide"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _left_out(found: Sequence[object]) -> str:
-    more = len(found) - MOST_ROWS
-    return f'<p class="soft">{more:,} more are in ds-ring status --json.</p>' if more > 0 else ""
-
-
-def _cut(text: str) -> str:
-    """Return text of any origin as HTML; letters that a browser does not show are left out."""
-    text = text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..."
-    return escape("".join(sign if sign.isprintable() or sign == "\n" else " " for sign in text))
-
-
-def _or_blank(value: object) -> str:
-    return "" if value is None else str(value)
+def _html(text: str) -> str:
+    return escape(plain(text))
 
 
 # The launcher renews `launcher.json` and `status.html` each minute, and after every event of the run. An
@@ -398,16 +265,41 @@ _LOOK_SECONDS = 1.0  # between two looks at attempts.jsonl
 @contextmanager
 def page_kept(run: Path) -> Iterator[None]:
     """Keep RUN/status.html new inside the block, and write it a last time at the end."""
-    keeper = _Keeper(run)
-    thread = threading.Thread(target=keeper.work, name="status page", daemon=True)
+    ended, told = threading.Event(), set[str]()
+
+    def renew() -> None:
+        try:
+            write_launcher(run)
+            write_page(run)
+        except RingConfigError:  # no attempt has begun
+            pass
+        except Exception as error:  # the page is worth no run
+            if not told:
+                say(f"the status page cannot be written: {type(error).__name__}: {error}")
+            told.add("said")
+
+    def work() -> None:
+        due, seen = 0.0, -1
+        while True:
+            try:
+                size = (run / ATTEMPTS).stat().st_size
+            except OSError:
+                size = 0
+            if time.monotonic() >= due or size != seen:
+                due, seen = time.monotonic() + RENEW_SECONDS, size
+                renew()
+            if ended.wait(_LOOK_SECONDS):
+                return
+
+    thread = threading.Thread(target=work, name="status page", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        keeper.ended.set()
+        ended.set()
         thread.join(timeout=10.0)  # a folder that does not answer must not hold the launcher
         if not thread.is_alive():
-            keeper.renew()
+            renew()
 
 
 def write_page(run: Path) -> None:
@@ -418,37 +310,3 @@ def write_page(run: Path) -> None:
         OSError: the page could not be written.
     """
     replace_text(run / PAGE, page_of(read_run(run)))
-
-
-class _Keeper:
-    def __init__(self, run: Path) -> None:
-        self.run, self.ended, self._said = run, threading.Event(), False
-
-    def work(self) -> None:
-        """Renew the page until the run has ended."""
-        waited, seen = RENEW_SECONDS, 0
-        while True:
-            size = self._events_bytes()
-            if waited >= RENEW_SECONDS or size != seen:
-                waited, seen = 0.0, size
-                self.renew()
-            if self.ended.wait(_LOOK_SECONDS):
-                return
-            waited += _LOOK_SECONDS
-
-    def renew(self) -> None:
-        try:
-            write_launcher(self.run)
-            write_page(self.run)
-        except RingConfigError:  # no attempt has begun
-            pass
-        except Exception as error:  # the page is worth no run
-            if not self._said:
-                self._said = True
-                say(f"the status page cannot be written: {type(error).__name__}: {error}")
-
-    def _events_bytes(self) -> int:
-        try:
-            return (self.run / ATTEMPTS).stat().st_size
-        except OSError:
-            return 0

@@ -19,12 +19,14 @@ from ds_ring.errors import RingConfigError
 
 from ..run.run_folder import (
     ATTEMPTS,
+    HISTORY,
+    LAUNCHER,
     RunFolder,
     exits_of,
     faults_of,
-    history_of,
-    launcher_of,
+    lines_of,
     metrics_of,
+    newest_checkpoint,
 )
 
 MANIFEST = "ds_ring_manifest.json"  # written last: a folder without one is not whole
@@ -43,12 +45,9 @@ class Checkpoint:
     is_latest: bool
 
 
-def newest_checkpoints(folder: Path | None) -> tuple[Checkpoint, ...]:
+def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
     """Return the newest checkpoints that have a manifest, at most five, the newest first."""
-    if folder is None:
-        return ()
-    found = []
-    latest = _latest(folder)
+    found, latest = [], (newest_checkpoint(folder) or ("", 0))[0]
     try:
         for path in folder.iterdir():
             if not path.name.startswith(".") and (path / MANIFEST).is_file():
@@ -60,13 +59,6 @@ def newest_checkpoints(folder: Path | None) -> tuple[Checkpoint, ...]:
         Checkpoint(tag, *_step_and_bytes(folder / tag / MANIFEST), saved_at, tag == latest)
         for saved_at, tag in newest
     )
-
-
-def _latest(folder: Path) -> str:
-    try:
-        return (folder / "latest").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""
 
 
 def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
@@ -198,15 +190,19 @@ def read_run(path: Path, now: float | None = None) -> RunStatus:
     attempts = tuple(_attempt(number, folder, events) for number in numbers)
     last = attempts[-1] if attempts else None
     course = tuple(
-        moment for number in numbers[-MOST_CURVES:] for moment in _moments(number, folder.attempt(number))
+        HistoryMoment(number, step, number_of(one, "loss"), number_of(one, "tokens_per_second"))
+        for number in numbers[-MOST_CURVES:]
+        for one in lines_of(folder.attempt(number) / HISTORY)
+        if (step := _whole(one, "step")) is not None
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
     age = min((rank.age_seconds for rank in ranks if rank.age_seconds is not None), default=None)
-    said = [at for one in (*events, *launcher_of(path)) if (at := number_of(one, "at")) is not None]
+    said = [at for one in (*events, *lines_of(path / LAUNCHER)) if (at := number_of(one, "at")) is not None]
     silence = min([now - at for at in said] + ([] if age is None else [age]), default=0.0)
     state, why = _state(last, silence)
-    checkpoints = newest_checkpoints(_checkpoint_folder(events))
+    named = [name for one in events if (name := _text(one, "checkpoints"))]
+    checkpoints = newest_checkpoints(Path(named[-1])) if named else ()
     return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, course)
 
 
@@ -264,7 +260,7 @@ def _attempt(number: int, folder: RunFolder, events: list[dict[str, Any]]) -> At
     start: dict[str, Any] = next((one for one in own if one.get("event") == "start"), {})
     end: dict[str, Any] = next((one for one in own if one.get("event") == "end"), {})
     path = folder.attempt(number)
-    steps = [_whole(one, "step") for one in (*metrics_of(path).values(), *history_of(path)[-1:])]
+    steps = [_whole(one, "step") for one in (*metrics_of(path).values(), *lines_of(path / HISTORY)[-1:])]
     faults = [_text(one, "what") or "" for one in own if one.get("event") == "fault"]
     if not faults and not end:  # the launcher has not judged yet
         faults = [f"rank {fault.rank} raised {fault.type}: {fault.message}" for fault in faults_of(path)[:3]]
@@ -319,21 +315,6 @@ def _links(path: Path, attempt: AttemptStatus) -> tuple[LinkStatus, ...]:
             waited, size = number_of(link, "wait_seconds") or 0.0, _whole(link, "bytes") or 0
             found.append(LinkStatus(source, rank, between, seconds, waited, size))
     return tuple(sorted(found, key=lambda link: (-link.hop_seconds, link.to)))
-
-
-def _moments(number: int, path: Path) -> list[HistoryMoment]:
-    found = []
-    for one in history_of(path):
-        step = _whole(one, "step")
-        if step is not None:
-            figures = number_of(one, "loss"), number_of(one, "tokens_per_second")
-            found.append(HistoryMoment(number, step, *figures))
-    return found
-
-
-def _checkpoint_folder(events: list[dict[str, Any]]) -> Path | None:
-    named = [one["checkpoints"] for one in events if isinstance(one.get("checkpoints"), str)]
-    return Path(named[-1]) if named else None
 
 
 def _whole(one: Mapping[str, Any], name: str) -> int | None:

@@ -1,121 +1,159 @@
-"""Print what is known of a run as tables for a terminal."""
+"""Say what is known of a run in tables of text, and print them on a terminal; page.py shows the same ones."""
 
 from __future__ import annotations
 
-from rich.markup import escape
-from rich.table import Table
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from ..tables import console, print_table
-from .page import memory_text, number_text, seconds_text, what_happened
-from .run_status import LinkStatus, RankStatus, RunStatus
+from .run_status import AttemptStatus, RankStatus, RunStatus
 
-MOST_ROWS = 16  # of ranks and links; --json has all
-_MOST_LETTERS = 400
+MOST_ROWS = 16  # of a table on a terminal; --json has all
+_MOST_LETTERS = 2000
+
+
+class StatusTable(NamedTuple):
+    """Hold a table; `none` is what stands for an empty one, `left_out` counts rows that only --json has."""
+
+    title: str
+    heads: str  # with a comma and a blank between them
+    rows: Sequence[tuple[str, ...]]
+    none: str = "Nothing is known."
+    left_out: int = 0
 
 
 def print_status(status: RunStatus) -> None:
     """Print a run's state, attempts, ranks, links and checkpoints."""
-    console().print(_summary(status), soft_wrap=True)
-    print_table(_attempts(status))
-    if status.ranks:
-        print_table(_ranks(status))
-    if status.links:
-        print_table(_links(status))
-    if status.checkpoints:
-        print_table(_checkpoints(status))
+    from rich.markup import escape
+    from rich.table import Table
 
+    from ..tables import console, print_table
 
-def _summary(status: RunStatus) -> str:
     moment, why = status.last_moment, f" ({status.why})" if status.why else ""
-    lines = [f"[bold]{_cut(status.path)}[/bold]: [bold]{status.state}[/bold]{_cut(why)}"]
+    lines = [f"[bold]{escape(plain(status.path))}[/bold]: [bold]{status.state}[/bold]{escape(plain(why))}"]
     if moment is not None:
         rate, loss = number_text(moment.tokens_per_second), number_text(moment.loss)
         lines.append(f"step {moment.step:,}, loss {loss}, {rate} tokens per second")
     if status.age_seconds is not None:
         lines.append(f"the latest figures are {seconds_text(status.age_seconds)} old")
     missing = status.attempts[-1].missing if status.attempts else {}
-    lines += [f"missing host {_cut(name)}: {_cut(why)}" for name, why in missing.items()]
-    return "\n".join(lines)
+    lines += [escape(plain(f"missing host {name}: {why}")) for name, why in missing.items()]
+    console().print("\n".join(lines), soft_wrap=True)
+    for one in tables_of(status, MOST_ROWS):
+        left = f"; {one.left_out:,} more are in --json" if one.left_out else ""
+        table = Table(title=f"{one.title}{left}", title_justify="left")
+        for head in one.heads.split(", "):
+            table.add_column(head, overflow="fold")
+        for row in one.rows:
+            table.add_row(*(escape(plain(cell, 400)) for cell in row))
+        if one.rows:
+            print_table(table)
 
 
-def _attempts(status: RunStatus) -> Table:
-    table = _titled("attempts, the latest last")
-    for head in ("attempt", "ranks", "ring", "from", "last step", "took", "ended"):
-        table.add_column(head)
-    table.add_column("what happened", overflow="fold")
-    for one in status.attempts[-MOST_ROWS:]:
-        took = None if one.started_at is None else (one.ended_at or status.at) - one.started_at
-        said = what_happened(one)
-        table.add_row(
-            str(one.number), _or_blank(one.world_size), _or_blank(one.sequence_parallel_size),
-            _cut(one.checkpoint or "the start"), _or_blank(one.last_step), seconds_text(took),
-            one.verdict or "under way", _cut(said),
-        )  # fmt: skip
-    return table
-
-
-def _ranks(status: RunStatus) -> Table:
-    shown = _chosen(status.ranks)
-    more = len(status.ranks) - len(shown)
-    left = f"; {more:,} more are in --json" if more else ""
-    table = _titled(f"ranks of the last attempt{left}")
-    for head in ("rank", "host", "state", "step", "step takes", "memory, at most", "figures"):
-        table.add_column(head)
-    for one in shown:
-        takes = "" if one.step_seconds is None else f"{1e3 * one.step_seconds:,.0f} ms"
-        memory = "" if one.memory_bytes is None else memory_text(one.memory_bytes)
-        age = "none" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} old"
-        table.add_row(
-            str(one.rank), _cut(one.host or ""), _cut(one.state), _or_blank(one.step), takes, memory, age
+def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
+    """Return the tables of attempts, ranks, links and checkpoints, of at most so many rows each."""
+    attempts = status.attempts[::-1]
+    ranks = _chosen(status.ranks, most)
+    links = [
+        (
+            str(one.source), str(one.to), one.between, f"{1e3 * one.hop_seconds:.2f} ms",
+            f"{1e3 * one.wait_seconds:.2f} ms", f"{one.payload_bytes / 1024:,.0f} KiB",
         )
-    return table
+        for one in status.links[:most]
+    ]  # fmt: skip
+    checkpoints = [
+        (
+            one.tag, _or_blank(one.step), f"{seconds_text(status.at - one.saved_at)} before",
+            memory_text(one.total_bytes), "yes" if one.is_latest else "",
+        )
+        for one in status.checkpoints
+    ]  # fmt: skip
+    return [
+        StatusTable(
+            "Attempts and faults, the latest first",
+            "attempt, began, took, ranks, ring, from, last step, ended, what happened",
+            [_attempt(one, status.at) for one in attempts[:most]],
+            left_out=max(len(attempts) - most, 0),
+        ),
+        StatusTable(
+            "Ranks of the last attempt",
+            "rank, host, state, step, step takes, memory at most, figures are from",
+            [_rank(one) for one in ranks],
+            left_out=len(status.ranks) - len(ranks),
+        ),
+        StatusTable(
+            "Hop times by link, the slowest first",
+            "from rank, to rank, host, a hop takes, of which waiting, payload of a hop",
+            links,
+            "Nothing is known: a ring of one rank, no step so far, or a GPU, whose host does not wait for"
+            " messages.",
+            left_out=len(status.links) - len(links),
+        ),
+        StatusTable(
+            "Checkpoints that are whole by their manifest, the newest first",
+            "tag, step, saved, size, loaded next",
+            checkpoints,
+        ),
+    ]
 
 
-def _chosen(ranks: tuple[RankStatus, ...]) -> list[RankStatus]:
+def _attempt(one: AttemptStatus, now: float) -> tuple[str, ...]:
+    began = "" if one.started_at is None else time.strftime("%m-%d %H:%M:%S", time.gmtime(one.started_at))
+    took = None if one.started_at is None else (one.ended_at or now) - one.started_at
+    said = "; ".join(one.faults) or ("" if one.why == one.verdict else one.why or "")
+    without = f" (without {', '.join(one.missing)})" if one.missing else ""
+    return (
+        str(one.number), began, seconds_text(took), _or_blank(one.world_size),
+        _or_blank(one.sequence_parallel_size), one.checkpoint or "the start", _or_blank(one.last_step),
+        one.verdict or "under way", f"{said}{without}".lstrip(),
+    )  # fmt: skip
+
+
+def _rank(one: RankStatus) -> tuple[str, ...]:
+    takes = "" if one.step_seconds is None else f"{1e3 * one.step_seconds:,.0f} ms"
+    age = "never" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} before"
+    memory = "" if one.memory_bytes is None else memory_text(one.memory_bytes)
+    return str(one.rank), one.host or "", one.state, _or_blank(one.step), takes, memory, age
+
+
+def _chosen(ranks: Sequence[RankStatus], most: int) -> Sequence[RankStatus]:
     """Return the ranks to look at first: those that are not at work, then the oldest figures, most memory."""
-    if len(ranks) <= MOST_ROWS:
-        return list(ranks)
+    if len(ranks) <= most:
+        return ranks
     oldest = sorted(ranks, key=lambda one: (one.state == "at work", -(one.age_seconds or 1e18)))
     largest = sorted(ranks, key=lambda one: -(one.memory_bytes or 0))
-    kept = {one.rank: one for one in (*oldest[: MOST_ROWS // 2], *largest[: MOST_ROWS // 2])}
+    kept = {one.rank: one for one in (*oldest[: most // 2], *largest[: most // 2])}
     return [kept[rank] for rank in sorted(kept)]
 
 
-def _links(status: RunStatus) -> Table:
-    more = len(status.links) - MOST_ROWS
-    left = f"; {more:,} more are in --json" if more > 0 else ""
-    table = _titled(f"hop times by link, the slowest first{left}")
-    for head in ("from rank", "to rank", "host", "a hop takes", "of which waiting", "payload"):
-        table.add_column(head)
-    for one in status.links[:MOST_ROWS]:
-        table.add_row(*_link(one))
-    return table
+def seconds_text(seconds: float | None) -> str:
+    """Return a span of time that a person reads."""
+    if seconds is None or not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _link(one: LinkStatus) -> tuple[str, ...]:
-    hop, wait = f"{1e3 * one.hop_seconds:.2f} ms", f"{1e3 * one.wait_seconds:.2f} ms"
-    return str(one.source), str(one.to), _cut(one.between), hop, wait, f"{one.payload_bytes / 1024:,.0f} KiB"
+def memory_text(size: int | None) -> str:
+    """Return bytes as MiB or GiB."""
+    if size is None:
+        return "unknown"
+    return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
-def _checkpoints(status: RunStatus) -> Table:
-    table = _titled("checkpoints that are whole by their manifest, the newest first")
-    for head in ("tag", "step", "saved", "size", "loaded next"):
-        table.add_column(head)
-    for one in status.checkpoints:
-        age = f"{seconds_text(status.at - one.saved_at)} ago"
-        size = memory_text(one.total_bytes)
-        table.add_row(_cut(one.tag), _or_blank(one.step), age, size, "yes" if one.is_latest else "")
-    return table
+def number_text(value: float | None) -> str:
+    """Return a figure of about four digits; unknown, nan and infinite ones by name."""
+    if value is None or not math.isfinite(value):
+        return "unknown" if value is None else repr(value)
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def _titled(title: str) -> Table:
-    return Table(title=title, title_justify="left")
-
-
-def _cut(text: str) -> str:
-    """Return text of any origin without letters that steer a terminal, and without rich's markup."""
-    text = text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]} ..."
-    return escape("".join(sign if sign.isprintable() else " " for sign in text))
+def plain(text: str, most: int = _MOST_LETTERS) -> str:
+    """Return text of any origin, cut, and without letters that a browser hides or a terminal obeys."""
+    text = text if len(text) <= most else f"{text[:most]} ..."
+    return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
 def _or_blank(value: object) -> str:

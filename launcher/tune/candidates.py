@@ -89,7 +89,9 @@ def _all(request: TuningRequest) -> Iterator[TuningCandidate]:
             yield from (TuningCandidate(1, ulysses, "contiguous", True, choice, 0) for choice in kernels)
             continue
         layouts = dict.fromkeys(layout_names(request, ring, ulysses).values())
-        heads = message_sizes(request, ring, ulysses)
+        heads = [default_heads(request, ring, ulysses, request.tokens)]
+        if request.has_hops:  # the default, one, and all that are read alike
+            heads = list(dict.fromkeys([*heads, 1, _largest_class(request, ulysses)]))
         overlaps = (True, False) if request.has_hops else (True,)
         for parts in itertools.product(layouts, overlaps, kernels, heads):
             yield TuningCandidate(ring, ulysses, *parts)
@@ -147,12 +149,6 @@ def default_heads(request: TuningRequest, ring: int, ulysses: int, tokens: int) 
     bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, ring)
     first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
-
-
-def message_sizes(request: TuningRequest, ring: int, ulysses: int) -> list[int]:
-    """Return heads per message: the default, one, and all that are read alike."""
-    default, most = default_heads(request, ring, ulysses, request.tokens), _largest_class(request, ulysses)
-    return list(dict.fromkeys([default, 1, most] if request.has_hops else [default]))
 
 
 def _largest_class(request: TuningRequest, ulysses: int) -> int:

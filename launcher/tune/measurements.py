@@ -30,13 +30,7 @@ from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 
 from ..plan.pass_time import BACKWARD_FLOPS, FORWARD_FLOPS
-from .candidates import (
-    KernelChoice,
-    TuningCandidate,
-    config_of,
-    default_heads,
-    layout_of,
-)
+from .candidates import KernelChoice, TuningCandidate, config_of, default_heads, layout_of
 from .request import TuningRequest
 
 
@@ -87,15 +81,8 @@ class Clock:
 
     def slowest(self, value: float) -> float:
         """Return the largest of all ranks' values, the same bits on all."""
-        return self._reduced(value, dist.ReduceOp.MAX)
-
-    def least(self, value: float) -> float:
-        """Return the smallest of all ranks' values, the same bits on all."""
-        return self._reduced(value, dist.ReduceOp.MIN)
-
-    def _reduced(self, value: float, operation: dist.ReduceOp.RedOpType) -> float:
         together = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(together, op=operation, group=self._group)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self._group)
         return float(together)
 
     def own(self, work: Callable[[], object]) -> float:
@@ -126,15 +113,12 @@ class Passes:
     Args:
         request: shapes.
         clock: of all ranks.
-        meshes: by ring and Ulysses size, those that there are already.
     """
 
-    def __init__(
-        self, request: TuningRequest, clock: Clock, meshes: dict[tuple[int, int], RingMesh] | None = None
-    ) -> None:
+    def __init__(self, request: TuningRequest, clock: Clock) -> None:
         self.request, self.clock = request, clock
         self.count = 0
-        self._meshes = dict(meshes or {})
+        self._meshes: dict[tuple[int, int], RingMesh] = {}  # by ring and Ulysses size
         self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
 
     def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:
@@ -234,7 +218,7 @@ def _neighbour_seconds(mesh: RingMesh, size_bytes: int, clock: Clock) -> tuple[f
         clock.meet()
         seconds.append(clock.own(swap))
     own = min(seconds)
-    return clock.slowest(own), clock.least(own)
+    return clock.slowest(own), -clock.slowest(-own)
 
 
 def _all_to_all_rate(mesh: RingMesh, clock: Clock) -> float:
@@ -310,9 +294,12 @@ class Probe:
                 for tokens, rounds in ((SMALL_TOKENS, 3), (large_tokens, 1)):
                     samples[choice, tokens].append(self._sample(choice, tokens, rounds))
                 told()
-        return {
-            choice: _rate(*(samples[choice, n] for n in (SMALL_TOKENS, large_tokens))) for choice in choices
-        }
+        found = {}
+        for choice in choices:
+            small, large = samples[choice, SMALL_TOKENS], samples[choice, large_tokens]
+            (forward, forward_s), (backward, backward_s) = (_fit(small, large, way) for way in (0, 1))
+            found[choice] = KernelRate(forward, backward, forward_s, backward_s)
+        return found
 
     def alone_speedup(self, choice: KernelChoice, rank: int, tokens: int) -> float:
         """Return seconds while all ranks compute over those of rank 0 alone; at least 1."""
@@ -363,21 +350,14 @@ class Probe:
         return KernelSample((forward, backward), (forward_s, backward_s))
 
 
-def _rate(small: list[KernelSample], large: list[KernelSample]) -> KernelRate:
-    (forward, forward_s), (backward, backward_s) = (_fit(_least(small), _least(large), way) for way in (0, 1))
-    return KernelRate(forward, backward, forward_s, backward_s)
+def _fit(small: list[KernelSample], large: list[KernelSample], way: int) -> tuple[float, float]:
+    """Fit rate and fixed seconds to the least seconds of two sizes, forward (0) or backward (1).
 
-
-def _least(samples: list[KernelSample]) -> KernelSample:
-    """Return the least seconds, forward and backward each by itself."""
-    forward, backward = (min(sample.seconds[way] for sample in samples) for way in (0, 1))
-    return KernelSample(samples[0].flops, (forward, backward))
-
-
-def _fit(small: KernelSample, large: KernelSample, way: int) -> tuple[float, float]:
-    """Fit rate and fixed seconds to two points; without a rise, return the larger one's rate alone."""
-    rise_s = large.seconds[way] - small.seconds[way]
-    if rise_s <= 0:
-        return large.flops[way] / large.seconds[way], 0.0
-    rate = (large.flops[way] - small.flops[way]) / rise_s
-    return rate, max(small.seconds[way] - small.flops[way] / rate, 0.0)
+    Without a rise the larger one's rate alone.
+    """
+    small_s, large_s = (min(sample.seconds[way] for sample in samples) for samples in (small, large))
+    few, many = small[0].flops[way], large[0].flops[way]
+    if large_s <= small_s:
+        return many / large_s, 0.0
+    rate = (many - few) / (large_s - small_s)
+    return rate, max(small_s - few / rate, 0.0)

@@ -51,20 +51,16 @@ class Model:
 
     def __init__(self, request: TuningRequest, measured: Measured) -> None:
         self.request, self.measured = request, measured
-        self._known: dict[tuple[TuningCandidate, int], Predicted] = {}
 
     def __call__(self, candidate: TuningCandidate, tokens: int) -> float:
         """Return the seconds that the candidate should take."""
         return self.predict(candidate, tokens).seconds
 
     def predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
-        """Predict one candidate; overlap takes the longer of computing and moving, else their sum."""
-        if (candidate, tokens) not in self._known:
-            self._known[candidate, tokens] = self._predict(candidate, tokens)
-        return self._known[candidate, tokens]
+        """Predict a layer's pass, the mean where layers differ.
 
-    def _predict(self, candidate: TuningCandidate, tokens: int) -> Predicted:
-        """Predict a layer's pass; the mean where layers differ."""
+        Overlap takes the longer of computing and moving, else their sum.
+        """
         mix = self.request.mix
         count, swaps = sum(layers for _, layers in mix), self._swaps(candidate, tokens)
         mean = [0.0] * 4

@@ -58,7 +58,6 @@ class TuningResult:
     candidates: int
     contestants: int
     passes: int  # real passes that were timed
-    shortest_tokens: int  # length of the shortest ones
     seconds: float  # that all of it took
     ranks_per_node: int  # ranks on rank 0's host
 
@@ -125,7 +124,6 @@ class TuningResult:
             "candidates": self.candidates,
             "contestants": self.contestants,
             "passes": self.passes,
-            "shortest_tokens": self.shortest_tokens,
             "tokens": self.request.tokens,
             "seconds": self.seconds,
         }
@@ -189,19 +187,13 @@ def _finals(result: TuningResult) -> Table:
         table.add_column(name)
     for name in ("expected", "measured", "fastest\nto slowest"):
         table.add_column(name, justify="right", no_wrap=True)
-    for finalist in result.finalists:
-        table.add_row(_mark(finalist, result), str(finalist.candidate), *_times(finalist))
-    return table
-
-
-def _mark(finalist: Finalist, result: TuningResult) -> str:
     marks = {"chosen": result.chosen, "defaults": result.default}
-    return ", ".join(mark for mark, candidate in marks.items() if candidate == finalist.candidate)
-
-
-def _times(finalist: Finalist) -> tuple[str, str, str]:
-    low, high = min(finalist.seconds), max(finalist.seconds)
-    return f"{finalist.predicted_s:.4f} s", f"{finalist.median_s:.4f} s", f"{low:.4f} to {high:.4f}"
+    for one in result.finalists:
+        mark = ", ".join(mark for mark, candidate in marks.items() if candidate == one.candidate)
+        times = f"{one.predicted_s:.4f} s", f"{one.median_s:.4f} s"
+        spread = f"{min(one.seconds):.4f} to {max(one.seconds):.4f}"
+        table.add_row(mark, str(one.candidate), *times, spread)
+    return table
 
 
 def _words(result: TuningResult) -> list[str]:
@@ -211,8 +203,8 @@ def _words(result: TuningResult) -> list[str]:
         f"expected {result.predicted.seconds:.4f} s (compute {result.predicted.compute_s:.4f}, transfer"
         f" {result.predicted.transfer_s:.4f}, overhead {result.predicted.overhead_s:.4f}), measured"
         f" {result.chosen_s:.4f} s, {ratio:.2f} of the defaults",
-        f"{result.candidates} candidates, {result.contestants} raced, {result.passes} passes, the shortest of"
-        f" {result.shortest_tokens} tokens, {result.seconds:.0f} s",
+        f"{result.candidates} candidates, {result.contestants} raced, {result.passes} passes,"
+        f" {result.seconds:.0f} s",
     ]
     if result.request.base.pattern.documents:
         lines.append("documents are each batch's own: measured without them")
@@ -244,10 +236,16 @@ def _describe(result: TuningResult, times: float) -> Json:
     kernel = measured.kernels[result.chosen.kernel]
     forward, backward = kernel.forward_flops / times, kernel.backward_flops / times
     peak = max(measured.matmul_flops, forward, backward)
+    if request.device == "cuda":
+        name = torch.cuda.get_device_name(0)
+        memory_bytes = int(torch.cuda.get_device_properties(0).total_memory)
+    else:  # a rank's part of the host's
+        name = f"{platform.machine()} CPU, {os.cpu_count()} cores"
+        memory_bytes = int(psutil.virtual_memory().total) // result.ranks_per_node
     description: Json = {
-        "name": _device_name(request, result.ranks_per_node),
+        "name": f"{name}, {result.ranks_per_node} ranks on {socket.gethostname()}",
         "kind": request.device,
-        "memory_bytes": _memory_bytes(request, result.ranks_per_node),
+        "memory_bytes": memory_bytes,
         "devices_per_node": result.ranks_per_node,
         "peak_flops": {request.dtype: peak},
         "attention_efficiency": {"forward": forward / peak, "backward": backward / peak},
@@ -259,7 +257,14 @@ def _describe(result: TuningResult, times: float) -> Json:
         description["inter_node_bytes_per_s"] = links.bytes_per_s
         description["link_latency_s"] = links.latency_s
         description["hop_overhead_s"] = measured.hop_overhead_s
-    return description | {"source": _source(request)}
+    return description | {
+        "source": {
+            "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
+            "peak_flops": "the best of a large product of matrices and the attention kernel",
+            "inter_node_bytes_per_s": "the slowest link of the ring",
+            "intra_node_bytes_per_s": "the fastest link of the ring",
+        }
+    }
 
 
 # [Note: the rate of a pattern]
@@ -286,25 +291,3 @@ def _slower(result: TuningResult, hardware: Hardware) -> float:
     arithmetic = planned.executed * request.head_dim * per_pair / hardware.flops(request.dtype)
     took = arithmetic + count * result.chosen_s - planned.seconds  # `chosen_s` is a layer's mean
     return min(max(took / arithmetic, 1 / MOST), MOST)
-
-
-def _device_name(request: TuningRequest, ranks_per_node: int) -> str:
-    cuda = request.device == "cuda"
-    name = torch.cuda.get_device_name(0) if cuda else f"{platform.machine()} CPU, {os.cpu_count()} cores"
-    return f"{name}, {ranks_per_node} ranks on {socket.gethostname()}"
-
-
-def _memory_bytes(request: TuningRequest, ranks_per_node: int) -> int:
-    """Return the memory of a device: a GPU's own, or a rank's part of the host's."""
-    if request.device == "cuda":
-        return int(torch.cuda.get_device_properties(0).total_memory)
-    return int(psutil.virtual_memory().total) // ranks_per_node
-
-
-def _source(request: TuningRequest) -> dict[str, str]:
-    return {
-        "all": f"ds-ring tune, torch {torch.__version__}, {request.world_size} ranks at once",
-        "peak_flops": "the best of a large product of matrices and the attention kernel",
-        "inter_node_bytes_per_s": "the slowest link of the ring",
-        "intra_node_bytes_per_s": "the fastest link of the ring",
-    }

@@ -87,11 +87,12 @@ def run_ranks_collect(
     *args: Any,
     timeout_s: float = DEADLINE_SECONDS,
     grace_s: float | None = None,
+    silent: Sequence[int] = (),
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """The same on fresh ranks, but what became of each rank is the result, whatever it is."""
     with RankPool(world_size) as pool:
-        return pool.collect(fn, *args, timeout_s=timeout_s, grace_s=grace_s, **kwargs)
+        return pool.collect(fn, *args, timeout_s=timeout_s, grace_s=grace_s, silent=silent, **kwargs)
 
 
 def first_in_time(run: Callable[[], list[Any]], in_time: Callable[[list[Any]], bool]) -> list[Any]:
@@ -149,10 +150,15 @@ class RankPool:
         *args: Any,
         timeout_s: float = DEADLINE_SECONDS,
         grace_s: float | None = None,
+        silent: Sequence[int] = (),
         **kwargs: Any,
     ) -> list[RankOutcome]:
-        """What became of each rank. All get until the deadline, or `grace_s` after the first one failed."""
-        return self._call(fn, args, kwargs, timeout_s, grace_s=timeout_s if grace_s is None else grace_s)
+        """What became of each rank. All get until the deadline, or `grace_s` after the first one failed.
+
+        `silent`: ranks that stop for good; nobody waits for them once the others have answered.
+        """
+        grace_s = timeout_s if grace_s is None else grace_s
+        return self._call(fn, args, kwargs, timeout_s, grace_s, silent)
 
     def close(self) -> None:
         """Let idle ranks end by themselves, kill what does not, wait for all, remove the folder."""
@@ -168,7 +174,13 @@ class RankPool:
         self._kill()
 
     def _call(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float, grace_s: float
+        self,
+        fn: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        grace_s: float,
+        silent: Sequence[int] = (),
     ) -> list[RankOutcome]:
         request = _request(fn, args, kwargs)
         if any(_threads(pid) > _MOST_THREADS for pid in self.pids):
@@ -179,7 +191,7 @@ class RankPool:
             started = time.monotonic()
             for pipe in self._pipes:
                 _send(pipe, request)
-            outcomes = self._gather(started, started + timeout_s, grace_s)
+            outcomes = self._gather(started, started + timeout_s, grace_s, silent)
         except BaseException:  # ctrl-C, say: answers still under way must not meet the next call
             self._kill()
             raise
@@ -187,10 +199,13 @@ class RankPool:
             self._kill()
         return outcomes
 
-    def _gather(self, started: float, deadline: float, grace_s: float) -> list[RankOutcome]:
+    def _gather(
+        self, started: float, deadline: float, grace_s: float, silent: Sequence[int]
+    ) -> list[RankOutcome]:
         """One outcome for each rank, by rank; those that have not answered at the deadline hang."""
         outcomes: dict[int, RankOutcome] = {}
-        while len(outcomes) < self.world_size and time.monotonic() < deadline:
+        expected = set(range(self.world_size)) - set(silent)
+        while not expected <= outcomes.keys() and time.monotonic() < deadline:
             for rank in self._ready(
                 [rank for rank in range(self.world_size) if rank not in outcomes], deadline
             ):
@@ -263,7 +278,10 @@ class RankPool:
                 os.kill(pid, DUMP_SIGNAL)
         deadline = time.monotonic() + _STACK_SECONDS
         paths = {rank: stack_path(self._folder, rank) for rank in ranks}
-        while time.monotonic() < deadline and not all(_has_main_thread(path) for path in paths.values()):
+        running = [
+            paths[rank] for rank in ranks if not states[rank].startswith("T")
+        ]  # T: stopped, as if dead
+        while time.monotonic() < deadline and not all(map(_has_main_thread, running)):
             time.sleep(0.02)
         return {rank: _text(paths[rank]) or f"no stack: the process is {states[rank]}" for rank in ranks}
 

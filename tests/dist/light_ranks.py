@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any
 
 from ds_ring.health.joining import start_monitor
+from ds_ring.health.monitor.failure_detector import ranges_of
 from ds_ring.health.monitor.handshake import RankHandshake
-from ds_ring.health.monitor.waits import ranges_of
 
 BEATS_PER_TIMEOUT = 5
 

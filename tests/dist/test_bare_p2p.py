@@ -226,7 +226,7 @@ def stopped(rank: int, world_size: int) -> tuple[str, int | None]:
 
 
 def test_ours_names_a_peer_that_stops() -> None:
-    survivor = run_ranks_collect(stopped, 2, timeout_s=8, grace_s=0.1)[1]
+    survivor = run_ranks_collect(stopped, 2, timeout_s=8, silent=[0])[1]
     assert survivor.value == (RingPeerError.__name__, 0), survivor
 
 

@@ -35,6 +35,11 @@ from tests.reference import dense_attention, relative_error
 pytestmark = pytest.mark.needs("compiler")
 
 Pool = Callable[[int], RankPool]
+# Graphs, guards and operators are the same for both. Inductor's C++ takes the compiler half a minute: by day in
+# the transformer block alone, there with everything around the operator that it fuses.
+each_backend = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)]
+)
 HEADS, HEAD_DIM, TOKENS = 4, 8, 96  # 96: shards of 2 and of 3 ranks
 WIDTH = HEADS * HEAD_DIM
 
@@ -133,7 +138,7 @@ def test_the_graph_does_not_grow_with_the_ring() -> None:
     assert {tuple(found.nodes) for found in (*two, *three)} == {tuple(two[0].nodes)}
 
 
-def functional(rank: int, world_size: int) -> list[tuple[int, float]]:
+def functional(rank: int, world_size: int, backend: str) -> list[tuple[int, float]]:
     """`ring_attention` in a compiled function, with lengths that change: graphs so far and error of each."""
     torch._dynamo.reset()
     counters.clear()
@@ -143,7 +148,7 @@ def functional(rank: int, world_size: int) -> list[tuple[int, float]]:
         q = F.normalize(q, dim=-1) * 4
         return ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, scale=0.5) * 2
 
-    compiled = torch.compile(step, fullgraph=True)
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     found = []
     for tokens in (96, 60, 12, 96):
         layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
@@ -168,13 +173,14 @@ def dense_errors(everything: list[Tensor], got: list[Tensor]) -> list[float]:
     return [relative_error(a, b) for a, b in zip(got, want, strict=True)]
 
 
-def test_a_compiled_function_takes_other_lengths(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(functional, timeout_s=120):
+@each_backend
+def test_a_compiled_function_takes_other_lengths(rank_pool: Pool, backend: str) -> None:
+    for found in rank_pool(2).run(functional, backend, timeout_s=120):
         assert max(error for _, error in found) < 1e-5, found
         assert found[-1][0] <= 2, found  # one for the first length, one for all others
 
 
-def not_mixed_up(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
+def not_mixed_up(rank: int, world_size: int, backend: str) -> dict[str, tuple[float, float]]:
     """One compiled function, called with other meshes, patterns, layouts and scales, and so once more.
 
     Distances to the eager result of the same arguments, and of the arguments before; the meshes of one rank
@@ -189,7 +195,7 @@ def not_mixed_up(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     ) -> Tensor:
         return ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh, scale=scale)
 
-    compiled = torch.compile(attend, fullgraph=True)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
     causal = Causal()
     calls = {
         "first": (whole, causal, "zigzag", None),
@@ -215,20 +221,23 @@ def not_mixed_up(rank: int, world_size: int) -> dict[str, tuple[float, float]]:
     return found
 
 
-def test_a_compiled_function_never_attends_with_the_arguments_of_another_call(rank_pool: Pool) -> None:
-    for found in rank_pool(2).run(not_mixed_up, timeout_s=120):
+@each_backend
+def test_a_compiled_function_never_attends_with_the_arguments_of_another_call(
+    rank_pool: Pool, backend: str
+) -> None:
+    for found in rank_pool(2).run(not_mixed_up, backend, timeout_s=120):
         for name, (to_the_same, to_the_one_before) in found.items():
             assert to_the_same < 1e-6, (name, found)
             assert to_the_one_before > 1e-3 or name == "layout of another length", (name, found)
 
 
-def options_reach_the_operator(rank: int, world_size: int) -> list[Options]:
+def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list[Options]:
     """The options of the contexts that a compiled call made, arguments by keyword and objects made inline."""
     torch._dynamo.reset()
     mesh = RingMesh.single()
     q, k, v, _ = tensors(Shape(batch=1, tokens=16))
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend=backend)
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(
             q,
@@ -249,17 +258,18 @@ def options_reach_the_operator(rank: int, world_size: int) -> list[Options]:
     return [context.options for context in mesh.contexts.values()]
 
 
-def test_options_reach_the_operator_of_a_compiled_call(rank_pool: Pool) -> None:
+@each_backend
+def test_options_reach_the_operator_of_a_compiled_call(rank_pool: Pool, backend: str) -> None:
     wanted = Options(0.125, "reference", "all_gather", False, False, 7.0)
-    assert rank_pool(1).run(options_reach_the_operator) == [[wanted]]
+    assert rank_pool(1).run(options_reach_the_operator, backend) == [[wanted]]
 
 
-def handle_lives_on(rank: int, world_size: int) -> bool:
+def handle_lives_on(rank: int, world_size: int, backend: str) -> bool:
     """A compiled module keeps its mesh and context alive, and a context dies with them."""
     torch._dynamo.reset()
     module = RingAttention(Causal(), mesh=RingMesh.from_world(world_size))
     handle = module.context.handle
-    compiled = torch.compile(module, fullgraph=True)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
     q, k, v, _ = tensors(Shape(batch=1, tokens=8), seed=rank)
     first = compiled(q, k, v)
     for _ in range(20):  # other meshes come and go
@@ -273,17 +283,20 @@ def handle_lives_on(rank: int, world_size: int) -> bool:
     return True
 
 
-def test_the_handle_stays_valid_while_the_module_lives(rank_pool: Pool) -> None:
-    assert all(rank_pool(2).run(handle_lives_on, timeout_s=120))
+@each_backend
+def test_the_handle_stays_valid_while_the_module_lives(rank_pool: Pool, backend: str) -> None:
+    assert all(rank_pool(2).run(handle_lives_on, backend, timeout_s=120))
 
 
-def handle_is_not_pushed_out(rank: int, world_size: int) -> bool:
+def handle_is_not_pushed_out(rank: int, world_size: int, backend: str) -> bool:
     """Documents make a context for every batch, and the oldest are dropped: not those of compiled graphs."""
     torch._dynamo.reset()
     mesh = RingMesh.single()
     q, k, v, _ = tensors(Shape(batch=1, tokens=8))
     compiled = torch.compile(
-        lambda q, k, v: ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh), fullgraph=True
+        lambda q, k, v: ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh),
+        fullgraph=True,
+        backend=backend,
     )
     first = compiled(q, k, v)
     for scale in range(1, KEPT_CONTEXTS + 10):
@@ -292,8 +305,9 @@ def handle_is_not_pushed_out(rank: int, world_size: int) -> bool:
     return torch.equal(compiled(q, k, v), first)
 
 
-def test_the_handle_of_a_compiled_function_is_not_pushed_out(rank_pool: Pool) -> None:
-    assert rank_pool(1).run(handle_is_not_pushed_out) == [True]
+@each_backend
+def test_the_handle_of_a_compiled_function_is_not_pushed_out(rank_pool: Pool, backend: str) -> None:
+    assert rank_pool(1).run(handle_is_not_pushed_out, backend) == [True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

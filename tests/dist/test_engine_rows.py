@@ -23,7 +23,7 @@ METHODS = {
     "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "name_culprit"],
     "save_checkpoint": ["save_checkpoint", "Settled", "name_culprit"],
     "load_checkpoint": ["load_checkpoint", "name_culprit"],
-    "compile": ["RingCompile"],
+    "compile": ["_compile"],
     "save_16bit_model": ["Settled", "name_culprit"],
     "save_fp16_model": ["Settled", "name_culprit"],
     "module_state_dict": ["Settled", "name_culprit"],

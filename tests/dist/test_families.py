@@ -183,8 +183,7 @@ MADE_BY_HAND = """
 
 @pytest.mark.parametrize("family", MADE_BY_HAND.split())
 def test_a_small_model_can_be_made(family):
-    from ds_ring_launcher.check.small_config import read_config, shrink
-    from ds_ring_launcher.check.small_model import build
+    from ds_ring_launcher.check.small_model import build, read_config, shrink
 
     config = shrink(read_config(family), tokens=61)
     config.is_decoder = True

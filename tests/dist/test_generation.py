@@ -84,8 +84,8 @@ def build(name: str) -> Any:
     import transformers
 
     if name not in MODELS:  # a family, made small
-        from ds_ring_launcher.check.small_config import read_config, shrink
         from ds_ring_launcher.check.small_model import build as build_small
+        from ds_ring_launcher.check.small_model import read_config, shrink
 
         config = shrink(read_config(name), PROMPT + NEW, 2, {})
         model = build_small(config, "causal-lm", 0).eval()

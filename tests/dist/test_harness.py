@@ -235,6 +235,13 @@ def test_collect_ends_a_grace_after_the_first_failure() -> None:
     assert [outcome.status for outcome in outcomes] == ["hung", "raised", "hung"]
 
 
+def test_nobody_waits_for_a_rank_that_stops_for_good() -> None:
+    started = time.monotonic()
+    outcomes = run_ranks_collect(hangs, 2, "stop", timeout_s=60, silent=[1])
+    assert time.monotonic() - started < 15
+    assert [outcome.status for outcome in outcomes] == ["returned", "hung"]
+
+
 def test_no_child_is_left_behind() -> None:
     with RankPool(3) as pool:
         pool.run(draws)

@@ -708,24 +708,31 @@ def test_a_mesh_before_the_process_group() -> None:
 # --- inside torch.compile --------------------------------------------------------------------------
 
 
-def compiled_wrongly(rank: int, world_size: int, name: str) -> Refusal:
+def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Refusal:
     """The same mistakes under torch.compile(fullgraph=True)."""
     mesh, case = RingMesh.from_world(world_size), WRONG[name]
     arguments = right_arguments(mesh)
     if rank == 1:
         case.change(arguments)
     rest = {n: value for n, value in arguments.items() if n not in QKV}
-    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, **rest), fullgraph=True)
+    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, **rest), fullgraph=True, backend=backend)
     found = refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
     return found._replace(seconds=0.0)  # most of them are the compiler's
 
 
 @pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",  # as inductor runs the operator, without half a minute of C++
+        pytest.param("inductor", marks=[pytest.mark.night, pytest.mark.needs("compiler")]),
+    ],
+)
+@pytest.mark.parametrize(
     "name", ["heads no multiple", "layout of other tokens", "batch differs", "kernel unknown"]
 )
-def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: str) -> None:
+def test_errors_come_through_torch_compile_as_they_are(rank_pool: Pool, name: str, backend: str) -> None:
     case = WRONG[name]
-    for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name)):
+    for rank, found in enumerate(outcomes(rank_pool(2), compiled_wrongly, name, backend)):
         wrong = case.error == MISMATCH or rank == 1
         says = case.says if wrong else ("ring rank 1 refused its own input", *case.says)
         check_refusal(found, case.error if wrong else MISMATCH, says)

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from ds_ring_launcher.run import process
-from ds_ring_launcher.run.guardian import GRACE_SECONDS
 from ds_ring_launcher.run.job import Invocation
+from ds_ring_launcher.run.process import GRACE_SECONDS
 
 pytestmark = pytest.mark.alone
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from streamed.blocks import BlockPlanner
+from streamed.blocks import BlockPlanner, shift_key
 from streamed.ranks import PendingGradients, StreamedRanks
 from streamed.sparse_oracle import SparseOracle
 
@@ -89,11 +89,11 @@ def test_stretches_that_are_alike_have_the_same_tiles() -> None:
         at = np.arange(start, start + 128)
         mask = bound.labels(at, at)[0]
         counts = sum(((row[:, None] == row[None]) & (row[:, None] >= 0)).astype(int) for row in mask[0])
-        key = bound.shift_key(start, 128)
+        key = shift_key(bound, start, 128)
         repeated += key in seen
         assert np.array_equal(seen.setdefault(key, counts), counts), start
     assert repeated > 100
-    assert PATTERNS["documents"].bind((0,), 1, 1).shift_key(0, 10) is None
+    assert shift_key(PATTERNS["documents"].bind((0,), 1, 1), 0, 10) is None
 
 
 def test_rows_by_the_definition_are_dense_rows() -> None:

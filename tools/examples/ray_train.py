@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--gpus", action="store_true", help="one GPU for each worker, NCCL")
     parser.add_argument("--output", default="runs/ray_train")
     options = parser.parse_args()
-    variables = {name: os.environ[name] for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if name in os.environ}
+    variables = {
+        name: os.environ[name] for name in ("DS_ACCELERATOR", "OMP_NUM_THREADS") if name in os.environ
+    }
     ray.init(runtime_env={"env_vars": variables}, include_dashboard=False)
     trainer = TorchTrainer(
         train,

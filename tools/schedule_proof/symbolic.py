@@ -44,47 +44,32 @@ def _each(slots: SlotRanges) -> IntArray:
 
 @dataclass
 class Content:
-    """Hold what lies in a buffer.
+    """Hold what lies in a buffer."""
 
-    Attributes:
-        tokens: number of the token in each slot, NOTHING where it was not filled; int64 [n].
-        added: of gradients, one bit for each rank whose part is in the sum; uint64 [n, words].
-        came: the chunk's last batch that the content depends on.
-        arriving: number of the batch that fills it; None once it is filled.
-        leaving: number of the last batch that sends it; None if none did.
-    """
-
-    tokens: IntArray
+    tokens: IntArray  # number of the token in each slot, NOTHING where it was not filled; int64 [n]
+    # of gradients, one bit for each rank whose part is in the sum; uint64 [n, words]
     added: np.ndarray | None = None
-    came: int = -1
-    arriving: int | None = None
-    leaving: int | None = None
+    came: int = -1  # the chunk's last batch that the content depends on
+    arriving: int | None = None  # number of the batch that fills it; None once it is filled
+    leaving: int | None = None  # number of the last batch that sends it; None if none did
 
 
 @dataclass
 class SymbolicRank:
-    """Track buffers of one rank's head chunks.
+    """Track buffers of one rank's head chunks."""
 
-    Attributes:
-        schedule: of the rank.
-        words: 64-bit words that have a bit for each rank.
-        computed: called with this, the index of the chunk, the step and its keys' numbers; may refuse.
-        batch: number of the present one.
-        starts: batch in which each chunk sets out.
-        contents: by chunk and buffer; freed ones are gone.
-        homes: by chunk: the own tokens' gradients when they were handed over.
-        step: the one under way, for messages.
-    """
-
-    schedule: Schedule
-    words: int
+    schedule: Schedule  # of the rank
+    words: int  # 64-bit words that have a bit for each rank
+    # called with this, the index of the chunk, the step and its keys' numbers; may refuse
     computed: Callable[[SymbolicRank, int, Compute, IntArray], None]
-    batch: int = 0
-    starts: list[int] = field(default_factory=list)
+    batch: int = 0  # number of the present one
+    starts: list[int] = field(default_factory=list)  # batch in which each chunk sets out
+    # by chunk and buffer; freed ones are gone
     contents: dict[tuple[int, int], Content] = field(default_factory=dict)
+    # by chunk: the own tokens' gradients when they were handed over
     homes: dict[int, Content] = field(default_factory=dict)
     freed: set[tuple[int, int]] = field(default_factory=set)
-    step: ScheduleStep | None = None
+    step: ScheduleStep | None = None  # the one under way, for messages
 
     def __post_init__(self) -> None:
         self.starts = self.schedule.starts
@@ -238,9 +223,7 @@ class SymbolicRank:
 
     def _live(self, index: int, buffer: int) -> Content:
         """Return a buffer that may be written to or freed now."""
-        content = self.contents.get((index, buffer))
-        if content is None:
-            self._absent(index, buffer)
+        content = self._present(index, buffer)
         if content.arriving is not None:
             self.refuse(f"{name_of(buffer)} to have arrived", "a message that is still on its way")
         if content.leaving == self.batch:
@@ -249,18 +232,19 @@ class SymbolicRank:
 
     def _read(self, index: int, buffer: int, needs: int) -> Content:
         """Return a buffer that is filled."""
-        content = self.contents.get((index, buffer))
-        if content is None:
-            self._absent(index, buffer)
+        content = self._present(index, buffer)
         if content.arriving is not None or (content.tokens == NOTHING).any():
             self.refuse(f"{name_of(buffer)} to be filled", "a read before that")
         if content.came != needs:
             self.refuse(f"to need batch {content.came} of its chunk", f"batch {needs}")
         return content
 
-    def _absent(self, index: int, buffer: int) -> NoReturn:
-        state = "was freed before" if (index, buffer) in self.freed else "was never filled"
-        self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+    def _present(self, index: int, buffer: int) -> Content:
+        content = self.contents.get((index, buffer))
+        if content is None:
+            state = "was freed before" if (index, buffer) in self.freed else "was never filled"
+            self.refuse("a buffer that is in use", f"{name_of(buffer)}, which {state}")
+        return content
 
     def _part(self, content: Content, part: SlotRanges) -> Content:
         where = _each(part)

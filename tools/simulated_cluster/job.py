@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from ds_ring_launcher.run.guardian import marked
+from ds_ring_launcher.run.process import marked
 from ds_ring_launcher.run.run_folder import RunFolder
 from simulated_cluster.figures import Figures, Of
 from simulated_cluster.hosts import write_ssh
@@ -59,23 +59,15 @@ class ClusterSetting:
 
 @dataclass
 class Story:
-    """Hold what became of a job. Times are seconds since 1970.
+    """Hold what became of a job. Times are seconds since 1970."""
 
-    Attributes:
-        started: when the launcher was.
-        struck: when the fault happened in the first attempt.
-        attempts: the numbers of the ranks of each.
-        events: lines of attempts.jsonl.
-        status: of the launcher.
-        left: command lines of processes that were there ten seconds after its end.
-    """
-
-    started: float
-    struck: float = 0.0
+    started: float  # when the launcher was
+    struck: float = 0.0  # when the fault happened in the first attempt
     culprits: tuple[int, ...] = ()
-    attempts: list[Figures] = field(default_factory=list)
-    events: list[dict[str, Any]] = field(default_factory=list)
-    status: int | None = None
+    attempts: list[Figures] = field(default_factory=list)  # the numbers of the ranks of each
+    events: list[dict[str, Any]] = field(default_factory=list)  # lines of attempts.jsonl
+    status: int | None = None  # of the launcher
+    # command lines of processes that were there ten seconds after its end
     left: list[str] = field(default_factory=list)
 
     def event(self, kind: str, attempt: int) -> dict[str, Any]:
@@ -115,12 +107,6 @@ class _Job:
             lambda: len(figures.known(Of.JOINED)) == figures.ranks,
         )
         return figures
-
-    def await_event(self, kind: str, attempt: int) -> None:
-        """Wait for a line of attempts.jsonl."""
-        found = (kind, attempt)
-        ready = lambda: any((one["event"], one["attempt"]) == found for one in self.run.events())  # noqa: E731
-        self.await_(f"the {kind} of attempt {attempt}", ready)
 
     def said(self) -> str:
         """Return the end of what the launcher and the ranks printed, and the end of rank 0."""
@@ -181,7 +167,10 @@ def _follow(job: _Job, story: Story, fault: str) -> None:
             break
         time.sleep(_SETTLE_SECONDS)
         _strike(job, story, fault, figures)
-        job.await_event("end", attempt)
+        job.await_(
+            f"the end of attempt {attempt}",
+            lambda: any((one["event"], one["attempt"]) == ("end", attempt) for one in job.run.events()),  # noqa: B023
+        )
     job.launcher.wait(timeout=max(job.deadline - time.monotonic(), 1.0))
 
 
@@ -255,7 +244,7 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 def _end_marked(mark: str) -> list[str]:
     """Kill what is left after ten seconds; return its command lines."""
     deadline = time.monotonic() + 10
-    while (left := marked(mark, MARK)) and time.monotonic() < deadline:
+    while (left := marked(mark, variable=MARK)) and time.monotonic() < deadline:
         time.sleep(0.2)
     said = []
     for process in left:

@@ -11,6 +11,7 @@ import threading
 import time
 import types
 from pathlib import Path
+from typing import Any, cast
 
 from ds_ring.errors import RingPeerError
 from ds_ring.health.joining import join
@@ -38,7 +39,7 @@ def main() -> None:
     sys.modules["ds_ring.integrations.deepspeed.run_report"] = report
     store = TorchStore("127.0.0.1", int(told["--store-port"]), f"{told['--figures']}/{attempt}")
     secret, heartbeat_s = os.environ["DS_RING_SECRET"], float(told["--heartbeat-seconds"])
-    watch = join(store, rank, ranks, heartbeat_s, None, secret, JOIN_SECONDS)
+    watch = join(cast(Any, store), rank, ranks, heartbeat_s, None, secret, JOIN_SECONDS)
     figures.note(rank, Of.HAS_TORCH, "torch" in sys.modules)
     figures.note(rank, Of.JOINED, time.time())
     wake = threading.Event()

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.tiles import Axis, IntArray, SlotRanges, Tiles, no_slots, ranges_of_progressions
+from ds_ring.masks.partitions import Primitive, Remainder, Residue, Segment
+from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.tiles import Axis, SlotRanges, Tiles, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import tiles_of_payload
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
@@ -38,6 +39,45 @@ class Remote(NamedTuple):
 
     queries: SlotRanges  # slots of the queries that read any of it, packed in this order
     plan: RankPlan  # a hop for each shard that is read; hop 0 has no tiles
+
+
+def shift_key(pattern: BoundPattern, start: int, length: int) -> tuple[Any, ...] | None:
+    """Return a key that is equal for ranges of positions with the same mask, up to a shift of positions.
+
+    Two ranges start .. start + length - 1 of one length with equal keys have the same mask relative to their
+    starts, so their tiles are computed once. None: unknown, the tiles must be computed.
+    """
+    found: list[Any] = []
+    for branch in (branch for branches in pattern.branches_by_head for branch in branches):
+        if branch.masks:
+            return None
+        for side in (branch.queries, branch.keys):
+            # the intersection of the side's range of positions with this range, relative to its start
+            if not side.is_everywhere:
+                found.append(tuple(min(max(x - start, 0), length) for x in (side.first, side.end)))
+        for ours, theirs in branch.labels_of:
+            # Two different primitives may change differently with the start, so no key is known for them.
+            key = primitive_key(ours, start, length) if ours == theirs else None
+            if key is None:
+                return None
+            found.append(key)
+    return tuple(found)
+
+
+def primitive_key(primitive: Primitive, start: int, length: int) -> tuple[Any, ...] | None:
+    """Do the same for the pairs of positions to which a primitive gives equal labels."""
+    if isinstance(primitive, Remainder):
+        return ()  # a shift renames the labels; equal ones stay equal
+    if not isinstance(primitive, Segment | Residue):
+        return None
+    if start // primitive.length != (start + length - 1) // primitive.length:
+        return (start % primitive.length,)
+    if isinstance(primitive, Segment):
+        return ()  # inside one segment all tokens have one label
+    # Inside one segment, only the index of the first token that takes part matters; -1 if there is none. The
+    # key has two entries, so it never equals one of several segments.
+    first = (primitive.offset - start % primitive.length) % primitive.rate
+    return -1, first if first < length else -1
 
 
 @dataclass
@@ -64,7 +104,7 @@ class BlockPlanner:
         """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
-        shape = self.pattern.shift_key(start, length)
+        shape = shift_key(self.pattern, start, length)
         key = (first, end, length, shape)
         if shape is None or key not in self._blocks:
             self._blocks[key] = self._own_tiles(start, first, end, length)
@@ -78,7 +118,10 @@ class BlockPlanner:
     def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
         """Return what queries first .. end - 1 read of their own shard, and the tiles over it packed."""
         runs = np.array([[start + first, 1, end - first]])
-        low, high = _reach(self.pattern, first, end, length)
+        # the keys that these queries may read, by the band of distances alone
+        least, most = self.pattern.distance
+        low = max(first - most, 0) if most < length else 0
+        high = min(end - least, length) if least > -length else length
         tiles = self.pattern.tiles(runs, np.array([[start + low, 1, high - low]]))
         tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot + low))
         held = _slots_of(tiles.k)
@@ -88,8 +131,14 @@ class BlockPlanner:
         """Return the work of all later hops."""
         size = self.layout.ring_size
         own = self.layout.runs(ring_rank)
-        others = [o for o in range(size) if o != ring_rank and _may_read(self.pattern, self.layout, own, o)]
-        runs = [self.layout.runs(origin) for origin in others]
+        (q, _, n), (least, most) = own[0].tolist(), self.pattern.distance
+        others, runs = [], []
+        for origin in range(size):
+            theirs = self.layout.runs(origin)
+            k, _, m = theirs[0].tolist()
+            if origin != ring_rank and q + n - 1 - k >= least and q - (k + m - 1) <= most:
+                others.append(origin)
+                runs.append(theirs)
         none = self.pattern.tiles(own[:0], own[:0])
         table = self.pattern.tiles(own, np.concatenate(runs)) if runs else none
         ends = np.cumsum([int(run[:, 2].sum()) for run in runs]) if runs else np.empty(0, dtype=np.int64)
@@ -118,7 +167,7 @@ class BlockPlanner:
     #
     # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
     # derived once; those of blocks are not even made again where the pattern says that they would be
-    # (`Pattern.stretch`).
+    # (`shift_key`).
     def _hop_plan(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> HopPlan:
         """Return a hop that relays nothing; [Note: straight from the origin]."""
         return HopPlan(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)
@@ -154,20 +203,6 @@ def _signature(tiles: Tiles) -> bytes:
         np.stack([np.asarray(column, dtype=np.int64) for column in columns]).tobytes()
         + repr(tiles.weights).encode()
     )
-
-
-def _reach(pattern: Pattern, first: int, end: int, length: int) -> tuple[int, int]:
-    """Return the keys that queries first .. end - 1 may read, by the band of distances alone."""
-    least, most = pattern.distance
-    return max(first - most, 0) if most < length else 0, min(
-        end - least, length
-    ) if least > -length else length
-
-
-def _may_read(pattern: Pattern, layout: Layout, own: IntArray, origin: int) -> bool:
-    (q, _, n), (k, _, m) = own[0].tolist(), layout.runs(origin)[0].tolist()
-    least, most = pattern.distance
-    return bool(q + n - 1 - k >= least and q - (k + m - 1) <= most)
 
 
 def _slots_of(axis: Axis) -> SlotRanges:

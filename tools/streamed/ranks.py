@@ -60,7 +60,7 @@ class PendingGradients:
         self._of: dict[int, dict[int, np.ndarray]] = {}
 
     def add(self, what: str, tokens: TokenRange, runs: IntArray, part: Tensor) -> None:
-        """Add gradients; see `Sums.add`."""
+        """Add gradients: an `AddGradients`."""
         rows = self._of.setdefault(tokens.origin, {})
         side = 0 if what == "dK" else 1
         values = part[0, 0].numpy()
@@ -135,7 +135,8 @@ class StreamedRanks:
         runs = self.layout.runs(ring_rank)
         slots = expand_ranges(remote.queries)
         q = self._filled("q", progressions_at(runs, remote.queries))
-        away = self._pass(remote.plan, VirtualExchange(self.source, self.layout, pending))
+        add = None if pending is None else pending.add
+        away = self._pass(remote.plan, VirtualExchange(self.source, self.layout, add))
         none = q[:, :, :0]
         out, lse = away.forward(q, none, none)
         rows = _Rows(slots, q, out, lse, torch.zeros_like(q))

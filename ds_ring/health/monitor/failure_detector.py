@@ -1,16 +1,116 @@
-"""Decide who failed first, from what the ranks say and from their silence.
+"""Decide who failed first, from what the ranks say, whom they wait for, and from their silence.
 
 Pure: every event comes with its time, in seconds; the sockets are `server.py`'s. There is one detector for a
-job, so the first fault wins and every survivor names the same culprit. [Note: who is to blame] in `waits.py`.
+job, so the first fault wins and every survivor names the same culprit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
-from .waits import CallAndHop, ReportedWait, Waits, merged, ranks_of
+CallAndHop = tuple[int, int]  # number of the call, hop
+Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
+
+
+# [Note: who is to blame]
+# A rank that waits too long accuses the rank it waits for; but that one may be waiting itself. The monitor
+# knows every wait that lasts longer than a moment, follows them to their end and names the rank that waits
+# for nobody. Where ranks wait for each other in a circle, the one that is at another place than most is
+# named.
+def ranges_of(ranks: Iterable[int]) -> Ranges:
+    """Write ranks as ranges: a thousand that wait for a thousand would send megabytes otherwise."""
+    return merged([rank, rank] for rank in ranks)
+
+
+def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
+    """Put ranges in order, in the one form that equal sets have."""
+    result: list[tuple[int, int]] = []
+    for first, last in sorted((one[0], one[1]) for one in ranges):
+        if result and result[-1][1] >= first - 1:
+            result[-1] = (result[-1][0], max(last, result[-1][1]))
+        else:
+            result.append((first, last))
+    return tuple(result)
+
+
+def line_bytes(world_size: int) -> int:
+    """Return the longest line of a rank: one that waits for every second rank names them all."""
+    return 16384 + 16 * world_size
+
+
+@lru_cache(maxsize=4096)
+def ranks_of(ranges: Ranges) -> frozenset[int]:
+    """Return the ranks of some ranges; ranks of one group share one set."""
+    return frozenset(rank for first, last in ranges for rank in range(first, last + 1))
+
+
+@dataclass(frozen=True)
+class ReportedWait:
+    """Describe a wait under way."""
+
+    group: frozenset[int]  # the world ranks it is for (a collective has many), and the one that waits
+    place: CallAndHop  # at which (call, hop)
+    what: str  # that place, for messages
+    since: float  # seconds
+
+
+class End(NamedTuple):
+    """Say where the waits from a rank end: at one that waits for nobody, or in a circle that `rank` is in."""
+
+    rank: int
+    circle: tuple[int, ...]
+
+
+class Waits:
+    """Keep all waits under way, by the rank that waits."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, ReportedWait] = {}
+        self._at: defaultdict[CallAndHop, set[int]] = defaultdict(set)
+        self._ends: dict[int, End] = {}  # of those that were asked for since the last change
+
+    def begin(self, rank: int, wait: ReportedWait) -> None:
+        """Replace what a rank waits for."""
+        self.end(rank)
+        self.of[rank] = wait
+        self._at[wait.place].add(rank)
+
+    def end(self, rank: int) -> None:
+        """Remove a rank's wait."""
+        self._ends.clear()
+        wait = self.of.pop(rank, None)
+        if wait is not None:
+            self._at[wait.place].discard(rank)
+            if not self._at[wait.place]:
+                del self._at[wait.place]
+
+    def end_of(self, rank: int) -> End:
+        """Follow the waits from a rank."""
+        # Every rank on the way ends where this one does, so a ring of n ranks is followed once, not n times.
+        path: list[int] = []
+        seen: dict[int, int] = {}
+        here = rank
+        while here not in self._ends:
+            wait = self.of.get(here)
+            if wait is None:
+                self._ends[here] = End(here, ())
+                break
+            seen[here] = len(path)
+            path.append(here)
+            # Of those that it waits for: one that does not wait, or is elsewhere, or the first.
+            elsewhere = wait.group - self._at[wait.place]  # the rank itself is not
+            here = min(elsewhere - self.of.keys() or elsewhere or wait.group - {here})
+            if here in seen:
+                self._ends[here] = End(here, tuple(path[seen[here] :]))
+                break
+        for one in path:
+            self._ends[one] = self._ends[here]
+        return self._ends[rank]
+
 
 GRACE_S = 0.5  # a late or broken wait is judged after this: the deaths behind it are heard first
 LEFT_S = 1.0  # somebody still waits so long after a rank said goodbye: it left too early
@@ -23,14 +123,6 @@ class Fault(NamedTuple):
 
     rank: int
     cause: str
-
-
-@dataclass
-class RankState:
-    """Hold what is known of a rank."""
-
-    heard: float
-    left: float | None = None
 
 
 class Accusation(NamedTuple):
@@ -47,28 +139,29 @@ class FailureDetector:
 
     world_size: int
     heartbeat_timeout_s: float
-    ranks: dict[int, RankState] = field(default_factory=dict)
+    heard: dict[int, float] = field(default_factory=dict)  # when, of every rank that has joined
     fault: Fault | None = None
     _first_join: float = 0.0
     _waits: Waits = field(default_factory=Waits)
     _accusations: dict[int, Accusation] = field(default_factory=dict)  # the first one of each rank
-    _leavers: set[int] = field(default_factory=set)
+    _left: dict[int, float] = field(default_factory=dict)  # when a rank said goodbye, in that order
     _broken: tuple[float, str] | None = None  # when to judge the first report of a broken collective
 
     def join(self, rank: int, now: float) -> None:
         """Note that a rank is here from now on."""
-        self._first_join = self._first_join if self.ranks else now
-        self.ranks[rank] = RankState(now)
+        self._first_join = self._first_join if self.heard else now
+        self.heard[rank] = now
 
     def hear(self, rank: int, message: Any, now: float) -> None:
         """Take one message of a rank that has joined."""
-        self.ranks[rank].heard = now
+        self.heard[rank] = now
         kind = message.get("kind") if isinstance(message, dict) else None
         if kind == "wait":
-            wait = ReportedWait(
-                self._group(rank, message), _place_in(message), _text_in(message, "what"), now
-            )
-            self._waits.begin(rank, wait)
+            place = message.get("place")
+            if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
+                raise ValueError(f"place: expected two whole numbers, got {place!r:.40}")
+            at, what = (place[0], place[1]), _text_in(message, "what")
+            self._waits.begin(rank, ReportedWait(self._group(rank, message), at, what, now))
         elif kind == "go":
             self._waits.end(rank)
         elif kind == "accuse":
@@ -80,22 +173,21 @@ class FailureDetector:
         elif kind == "failed":
             self.blame(rank, _text_in(message, "cause"))
         elif kind == "bye":
-            self.ranks[rank].left = now
-            self._leavers.add(rank)
+            self._left.setdefault(rank, now)
             self._waits.end(rank)
         elif kind != "beat":
             raise ValueError(f"expected a message of a rank, got the kind {kind!r:.40}")
 
     def close(self, rank: int) -> None:
         """Blame a rank whose connection ended without a goodbye."""
-        if self.ranks[rank].left is None:
+        if rank not in self._left:
             self.blame(rank, "its process ended without a goodbye (killed, aborted or crashed)")
 
     def forgive(self, seconds: float) -> None:
         """Excuse all ranks for a time in which the monitor itself was not running."""
         self._first_join += seconds
-        for state in self.ranks.values():
-            state.heard += seconds
+        for rank in self.heard:
+            self.heard[rank] += seconds
 
     def look(self, now: float) -> Fault | None:
         """Return the first fault, if there is one by now."""
@@ -116,8 +208,13 @@ class FailureDetector:
 
     def _group(self, rank: int, message: dict[str, Any]) -> frozenset[int]:
         """Return the ranks of a message, and its sender, as one set that all ranks of a group share."""
+
+        def is_range(one: Any) -> bool:
+            is_pair = isinstance(one, list) and [type(rank) for rank in one] == [int, int]
+            return is_pair and 0 <= one[0] <= one[1] < self.world_size
+
         on = message.get("on")
-        if not isinstance(on, list) or not all(_is_range(one, self.world_size) for one in on):
+        if not isinstance(on, list) or not all(map(is_range, on)):
             raise ValueError(f"on: expected ranges of ranks below {self.world_size}, got {on!r:.40}")
         group = ranks_of(merged([*on, [rank, rank]]))
         if len(group) < 2:
@@ -125,23 +222,22 @@ class FailureDetector:
         return group
 
     def _look_for_silence(self, now: float) -> None:
-        for rank, state in self.ranks.items():
-            silent = now - state.heard
-            if silent > self.heartbeat_timeout_s and state.left is None:
+        for rank, heard in self.heard.items():
+            silent = now - heard
+            if silent > self.heartbeat_timeout_s and rank not in self._left:
                 self.blame(rank, f"no heartbeat for {silent:.1f} s: it is stopped, or cut off")
         # Ranks join together, once all are known to be there: a late one has failed.
         limit = max(JOIN_S, self.heartbeat_timeout_s)
-        if self.ranks and len(self.ranks) < self.world_size and now - self._first_join > limit:
-            missing = next(rank for rank in range(self.world_size) if rank not in self.ranks)
+        if self.heard and len(self.heard) < self.world_size and now - self._first_join > limit:
+            missing = next(rank for rank in range(self.world_size) if rank not in self.heard)
             self.blame(missing, f"it did not join the monitor within {limit:g} s: it is stopped, or cut off")
 
     def _look_for_early_leavers(self, now: float) -> None:
-        if not self._leavers:
+        if not self._left:
             return
         for rank, wait in self._waits.of.items():
             last = self._waits.end_of(rank).rank
-            left = self.ranks[last].left if last in self.ranks else None
-            if left is not None and now > LEFT_S + max(left, wait.since):
+            if last in self._left and now > LEFT_S + max(self._left[last], wait.since):
                 self.blame(last, f"it left (its process exited) while others were waiting at {wait.what}")
                 return
 
@@ -149,8 +245,8 @@ class FailureDetector:
         """Blame whoever left first, if any has, where a collective that is not ours has failed."""
         if self._broken is not None and self._broken[0] <= now:
             cause, self._broken = self._broken[1], None
-            if self._leavers:
-                first = min(self._leavers, key=lambda rank: self.ranks[rank].left or 0.0)
+            if self._left:
+                first = next(iter(self._left))
                 self.blame(first, f"it left (its process exited) while others were at work: {cause}")
 
     def _settle(self, by: int, accusation: Accusation) -> None:
@@ -168,19 +264,6 @@ class FailureDetector:
         where = ", ".join(f"rank {rank} at {waits[rank].what}" for rank in first)
         more = f" and {len(waits) - len(first)} more" if len(waits) > len(first) else ""
         self.blame(odd[0] if odd else accused, f"{cause}; ranks wait for each other: {where}{more}")
-
-
-def _is_range(value: object, world_size: int) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not all(type(rank) is int for rank in value):
-        return False
-    return 0 <= value[0] <= value[1] < world_size
-
-
-def _place_in(message: dict[str, Any]) -> CallAndHop:
-    place = message.get("place")
-    if not isinstance(place, list) or len(place) != 2 or not all(type(number) is int for number in place):
-        raise ValueError(f"place: expected two whole numbers, got {place!r:.40}")
-    return place[0], place[1]
 
 
 def _text_in(message: dict[str, Any], key: str) -> str:

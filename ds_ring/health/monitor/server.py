@@ -18,9 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .failure_detector import FailureDetector, Fault
+from .failure_detector import FailureDetector, Fault, line_bytes
 from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
-from .waits import line_bytes
 
 EMPTY_S = 1.0  # end the process if no rank was connected for this time
 FIRST_S = 20.0  # end it if no rank has connected within this time of its start
@@ -105,7 +104,7 @@ class Server:
                 self._look(now)
             if self.ranks:
                 last_busy = now
-            elif now - last_busy > (self.empty_s if self.detector.ranks else FIRST_S):
+            elif now - last_busy > (self.empty_s if self.detector.heard else FIRST_S):
                 return
 
     def end_after_ranks(self) -> None:
@@ -196,12 +195,11 @@ class Server:
         if not client.handshake.done:
             self._shake_hands(client, line)
             return
-        rank, now = client.handshake.rank, time.monotonic()
         try:
             if len(line) > self.line_bytes:
                 raise ValueError(f"a line of {len(line)} bytes")
             message = json.loads(line)
-            self.detector.hear(rank, message, now)
+            self.detector.hear(client.handshake.rank, message, time.monotonic())
         except (ValueError, RecursionError) as error:
             self._drop(client, f"it sent what no rank sends: {error!s:.200}")
             return
@@ -217,7 +215,7 @@ class Server:
         if client.handshake.done:
             rank = client.handshake.rank
             del self.strangers[client]
-            if rank in self.detector.ranks:  # a second connection for this rank: keep the first one
+            if rank in self.detector.heard:  # a second connection for this rank: keep the first one
                 client.handshake.done = False
                 self._drop(client)
                 return
@@ -246,8 +244,6 @@ class Server:
         self._send(client, json.dumps(message).encode() + b"\n")
 
     def _send(self, client: Client, data: bytes) -> None:
-        if client.gone:
-            return
         client.unsent += data
         self._flush(client)
         if len(client.unsent) > UNSENT_BYTES:

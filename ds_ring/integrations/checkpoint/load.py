@@ -35,14 +35,11 @@ from ds_ring.integrations.checkpoint.manifest import (
     storage_of,
     together,
     unfinished_tags,
-    verify_checkpoint,
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
-
-__all__ = ["guard_checkpoints", "load_checkpoint", "save_checkpoint", "verify_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -123,23 +120,31 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
     """
 
     def existing() -> str | None:
-        if tag is not None:
-            require_folder(root / require_plain_tag(str(tag), "tag"))
-        return None if tag is None else str(tag)
+        if tag is None:
+            return None
+        require_folder(root / require_plain_tag(str(tag), "tag"))
+        return str(tag)
+
+    def require_unchanged(folder: Path) -> None:
+        if os.path.lexists(folder) and (found := changes_by_others(folder)):
+            raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
+
+    leads = dist.get_rank() == 0
 
     asked = together(existing)
     if len(set(asked)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
     universal = bool(engine.load_universal_checkpoint())
-    proposals = together(lambda: _proposals(root, asked[0], universal) if dist.get_rank() == 0 else [])[0]
+    proposals = together(lambda: _proposals(root, asked[0], universal) if leads else [])[0]
     storage, found = storage_of(engine.local_rank, engine.use_node_local_storage()), []
     for position, name in enumerate(proposals):
-        _require_unchanged(root / name)
-        faults = _faults_everywhere(root / name, storage, universal)
+        folder = root / name
+        together(partial(require_unchanged, folder))
+        faults = _faults_everywhere(folder, storage, universal)
         # The first whole one is taken; what is older is not even read.
         if not faults:
-            _require_weights_only(root / name, storage)
-            left = [tag for tag in unfinished_tags(root) if tag != name] if dist.get_rank() == 0 else []
+            together(lambda: require_weights_only(folder, storage.share_of(files_in(folder))))  # noqa: B023
+            left = [tag for tag in unfinished_tags(root) if tag != name] if leads else []
             if left:
                 text = "unfinished in %s and not used: %s (no manifest); taking %s"
                 log.error(text, root, ", ".join(left), name)
@@ -147,7 +152,8 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
         found += [f"checkpoint {name}:", *faults]
         after = proposals[position + 1 : position + 2]
         then = f"trying {after[0]} instead" if after else "and there is no other to try"
-        _log_on_rank_0(f"checkpoint {name} is damaged, {then}: {'; '.join(faults)}")
+        if leads:
+            log.error("checkpoint %s is damaged, %s: %s", name, then, "; ".join(faults))
     if found:
         which = "every checkpoint" if tag is None else "the one asked for"
         raise RingCheckpointError(
@@ -204,30 +210,11 @@ def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
     return [newest, *earlier_tags(root, newest)]
 
 
-def _require_unchanged(folder: Path) -> None:
-    """Raise where somebody has changed the folder. Collective."""
-
-    def look() -> None:
-        if os.path.lexists(folder) and (found := changes_by_others(folder)):
-            raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
-
-    together(look)
-
-
-def _require_weights_only(folder: Path, storage: Storage) -> None:
-    """Read this rank's share of the pickled files, without running code from them. Collective."""
-    together(lambda: require_weights_only(folder, storage.share_of(files_in(folder))))
-
-
 def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
     """Return what is wrong with a checkpoint on any storage, each fault once. Collective."""
     if universal and not any(together((folder / MANIFEST).exists)):
-        _log_on_rank_0(f"{folder} is a universal checkpoint without {MANIFEST}: it is loaded unverified")
+        if dist.get_rank() == 0:
+            log.error("%s is a universal checkpoint without %s: it is loaded unverified", folder, MANIFEST)
         return []
     everyones = together(lambda: faults_of(folder, storage.share_of))
     return list(dict.fromkeys(fault for faults in everyones for fault in faults))
-
-
-def _log_on_rank_0(text: str) -> None:
-    if dist.get_rank() == 0:
-        log.error(text)

@@ -24,8 +24,6 @@ from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.manifest import read_small
 from ds_ring.replaced_file import replace_text
 
-__all__ = ["LOCK", "OWNER", "FolderLocks"]
-
 log = logging.getLogger(__name__)
 LOCK, OWNER = ".ds_ring_lock", ".ds_ring_lock.json"
 _MOST_BYTES = 4096
@@ -75,11 +73,7 @@ class FolderLocks:
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise OSError(error.errno, error.strerror, str(folder / LOCK)) from None
-            log.warning(
-                "%s: the file system has no locks (%s): a second job that saves here is not noticed",
-                folder,
-                error,
-            )
+            log.warning("%s has no locks (%s): a second job that saves here is not noticed", folder, error)
         run, attempt = self._attempt or (None, None)
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": _TOKEN}
         owner |= {"since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "run": run, "attempt": attempt}

@@ -13,11 +13,11 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_ring.config.json_text import write_at_once
@@ -42,9 +42,10 @@ _MOST_LATEST_BYTES = 4096
 _FAULTS_NAMED = 20
 
 
-def kind_of(mode: int) -> str:
-    """Return what a file's mode says it is, in words."""
-    return _KINDS.get(stat.S_IFMT(mode), "something else")
+def not_regular(path: Path, mode: int, expected: str = "a regular file") -> str:
+    """Return an error's text about a file that should be something else."""
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return f"{path}: expected {expected}, got {kind}; put {expected} there, or remove it"
 
 
 def require_plain_tag(tag: str, whence: str) -> str:
@@ -70,19 +71,18 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         RingCheckpointError: it is something else. OSError: it cannot be opened.
     """
-    _require_regular(path, os.lstat(path).st_mode)
-    # Between the two calls another program could put something else there: neither flag waits or follows.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _require_regular(path, os.fstat(descriptor).st_mode)
-    except BaseException:
+    mode, descriptor = os.lstat(path).st_mode, None
+    if stat.S_ISREG(mode):
+        # Meanwhile another program could put something else there: neither flag waits or follows.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode):
+            return os.fdopen(descriptor, "rb")
         os.close(descriptor)
-        raise
-    return os.fdopen(descriptor, "rb")
+    raise RingCheckpointError(not_regular(path, mode))
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Return a small regular file's bytes."""
     with open_regular(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -110,13 +110,6 @@ def is_folder(path: Path) -> bool:
         return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError:
         return False
-
-
-def _require_regular(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise RingCheckpointError(
-            f"{path}: expected a regular file, got {kind_of(mode)}; put the file itself there, or remove it"
-        )
 
 
 class Strict(BaseModel):
@@ -147,21 +140,13 @@ def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
 
 
 class Manifest(Strict):
-    """List all files of a checkpoint.
+    """List all files of a checkpoint."""
 
-    Attributes:
-        format: 1; another number is another version's.
-        global_steps: optimizer steps done, which puts the checkpoints of a run in order.
-        saved_unix_seconds: when; tells checkpoints of one step apart.
-        files: sorted by path.
-        digest: sha256 of everything above.
-    """
-
-    format: Annotated[int, Field(ge=1, le=1)] = 1
-    global_steps: int
-    saved_unix_seconds: float
-    files: tuple[FileRecord, ...]
-    digest: str = ""
+    format: Literal[1] = 1  # another number is another version's
+    global_steps: int  # optimizer steps done, which puts the checkpoints of a run in order
+    saved_unix_seconds: float  # tells checkpoints of one step apart
+    files: tuple[FileRecord, ...]  # sorted by path
+    digest: str = ""  # sha256 of everything above
 
     def digest_of_the_rest(self) -> str:
         return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
@@ -171,9 +156,7 @@ def files_in(folder: Path) -> Iterator[str]:
     """Yield relative paths of all files below `folder`, the manifest and its unfinished copies left out."""
     for path, status in entries_of(folder):
         if not stat.S_ISREG(status.st_mode):
-            raise RingCheckpointError(
-                f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
-            )
+            raise RingCheckpointError(not_regular(folder / path, status.st_mode))
         if not _is_ours_or_nfs(path):
             yield path
 
@@ -215,10 +198,7 @@ def require_folder(folder: Path) -> None:
     RingCheckpointError where a link or a file has that name.
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise RingCheckpointError(
-            f"{folder}: expected the folder of a checkpoint, got {kind_of(folder.lstat().st_mode)}; name the"
-            " folder itself"
-        )
+        raise RingCheckpointError(not_regular(folder, folder.lstat().st_mode, "the folder of a checkpoint"))
     if not folder.is_dir():
         there = [tag for tag in earlier_tags(folder.parent, "") if not tag.startswith(".")]
         hint = f": {', '.join(there[:5])} {'are' if there[1:] else 'is'} there" if there else ""
@@ -231,10 +211,10 @@ def changes_by_others(folder: Path) -> list[str]:
     """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths."""
     # One sentence each. A person has to look at such a folder: going back one checkpoint would not help.
     if not is_folder(folder):
-        return [f"{folder}: expected a folder, got {kind_of(folder.lstat().st_mode)}; name the folder itself"]
+        return [not_regular(folder, folder.lstat().st_mode, "a folder")]
     names = dict(entries_of(folder))
     faults = [
-        f"{folder / path}: expected a regular file, got {kind_of(status.st_mode)}; remove it"
+        not_regular(folder / path, status.st_mode)
         for path, status in names.items()
         if not stat.S_ISREG(status.st_mode)
     ]
@@ -293,11 +273,8 @@ def faults_of(folder: Path, share_of: Callable[[list[FileRecord]], list[FileReco
             return str(error)
         except OSError as error:
             return f"{path}: expected to read {record.bytes} bytes, got {error.strerror}"
-        return (
-            ""
-            if got == record.sha256
-            else (f"{path}: expected sha256 {record.sha256}, got {got}: its contents changed")
-        )
+        changed = f"{path}: expected sha256 {record.sha256}, got {got}: its contents changed"
+        return "" if got == record.sha256 else changed
 
     by_size = sorted(manifest.files, key=lambda record: -record.bytes)
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
@@ -316,9 +293,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], tag: str | None = None)
         RingCheckpointError: it is not whole; the message names each file, what was expected and was got.
     """
     root = Path(directory)
-    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
-    if tag is None:
-        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
+    tag = tag_in(root, tag)
     require_folder(root / tag)
     try:
         faults = changes_by_others(root / tag) or faults_of(root / tag)
@@ -357,9 +332,21 @@ def read_latest(root: Path, name: str = LATEST) -> str | None:
     return NO_TAG if torn else require_plain_tag(tag, str(root / name))
 
 
+def tag_in(root: Path, tag: str | None) -> str:
+    """Return the tag, the one that `latest` names for None; RingCheckpointError if it is not a plain name."""
+    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
+    if tag is None:
+        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
+    return tag
+
+
 def earlier_tags(root: Path, tag: str) -> list[str]:
     """Return tags of sealed checkpoints older than `tag`, newest first; all if `tag` has no known age."""
-    ages = {folder.name: age for folder in _folders(root) if (age := _age(folder)) is not None}
+    ages = {}
+    for folder in _folders(root):
+        with suppress(RingCheckpointError):
+            manifest = read_manifest(folder)
+            ages[folder.name] = manifest.global_steps, manifest.saved_unix_seconds
     limit = ages.pop(tag, None)
     kept = [name for name in ages if limit is None or ages[name] < limit]
     return sorted(kept, key=ages.__getitem__, reverse=True)
@@ -376,14 +363,6 @@ def unfinished_tags(root: Path) -> list[str]:
 
 def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if is_folder(path)) if root.is_dir() else []
-
-
-def _age(folder: Path) -> tuple[int, float] | None:
-    try:
-        manifest = read_manifest(folder)
-    except RingCheckpointError:
-        return None
-    return manifest.global_steps, manifest.saved_unix_seconds
 
 
 def _is_ours_or_nfs(path: str) -> bool:
@@ -422,6 +401,8 @@ def storage_of(local_rank: int, node_local: bool) -> Storage:
     """Return all ranks, or with node-local storage those of this host. Then they are consecutive, and this
     call is collective.
     """
+    import torch.distributed as dist  # here, so that a lock or a manifest can be read without torch
+
     rank, world = dist.get_rank(), dist.get_world_size()
     if not node_local:
         return Storage(tuple(range(world)), rank)
@@ -439,7 +420,9 @@ def together(act: Callable[[], T]) -> list[T]:
         RingCheckpointMissingError: so did `act`, on every rank on which it failed.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
-    mine: tuple[T | None, str, bool] = (None, "", False)
+    import torch.distributed as dist
+
+    mine: tuple[T | None, str, bool]
     try:
         mine = (act(), "", False)
     except (OSError, RingCheckpointError) as error:

@@ -46,6 +46,9 @@ def _member(owner: Any, name: str) -> ZeroStageEnum:
     return ZeroStageEnum[name]
 
 
+_ALLOWED: list[Any] = [*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS, (_member, _BEFORE_PYTHON_3_11_4)]
+
+
 # [Note: weights only] A pickle may call any function while it is read. A manifest does not help, because
 # whoever can write a file into the folder can write its manifest. So before any rank hands the folder to
 # DeepSpeed, the ranks together read every file by torch's restricted unpickler, mapped, so that only the
@@ -61,7 +64,7 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
     for path in (folder / name for name in paths if name.endswith(".pt")):
         open_regular(path).close()
         try:
-            with _allowed():
+            with torch.serialization.safe_globals(_ALLOWED):
                 # The older format cannot be mapped: such a file is read as a whole.
                 torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         except Exception as error:  # the unpickler meets arbitrary bytes, and raises what they make
@@ -91,11 +94,5 @@ def weights_only_below(root: Path) -> Iterator[None]:
         return load(f, *args, **options)
 
     load = {"checkpoint.weights_only": SimpleNamespace(around_load=restricted)}
-    with _allowed(), DEEPSPEED.applied(load):
+    with torch.serialization.safe_globals(_ALLOWED), DEEPSPEED.applied(load):
         yield
-
-
-def _allowed() -> Any:
-    return torch.serialization.safe_globals(
-        [*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS, (_member, _BEFORE_PYTHON_3_11_4)]
-    )

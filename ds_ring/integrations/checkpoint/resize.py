@@ -24,15 +24,14 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from ds_ring.config.json_text import write_at_once
-from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
+from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
     files_in,
-    read_latest,
     record_files,
-    require_plain_tag,
+    tag_in,
     verify_checkpoint,
     write_manifest,
 )
@@ -88,17 +87,23 @@ def resize_checkpoint(
             settings of their own at ZeRO 3), another job saves in `directory`, or a file cannot be written.
     """
     root = Path(directory)
-    tag = _tag_in(root, tag)
-    manifest = verify_checkpoint(root, tag)
-    _require_conversion(root / tag)
+    tag = tag_in(root, tag)
+    folder, manifest = root / tag, verify_checkpoint(root, tag)
+    if is_universal(folder) or not ranks_of(folder):
+        kind = "a universal one" if is_universal(folder) else "one without ZeRO's optimizer states (ZeRO 0)"
+        raise RingCheckpointError(
+            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it as"
+            " it is"
+        )
+    require_weights_only(folder, files_in(folder))
     new, work = tag + SUFFIX, root / f".{tag}.resizing"
     try:
         FolderLocks(attempt).claim(root)
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         with weights_only_below(root):
-            _require_convertible(root / tag)
-            _convert(root / tag, work / new, workers)
+            _require_convertible(folder)
+            _convert(folder, work / new, workers)
         write_manifest(work / new, record_files(work / new, files_in(work / new)), manifest.global_steps)
         give_its_name(work / new, root / new)
         write_at_once(root / LATEST_UNIVERSAL, new)
@@ -117,7 +122,7 @@ def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None)
         RingCheckpointMissingError, RingCheckpointError: there is no such checkpoint, or it is not whole.
     """
     root = Path(directory)
-    folder = root / _tag_in(root, tag)
+    folder = root / tag_in(root, tag)
     verify_checkpoint(root, folder.name)
     require_weights_only(folder, files_in(folder))
     with weights_only_below(root):
@@ -127,24 +132,6 @@ def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None)
         return int(config["train_batch_size"])
     micro = int(config["train_micro_batch_size_per_gpu"]) * int(config.get("gradient_accumulation_steps", 1))
     return micro * ranks // int(config.get("sequence_parallel_size", 1))
-
-
-def _tag_in(root: Path, tag: str | None) -> str:
-    tag = read_latest(root) if tag is None else require_plain_tag(tag, "tag")
-    if tag is None:
-        raise RingCheckpointMissingError(f"{root}: expected a file '{LATEST}', got none; pass a tag")
-    return tag
-
-
-def _require_conversion(folder: Path) -> None:
-    """Raise RingCheckpointError for a checkpoint that any number of ranks loads as it is."""
-    if is_universal(folder) or not ranks_of(folder):
-        kind = "a universal one" if is_universal(folder) else "one without ZeRO's optimizer states (ZeRO 0)"
-        raise RingCheckpointError(
-            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it as"
-            " it is"
-        )
-    require_weights_only(folder, files_in(folder))
 
 
 def _require_convertible(folder: Path) -> None:

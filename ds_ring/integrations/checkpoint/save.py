@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -52,11 +52,6 @@ from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 log = logging.getLogger(__name__)
 Reports = Mapping[int, Sequence[FileRecord]]  # by rank
-
-# [Note: no collective in the background]
-# A save in the background copies all tensors to the host's memory; a thread writes, hashes and commits them.
-# The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
-# small files beside the checkpoint, and the first rank of a storage seals it when all have reported.
 
 _LOOK_SECONDS = 0.02
 _REPORTS_SECONDS = 1800.0  # in which the slowest rank has written its files
@@ -104,6 +99,10 @@ class HostCopy:
         return torch.nn.Parameter(made, x.requires_grad) if isinstance(x, torch.nn.Parameter) else made
 
 
+# [Note: no collective in the background]
+# A save in the background copies all tensors to the host's memory; a thread writes, hashes and commits them.
+# The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
+# small files beside the checkpoint, and the first rank of a storage seals it when all have reported.
 class BackgroundSave:
     """Hold the one checkpoint of an engine that is being written."""
 
@@ -166,10 +165,7 @@ def exchange_reports(
 ) -> dict[int, list[FileRecord]] | None:
     """Write this rank's report beside a checkpoint; return those of all ranks, on the storage's first rank.
 
-    Args:
-        folder: of the reports; removed by who returns them.
-        storage: whose ranks report.
-        make: writes this rank's files and returns their records.
+    `folder` is of the reports. `make` writes this rank's files and returns their records.
 
     Raises:
         RingCheckpointError: a rank could not write its files, or has not reported in half an hour.
@@ -253,17 +249,11 @@ def save_checkpoint(
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
         if background and not writes.fault:
-            later = _Later(hidden, root / tag, engine.global_steps, save_latest, storage, locks)
-            under_way.start(functools.partial(later.seal, writes))
+            rest = root / tag, engine.global_steps, save_latest, storage, locks
+            under_way.start(functools.partial(_seal_later, writes, *rest))
             return bool(done)
-        reports = together(writes.records)
-        together(
-            lambda: (
-                _seal(hidden, storage, dict(enumerate(reports)), engine.global_steps)
-                if storage.leads
-                else None
-            )
-        )
+        reports = dict(enumerate(together(writes.records)))
+        together(lambda: _seal(hidden, storage, reports, engine.global_steps) if storage.leads else None)
     except RingCheckpointError:  # the same on all ranks: nobody writes any more
         if storage.leads:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -275,32 +265,24 @@ def save_checkpoint(
     return bool(done)
 
 
-class _Later(NamedTuple):
-    """The arguments of a thread that finishes a checkpoint whose tensors are copied."""
-
-    hidden: Path
-    folder: Path
-    global_steps: int
-    save_latest: bool
-    storage: Storage
-    locks: FolderLocks
-
-    def seal(self, writes: _Writes) -> None:
-        """Write this rank's files; on a storage's first rank commit the checkpoint once all have."""
-        reports_folder = _reports_of(self.hidden)
-        try:
-            reports = exchange_reports(reports_folder, self.storage, writes.records)
-            if reports is None:
-                return
-            _seal(self.hidden, self.storage, reports, self.global_steps)
-        except BaseException:
-            if self.storage.leads:
-                shutil.rmtree(self.hidden, ignore_errors=True)
-                shutil.rmtree(reports_folder, ignore_errors=True)
-            raise
-        _commit(self.hidden, self.folder, self.locks)
-        if self.save_latest:
-            write_at_once(self.folder.parent / LATEST, self.folder.name)
+def _seal_later(
+    writes: _Writes, folder: Path, global_steps: int, save_latest: bool, storage: Storage, locks: FolderLocks
+) -> None:
+    """Write this rank's files; on a storage's first rank commit the checkpoint once all have. In a thread."""
+    reports_folder = _reports_of(writes.folder)
+    try:
+        reports = exchange_reports(reports_folder, storage, writes.records)
+        if reports is None:
+            return
+        _seal(writes.folder, storage, reports, global_steps)
+    except BaseException:
+        if storage.leads:
+            shutil.rmtree(writes.folder, ignore_errors=True)
+            shutil.rmtree(reports_folder, ignore_errors=True)
+        raise
+    _commit(writes.folder, folder, locks)
+    if save_latest:
+        write_at_once(folder.parent / LATEST, folder.name)
 
 
 def _commit(hidden: Path, folder: Path, locks: FolderLocks) -> None:

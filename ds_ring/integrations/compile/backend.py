@@ -23,19 +23,13 @@ from torch.fx import GraphModule
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
 from ds_ring.integrations.compile.graph_rewrite import Rewriting
-from ds_ring.integrations.compile.graph_sharding import (
-    RegisteredSource,
-    SessionSource,
-    ShardingSource,
-    StaticSource,
-)
+from ds_ring.integrations.compile.graph_sharding import RegisteredSource, SessionSource, StaticSource
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.module import options_from_config
 from ds_ring.runtime.context import Options, context_for, refuse
 from ds_ring.runtime.mesh import RingMesh
 
 NAME = "ds_ring"
-MASKS = ("check", "replace")
 _OF_A_PASS = tuple(
     f.name for f in fields(Options) if f.name not in ("scale", "kernel_options", "chunk_bytes")
 )
@@ -54,17 +48,17 @@ Compiled = Callable[..., Any]
 class BackendOptions:
     """The options of the backend."""
 
-    source: ShardingSource  # where tokens lie
+    source: StaticSource | SessionSource  # where tokens lie
     inner: str = "inductor"  # the backend for the rewritten graph, by its name
     inner_options: Mapping[str, Any] | None = None  # that backend's own options
     # "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern
     masks: str = "check"
 
     @classmethod
-    def read(cls, options: Mapping[str, Any], session: RingSession | None = None) -> BackendOptions:
+    def read(cls, options: Mapping[str, Any]) -> BackendOptions:
         """Read the options of torch.compile; with a session, mesh and pattern are its own."""
         given = dict(options)
-        session = given.pop("session", session)
+        session = given.pop("session", None)
         known = _OF_THE_BACKEND if session is not None else (*_OF_THE_RING, *_OF_THE_BACKEND)
         for key in given:
             if key not in known:
@@ -78,8 +72,8 @@ class BackendOptions:
                 f"options: inner: expected one of torch's backends ({', '.join(list_backends())}), got"
                 f" {own['inner']!r}"
             )
-        if own.get("masks", "check") not in MASKS:
-            raise RingConfigError(f"options: masks: expected one of {', '.join(MASKS)}, got {own['masks']!r}")
+        if own.get("masks", "check") not in ("check", "replace"):
+            raise RingConfigError(f"options: masks: expected one of check, replace, got {own['masks']!r}")
         if session is None:
             return cls(_static_source(given, own.get("masks") == "replace"), **own)
         if not isinstance(session, RingSession):
@@ -131,30 +125,11 @@ def backend(
     Raises:
         RingError: nothing here; the function that it returns does ([Note: refusals of a backend]).
     """
-    return _compile(module, inputs, options or {}, more, None)
-
-
-def backend_of(session: RingSession) -> Callable[..., Compiled]:
-    """Return the backend that knows a session; torch.compile's `options` say the rest."""
-
-    def ds_ring(
-        module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
-    ) -> Compiled:
-        return _compile(module, inputs, options or {}, more, session)
-
-    return ds_ring
-
-
-def _compile(
-    module: GraphModule,
-    inputs: Sequence[Any],
-    options: Mapping[str, Any],
-    more: Mapping[str, Any],
-    session: RingSession | None,
-) -> Compiled:
-    mesh = session.mesh if session is not None else options.get("mesh")
+    options = options or {}
+    session = options.get("session")
+    mesh = session.mesh if isinstance(session, RingSession) else options.get("mesh")
     try:
-        read = BackendOptions.read(options, session)
+        read = BackendOptions.read(options)
         mesh, registered = read.source.mesh, RegisteredSource(read.source)
         Rewriting(registered.handle, read.masks == "replace").run(module)
     except RingError as error:
@@ -174,3 +149,14 @@ def _compile(
         return compiled(*args)
 
     return run
+
+
+def backend_of(session: RingSession) -> Callable[..., Compiled]:
+    """Return the backend that knows a session; torch.compile's `options` say the rest."""
+
+    def ds_ring(
+        module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
+    ) -> Compiled:
+        return backend(module, inputs, options={"session": session} | dict(options or {}), **more)
+
+    return ds_ring

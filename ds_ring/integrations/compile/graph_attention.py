@@ -48,7 +48,7 @@ class AttentionNode(NamedTuple):
 
 def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     given = dict(zip(_SDPA, node.args, strict=False)) | dict(node.kwargs)
-    q, k, v = (_node(given.get(name, given.get(long))) for name, long in zip("qkv", _LONG, strict=True))
+    q, k, v = (given.get(name, given.get(long)) for name, long in zip("qkv", _LONG, strict=True))
     if given.get("dropout_p", 0.0) != 0.0:
         raise RingConfigError(
             f"attention: expected dropout_p 0, got {given['dropout_p']}: there is none in ring attention;"
@@ -57,7 +57,7 @@ def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     facts = _facts(given.get("attn_mask"), scope, replace_masks)
     if given.get("is_causal", False) is not False:
         facts = None if facts is None else facts & MaskMeaning(causal=True)
-    return _checked(AttentionNode(node, scope, q, k, v, _number(given.get("scale")), facts))
+    return _checked(node, scope, (q, k, v), given.get("scale"), facts)
 
 
 def _facts(mask: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
@@ -95,7 +95,7 @@ def read_flex(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
             )
     others = node.args[8] if len(node.args) > 8 else ()
     facts = _mask_mod(block_mask, others, scope, replace_masks)
-    return _checked(AttentionNode(node, scope, _node(q), _node(k), _node(v), _number(scale), facts))
+    return _checked(node, scope, (q, k, v), scale, facts)
 
 
 def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -> MaskMeaning | None:
@@ -189,30 +189,26 @@ def _comes_from_a_product(node: Node) -> bool:
     return False
 
 
-def _node(value: Any) -> Node:
-    assert isinstance(value, Node), f"attention over {value!r}"
-    return value
-
-
-def _number(scale: Any) -> float | None:
-    if scale is None or isinstance(scale, (int, float)):
-        return None if scale is None else float(scale)
-    raise RingPatternError(f"its scale is computed in the graph ({scale}); make it a constant")
-
-
-def _checked(one: AttentionNode) -> AttentionNode:
-    """Check shapes that a ring can take; the rest is checked where it runs."""
-    fakes = [x.meta.get("example_value") if isinstance(x, Node) else None for x in (one.q, one.k, one.v)]
-    shapes = [None if fake is None else list(fake.shape) for fake in fakes]
-    for name, shape in zip("qkv", shapes, strict=True):
-        if shape is not None and len(shape) != 4:
-            raise RingShapeError(
-                f"attention{where(one.node)}: {name}: expected [batch, heads, tokens, head_dim], got {shape}"
-            )
-    q, k = shapes[:2]
+def _checked(
+    node: Node, scope: Scope, qkv: tuple[Any, Any, Any], scale: Any, facts: MaskMeaning | None
+) -> AttentionNode:
+    """Check the scale, and shapes that a ring can take; the rest is checked where it runs."""
+    if not isinstance(scale, int | float | None):
+        raise RingPatternError(f"its scale is computed in the graph ({scale}); make it a constant")
+    shapes = {}
+    for name, x in zip("qkv", qkv, strict=True):
+        assert isinstance(x, Node), f"attention over {x!r}"
+        if (fake := x.meta.get("example_value")) is not None:
+            shapes[name] = list(fake.shape)
+            if fake.ndim != 4:
+                raise RingShapeError(
+                    f"attention{where(node)}: {name}: expected [batch, heads, tokens, head_dim], got"
+                    f" {shapes[name]}"
+                )
+    q, k = shapes.get("q"), shapes.get("k")
     if q is not None and k is not None and str(q[2]) != str(k[2]):
         raise RingShapeError(
-            f"attention{where(one.node)}: expected as many keys as queries, {q[2]}, got {k[2]}; a cache or"
+            f"attention{where(node)}: expected as many keys as queries, {q[2]}, got {k[2]}; a cache or"
             " cross attention is not supported: pass use_cache=False"
         )
-    return one
+    return AttentionNode(node, scope, *qkv, None if scale is None else float(scale), facts)

@@ -94,6 +94,10 @@ def name_of(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else node.op
 
 
+def argument(node: Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
+
+
 def where(node: Node) -> str:
     """Return the user's line that a node comes from, in words; empty if nobody knows."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
@@ -127,7 +131,7 @@ def _read(value: Any, scope: Scope) -> Any:
     elif name in ("new_ones", "ones"):
         meaning = MaskMeaning()
     elif name == "tril":
-        if _argument(value, 1, "diagonal") in (0, None):
+        if argument(value, 1, "diagonal") in (0, None):
             meaning = _as_facts(_read(value.args[0], scope), value) & MaskMeaning(causal=True)
     elif name == "getitem":
         meaning = _lookup(value, scope)
@@ -218,12 +222,9 @@ def _is_arange(node: Any, scope: Scope) -> bool:
     node, scope = resolve(node, scope)
     if not isinstance(node, Node):
         return False
-    name = name_of(node)
-    if name == "add" and isinstance(node.args[1], int) and node.args[1] == 0:
+    if name_of(node) == "add" and node.args[1] == 0:
         return _is_arange(node.args[0], scope)
-    numbers = list(node.args)
-    starts_at_0 = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] in (0,))
-    return name == "arange" and starts_at_0
+    return name_of(node) == "arange" and (len(node.args) == 1 or node.args[:-1] == (0,))
 
 
 def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
@@ -235,9 +236,8 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
         positions = _positions_of_documents(node, scope)
         return ("documents", positions) if positions is not None else ("values", node)
     fake = node.meta.get("example_value")
-    if isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.int32):
-        return "positions", node
-    return "values", node
+    is_positions = isinstance(fake, torch.Tensor) and fake.dtype in (torch.int64, torch.int32)
+    return ("positions" if is_positions else "values"), node
 
 
 def _plain(value: Any, scope: Scope) -> Any:
@@ -250,29 +250,23 @@ def _plain(value: Any, scope: Scope) -> Any:
 
 def _positions_of_documents(node: Node, scope: Scope) -> Node | None:
     """Return p of `(diff(p, prepend=p[:, :1] - 1) != 1).cumsum(-1)`, which rises where p does not go on."""
-    breaks = _plain(node.args[0], scope)
-    if not (isinstance(breaks, Node) and name_of(breaks) == "ne" and breaks.args[1] == 1):
+    breaks = _call(node.args[0], scope, "ne", 1)
+    steps = breaks and _call(breaks.args[0], scope, "diff")
+    before = steps and _call(steps.kwargs.get("prepend"), scope, "sub", 1)
+    # So the first slot never breaks.
+    first = before and _call(before.args[0], scope, "getitem", (slice(None), slice(None, 1)))
+    if steps is None or first is None:
         return None
-    steps = _plain(breaks.args[0], scope)
-    if not (isinstance(steps, Node) and name_of(steps) == "diff"):
-        return None
-    positions = _plain(steps.args[0], scope)
-    if not isinstance(positions, Node) or not _is_one_before(steps.kwargs.get("prepend"), positions, scope):
-        return None
-    return positions
+    positions: Any = _plain(steps.args[0], scope)
+    return positions if isinstance(positions, Node) and _plain(first.args[0], scope) is positions else None
 
 
-def _is_one_before(node: Any, positions: Node, scope: Scope) -> bool:
-    """Return whether a node is `positions[:, :1] - 1`, so that the first slot never breaks."""
-    node = _plain(node, scope)
-    if not (isinstance(node, Node) and name_of(node) == "sub" and node.args[1] == 1):
-        return False
-    first = _plain(node.args[0], scope)
-    if not (isinstance(first, Node) and name_of(first) == "getitem"):
-        return False
-    begins: bool = first.args[1] == (slice(None), slice(None, 1))
-    whole: object = _plain(first.args[0], scope)
-    return begins and whole is positions
+def _call(value: Any, scope: Scope, name: str, second: object = None) -> Node | None:
+    """Return the node of a value that is a call of this name, with this second argument, if it is that."""
+    node = _plain(value, scope)
+    if not isinstance(node, Node) or name_of(node) != name:
+        return None
+    return node if second is None or node.args[1] == second else None
 
 
 # Which values a float mask can have. A mask of zeros and of large negative numbers hides tokens, so a pattern
@@ -341,7 +335,7 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
     if name in _CONSTANTS:
         return frozenset({_CONSTANTS[name]})
     if name in _CHOICES:
-        found = frozenset[float]().union(*(_values(_argument(value, *one), scope) for one in _CHOICES[name]))
+        found = frozenset[float]().union(*(_values(argument(value, *one), scope) for one in _CHOICES[name]))
         return found | {0.0} if name.startswith("tri") else found
     if name == "neg":
         return frozenset(-number for number in _values(value.args[0], scope))
@@ -352,7 +346,3 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
     if len(found) > _MOST_VALUES:
         raise _may_be_a_bias(f"and is made by {name}{where(value)}, with many values")
     return found
-
-
-def _argument(node: Node, place: int, name: str) -> Any:
-    return node.args[place] if len(node.args) > place else node.kwargs.get(name)

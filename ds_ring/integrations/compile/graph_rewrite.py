@@ -115,7 +115,9 @@ class Rewriting:
         key = (facts.positions, *asked)
         if key not in self._which:
             graph = root.module.graph
-            with graph.inserting_after(_last_placeholder(graph) if at.op == "placeholder" else at):
+            with graph.inserting_after(
+                graph.find_nodes(op="placeholder")[-1] if at.op == "placeholder" else at
+            ):
                 like = graph.call_method("detach", (at,))
             with graph.inserting_after(like):
                 arguments = (like, facts.positions is not None, self.source, *asked)
@@ -141,10 +143,6 @@ def _before_repeat(node: Node) -> Node | None:
     return plain if fits else None
 
 
-def _last_placeholder(graph: torch.fx.Graph) -> Node:
-    return [node for node in graph.nodes if node.op == "placeholder"][-1]
-
-
 def _handed_in(which: Node, scope: Scope) -> Node:
     """Return `which` of the whole graph as a node of the scope: one argument more of each call on the way."""
     if scope.outer is None:
@@ -153,16 +151,12 @@ def _handed_in(which: Node, scope: Scope) -> Node:
     for placeholder, given in scope.given.items():
         if given is outside:
             return placeholder
-    calls = [
-        node
-        for node in scope.outer.module.graph.nodes
-        if name_of(node) == "tag_activation_checkpoint"
-        and inner_graph(node.args[0], scope.outer) is scope.module
-    ]
     graph = scope.module.graph
-    with graph.inserting_after(_last_placeholder(graph)):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         placeholder = graph.placeholder("ds_ring_placement")
-    for call in calls:
-        call.args = (*call.args, outside)
+    for call in scope.outer.module.graph.nodes:
+        is_one = name_of(call) == "tag_activation_checkpoint"
+        if is_one and inner_graph(call.args[0], scope.outer) is scope.module:
+            call.args = (*call.args, outside)
     scope.given[placeholder] = outside
     return placeholder

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,23 +52,9 @@ class GraphSharding(NamedTuple):
     checks_positions: bool = True
 
 
-class LayerFacts(NamedTuple):
-    """What the mask of one attention says."""
-
-    said: Pattern | None  # None where its mask is not read
-    mixed: bool  # whether other attentions of the graph say otherwise
-
-
-class ShardingSource(Protocol):
-    """Tells where the tokens lie, in every run of a graph."""
-
-    @property
-    def mesh(self) -> RingMesh: ...
-
-    def sharding(
-        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
-    ) -> GraphSharding:
-        """Return the sharding of the batch in the model; `local_tokens` where the graph knows them."""
+# Sources tell where the tokens lie, in every run of a graph. `sharding` takes what the mask of one attention
+# says (None where it is not read), whether other attentions of the graph say otherwise, and `local_tokens`
+# where the graph knows them.
 
 
 @dataclass(eq=False)
@@ -81,7 +67,12 @@ class StaticSource:
     options: Options
 
     def sharding(
-        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
+        self,
+        said: Pattern | None,
+        mixed: bool,
+        local_tokens: int | None,
+        scale: float | None,
+        device_type: str,
     ) -> GraphSharding:
         options = Options(**{**vars(self.options), "scale": scale})
         context = context_for(self.pattern, self.layout, self.mesh, options)
@@ -90,12 +81,12 @@ class StaticSource:
             layout = context.layout_for(local_tokens * self.mesh.ulysses_size, device_type)
         tokens = UNBOUNDED if layout is None else layout.tokens
         pattern = self.pattern
-        if mask.said is not None:
-            pattern = pattern_of_layer(mask.said, pattern, tokens, False, mask.mixed)
+        if said is not None:
+            pattern = pattern_of_layer(said, pattern, tokens, False, mixed)
         if pattern != self.pattern:
             if layout is None:  # a name may stand for another layout where the pattern is another one
                 raise RingPatternError(
-                    f"the model's mask is {mask.said}, the pattern of the options {self.pattern}; pass"
+                    f"the model's mask is {said}, the pattern of the options {self.pattern}; pass"
                     " options={'layout': make_layout(...)} of known length, or that pattern"
                 )
             context = context_for(pattern, layout, self.mesh, options)
@@ -117,10 +108,15 @@ class SessionSource:
         return self.session.mesh
 
     def sharding(
-        self, local_tokens: int | None, scale: float | None, mask: LayerFacts, device_type: str
+        self,
+        said: Pattern | None,
+        mixed: bool,
+        local_tokens: int | None,
+        scale: float | None,
+        device_type: str,
     ) -> GraphSharding:
         sharding = self.session.batches.current
-        pattern = sharding.pattern_of(mask.said, None, mask.mixed)
+        pattern = sharding.pattern_of(said, None, mixed)
         parts = sharding.attention(scale, pattern).contexts
         return GraphSharding(sharding.mesh, pattern, sharding.layout, parts, not sharding.groups)
 
@@ -129,7 +125,7 @@ class SessionSource:
 class RegisteredSource:
     """Keep a source under a number that a graph can carry, with its latest shardings."""
 
-    source: ShardingSource
+    source: StaticSource | SessionSource
     handle: int = field(init=False)
     _recent: OrderedDict[Parts, Placed] = field(default_factory=OrderedDict)
 
@@ -177,8 +173,7 @@ def place_op(
         said = None
         if causal is not None:
             said = SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
-        facts = LayerFacts(said, mixed)
-        sharding = registered.source.sharding(tokens, scale, facts, positions.device.type)
+        sharding = registered.source.sharding(said, mixed, tokens, scale, positions.device.type)
         mesh = sharding.mesh
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)

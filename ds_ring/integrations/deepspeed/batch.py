@@ -85,11 +85,16 @@ def prepare_batch(
     """
     tensors = _as_tensors(batch)
     shape = token_shape(tensors)
-    of_samples = _labels_of_samples(tensors, shape)
+    of_samples: Batch = {}  # labels [B] of whole samples: a sequence classifier's
+    if "labels" in tensors and tuple(tensors["labels"].shape) == shape[:1]:
+        of_samples["labels"] = tensors.pop("labels")
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
-    if mask_BT is not None:
-        _check_mask_shape(mask_BT, shape)
+    if mask_BT is not None and tuple(mask_BT.shape) != shape:
+        raise RingShapeError(
+            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
+            " pairs belongs into the pattern, which every rank can read"
+        )
     if documents:
         _find_documents(tensors, mask_BT)
     elif DOCUMENT_IDS in tensors:
@@ -103,7 +108,12 @@ def prepare_batch(
     if labels_BT is not None:
         tensors.update(dict.fromkeys(LABEL_KEYS, labels_BT))
     if real_tokens:
-        tensors[REAL_TOKENS] = _real_tokens(tensors, mask_BT, shape)
+        real_BT = torch.ones(shape, dtype=torch.int64, device=_tokens_of(tensors).device)
+        if mask_BT is not None:
+            real_BT = real_BT * mask_BT.bool()
+        if documents:
+            real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
+        tensors[REAL_TOKENS] = real_BT
     if not documents:
         _check_positions(tensors["position_ids"], pattern)
         if mask_BT is not None:
@@ -133,7 +143,7 @@ def split_tokens(tensors: Mapping[str, Tensor], layout: Layout, mesh: RingMesh) 
     return {
         key: tensor
         if tensor.ndim == 1
-        else shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=_pad_value(key))
+        else shard_sequence(tensor, layout, mesh=mesh, dim=1, pad_value=pad_value(key))
         for key, tensor in tensors.items()
     }
 
@@ -146,8 +156,7 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     if any(tensor.ndim == 1 for tensor in tensors.values()):
         raise RingShapeError(
             f"labels: expected one for each token, got one for each sample in a batch of {length} tokens,"
-            " below"
-            " min_sequence_length, which is spread over the ranks by samples; set"
+            " below min_sequence_length, which is spread over the ranks by samples; set"
             ' "min_sequence_length": 0 in the "ring_attention" section'
         )
     rows = -(-batch_rows // places)
@@ -158,29 +167,13 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
             local[key] = tensor
             continue
         part = tensor[mine]
-        missing = part.new_full((rows - part.shape[0], *part.shape[1:]), _pad_value(key))
+        missing = part.new_full((rows - part.shape[0], *part.shape[1:]), pad_value(key))
         local[key] = torch.cat([part, missing])
     return local
 
 
-def _labels_of_samples(tensors: Batch, shape: tuple[int, int]) -> Batch:
-    """Take labels of whole samples, [B], out of `tensors`: a sequence classifier's."""
-    labels = tensors.get("labels")
-    if labels is None or tuple(labels.shape) != shape[:1]:
-        return {}
-    return {"labels": tensors.pop("labels")}
-
-
-def _real_tokens(tensors: Batch, mask_BT: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    real_BT = torch.ones(shape, dtype=torch.int64, device=_tokens_of(tensors).device)
-    if mask_BT is not None:
-        real_BT = real_BT * mask_BT.bool()
-    if DOCUMENT_IDS in tensors:
-        real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
-    return real_BT
-
-
-def _pad_value(key: str) -> int:
+def pad_value(key: str) -> int:
+    """Return what padding has in a tensor of a batch."""
     return IGNORE if key in LABEL_KEYS else 0
 
 
@@ -246,24 +239,18 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
     # not they need not be next tokens.
     document_ids = tensors.get(DOCUMENT_IDS)
     labels_BT = tensors.get("shift_labels")
-    if labels_BT is None:
-        labels_BT = _shifted(tensors.get("labels"), pattern)
+    if labels_BT is None and "labels" in tensors:
+        if not pattern.is_causal:
+            raise RingPatternError(
+                "labels: under a pattern that is not causal the next token can be seen, so predicting it"
+                ' teaches nothing; set "causal": true, or give "shift_labels", aligned with their logits'
+            )
+        labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
     if labels_BT is None or document_ids is None:
         return labels_BT
     # Without a causal pattern labels need not be next tokens: only padding loses its own.
     unlabelled = has_no_label(document_ids) if pattern.is_causal else document_ids < 0
     return labels_BT.masked_fill(unlabelled, IGNORE)
-
-
-def _shifted(labels_BT: Tensor | None, pattern: Pattern) -> Tensor | None:
-    if labels_BT is None:
-        return None
-    if not pattern.is_causal:
-        raise RingPatternError(
-            "labels: under a pattern that is not causal the next token can be seen, so predicting it"
-            ' teaches nothing; set "causal": true, or give "shift_labels", aligned with their logits'
-        )
-    return torch.nn.functional.pad(labels_BT[:, 1:], (0, 1), value=IGNORE)
 
 
 def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
@@ -276,14 +263,6 @@ def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
             f" followed by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed"
             f" documents, which the pattern {pattern} would let see each other; set"
             ' "documents": true in the "pattern" section of the JSON, or leave position_ids out'
-        )
-
-
-def _check_mask_shape(mask_BT: Tensor, shape: tuple[int, int]) -> None:
-    if tuple(mask_BT.shape) != shape:
-        raise RingShapeError(
-            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
-            " pairs belongs into the pattern, which every rank can read"
         )
 
 
@@ -350,16 +329,12 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
     prepared[_AXES] = needs.number_axes(dict(batch))
 
 
-def taken_places(local: Batch, count: int) -> ImageTokens | None:
-    """Take the numbers of local image tokens out of a batch that was cut; None where it has no images."""
+def taken_places(local: Batch, prepared: Mapping[str, Tensor]) -> ImageTokens | None:
+    """Take the numbers of local image tokens out of `local`, what was cut of the whole `prepared` batch; None
+    where it has no images.
+    """
     places_BS, axes_BSA = local.pop(_PLACES, None), local.pop(_AXES, None)
-    return None if places_BS is None else ImageTokens(places_BS, count, axes_BSA)
-
-
-def count_of(prepared: Mapping[str, Tensor]) -> int:
-    """Return the image tokens of a prepared batch."""
-    places = prepared.get(_PLACES)
-    return 0 if places is None else int(places.max())
+    return None if places_BS is None else ImageTokens(places_BS, int(prepared[_PLACES].max()), axes_BSA)
 
 
 def places_of(ids_BT: Tensor, needs: ImageNeeds) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,28 +24,20 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
     LABEL_KEYS,
-    REAL_TOKENS,
-    Batch,
     ImageTokens,
-    ModelNeeds,
-    count_of,
-    split_samples,
-    split_tokens,
-    taken_places,
     token_shape,
     valid_tokens,
-    whole_tensors,
 )
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
+from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.masks.catalog import Chunked
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
-from ds_ring.runtime.context import RingContext, block_side
+from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
-from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.layout import Layout
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
@@ -100,10 +92,8 @@ class BatchSharding:
     ) -> RowsAttention:
         """Return the attention of this batch, documents included.
 
-        Args:
-            scale: of the scores, None for 1 / sqrt(head_dim).
-            pattern: of the layer (`pattern_of`); None for the JSON's.
-            score_mod: changes the scores; see `ring_attention`.
+        `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
+        JSON's.
         """
         asked = self.patterns.pattern if pattern is None else pattern
         key = (scale, asked, score_mod)
@@ -200,16 +190,14 @@ class RecentBatches:
     def select(self, local: Iterable[Tensor]) -> BatchSharding:
         """Find the sharding of the tensors that a model was called with, and make it the current one."""
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
-        # A loop may move or slice a batch: then its length has to tell, if only one fits.
-        self._current = self._by_identity(tensors) or self._by_length(tensors)
-        return self._current
-
-    def _by_identity(self, tensors: list[Tensor]) -> BatchSharding | None:
         for references, sharding in reversed(self._recent):
             alive = [reference() for reference in references]
             if any(tensor is one for tensor in tensors for one in alive):
+                self._current = sharding
                 return sharding
-        return None
+        # A loop may move or slice a batch: then its length has to tell, if only one fits.
+        self._current = self._by_length(tensors)
+        return self._current
 
     def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
@@ -229,96 +217,6 @@ class RecentBatches:
                 " returned (they are on its device)"
             )
         return fitting.pop()
-
-
-# Cut a prepared batch along the sequence, or a short one along its samples.
-# Shapes: B samples, T global tokens, S local tokens.
-
-
-@dataclass(frozen=True, eq=False)
-class BatchCutter:
-    """Cut the batches of one session.
-
-    Attributes:
-        config: the "ring_attention" section.
-        mesh: the ranks that a sequence is spread over.
-        device: where local batches are.
-        patterns: what the JSON says of layers.
-        needs: what the model must know of whole batches.
-    """
-
-    config: RingConfig
-    mesh: RingMesh
-    device: torch.device
-    patterns: LayerPatterns
-    needs: ModelNeeds
-    # of (tokens, greatest position, ranks), the latest last; batches of others are placed anew
-    _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
-        default_factory=OrderedDict, repr=False
-    )
-
-    def cut(
-        self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
-    ) -> tuple[Batch, BatchSharding]:
-        """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns.
-
-        Args:
-            prepared: the whole batch.
-            mesh: a smaller ring that the batch is for; None: that of the session.
-            longest: the greatest position of the whole batch, where this is a part of it.
-        """
-        _, tokens = token_shape(prepared)
-        if longest is None:
-            longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
-        image_tokens = count_of(prepared)
-        prepared, whole = whole_tensors(prepared, self.needs.images)
-        short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
-        mesh = RingMesh.single() if short else mesh or self.mesh
-        padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
-        if short:
-            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        sharding = self._sharding(prepared, tokens, longest, mesh)
-        rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
-        local = rest if short else split_tokens(rest, sharding.layout, mesh)
-        local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
-        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, image_tokens)
-        if images is not None:
-            sharding = replace(sharding, images=images)
-        if padded and real_tokens is not None:
-            sharding = replace(sharding, real_tokens=real_tokens)
-        return local, sharding
-
-    def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
-        """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        mix, config = self.patterns.counted(tokens, self.needs.layers), self.config
-        return make_layout(
-            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout,
-            tokens=tokens,
-            ring_size=mesh.ring_size,
-            pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
-            multiple_of=mesh.ulysses_size,
-            block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
-        )
-
-    def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
-        if DOCUMENT_IDS in prepared:
-            batch_rows, _ = token_shape(prepared)
-            return self._place(tokens, longest, mesh, group_rows(prepared[DOCUMENT_IDS], batch_rows))
-        key, kept = (tokens, longest, mesh.sequence_size), self._by_length
-        if key not in kept:
-            kept[key] = self._place(tokens, longest, mesh)
-            if len(kept) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
-                kept.popitem(last=False)
-        kept.move_to_end(key)
-        return kept[key]
-
-    def _place(
-        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
-    ) -> BatchSharding:
-        greatest = torch.tensor(longest, device=self.device)
-        layout = self.layout_for(tokens, mesh, groups)
-        sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
-        return sharding.with_slots(self.device) if self.needs.slots else sharding
 
 
 # Check that the ranks of a sequence hold the same samples, by checksums in one small collective per batch.
@@ -353,16 +251,14 @@ _COMPARED = {
 
 
 def report_of(tensors: Mapping[str, Tensor]) -> BatchReport:
-    """Return the report of a prepared batch."""
-    inputs_crc = labels_crc = 0
+    crcs = {"inputs": 0, "labels": 0}
     for key in sorted(tensors):
-        if key in LABEL_KEYS:
-            labels_crc = _crc(tensors[key], labels_crc)
-        else:
-            inputs_crc = _crc(tensors[key], inputs_crc)
-    samples, tokens = token_shape(tensors)
+        kind = "labels" if key in LABEL_KEYS else "inputs"
+        flat = tensors[key].detach().cpu().contiguous().view(-1).view(torch.uint8)
+        crcs[kind] = zlib.crc32(flat.numpy().tobytes(), crcs[kind])
     keys_crc = zlib.crc32(" ".join(sorted(tensors)).encode())
-    return BatchReport(0, samples, tokens, keys_crc, inputs_crc, labels_crc, valid_tokens(tensors))
+    samples, tokens = token_shape(tensors)
+    return BatchReport(0, samples, tokens, keys_crc, crcs["inputs"], crcs["labels"], valid_tokens(tensors))
 
 
 def check_consistency(
@@ -370,25 +266,33 @@ def check_consistency(
 ) -> int:
     """Exchange the reports of all ranks; return the labelled tokens of the whole world, each counted once.
 
-    Args:
-        mine: this rank's report, `REFUSED` if it could not prepare its batch.
-        fault: why it could not.
-        mesh: the ranks that share a sequence are consecutive in the world.
-        device: where collectives of the default group live.
+    `mine` is `REFUSED` where `fault` says why this rank could not prepare its batch. The ranks that share a
+    sequence are consecutive in the world. Collectives of the default group live on `device`.
 
     Raises:
         RingPeerError: another rank failed.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: on all other ranks then, and on all ranks if any sequence group disagrees.
     """
-    reports, sequence_size = _all_reports(mine, mesh, device), mesh.sequence_size
+    reports, sequence_size = [mine], mesh.sequence_size
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        row = torch.tensor(mine, dtype=torch.int64, device=device)
+        rows = Exchange(mesh, BATCH_TIMEOUT_S).all_gather(row, dist.group.WORLD, dist.get_world_size())
+        reports = [BatchReport(*values) for values in torch.stack(rows).tolist()]
     # A rank that refused its batch reports so, or the others would wait for it in a hop.
     refusing = [rank for rank, report in enumerate(reports) if report.refused]
     if refusing:
         if fault is not None:
             raise fault
         raise RingMismatchError(f"rank {refusing[0]} refused its batch: see the error it raised")
-    _check_ended(reports)
+    ended = [rank for rank, report in enumerate(reports) if report == ENDED]
+    if 0 < len(ended) < len(reports):
+        more = next(rank for rank in range(len(reports)) if rank not in ended)
+        raise RingMismatchError(
+            f"batches in an epoch: expected the same number on all ranks, got one more on rank {more} than on"
+            f" rank {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
+            " divides one evenly)"
+        )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)
     # Smaller rings are blocks of a sequence's ranks: whoever names a first rank is in its ring.
@@ -414,29 +318,3 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
                     " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
                     " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
                 )
-
-
-def _check_ended(reports: list[BatchReport]) -> None:
-    """Raise RingMismatchError if some ranks have a batch where others have no more."""
-    ended = [rank for rank, report in enumerate(reports) if report == ENDED]
-    if 0 < len(ended) < len(reports):
-        more = next(rank for rank in range(len(reports)) if rank not in ended)
-        raise RingMismatchError(
-            f"batches in an epoch: expected the same number on all ranks, got one more on rank {more} than on"
-            f" rank {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
-            " divides one evenly)"
-        )
-
-
-def _all_reports(mine: BatchReport, mesh: RingMesh, device: torch.device) -> list[BatchReport]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    row = torch.tensor(mine, dtype=torch.int64, device=device)
-    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
-    rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
-    return [BatchReport(*values) for values in torch.stack(rows).tolist()]
-
-
-def _crc(tensor: Tensor, start: int) -> int:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().tobytes(), start)

@@ -13,8 +13,10 @@ others.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -43,63 +45,46 @@ def agree_on_config(
     deepspeed_config: Mapping[str, Any],
     fault: RingError | None,
     watch: Watch | None,
-) -> None:
+    ranks_per_node: int | None,
+) -> int | None:
     """Compare the configurations of all ranks; raise the same error on every rank. Collective.
+
+    Returns how many ranks share a node; None where nodes have different numbers of them.
 
     Raises:
         RingPeerError: another rank failed meanwhile; names it.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: another rank has a fault, or ranks differ in a key; the rank and the key are named.
     """
-    # Nobody waits for a rank that is dead: `watch` guards the two collectives.
-    with leave_on_error(watch):
-        _agree(config, deepspeed_config, fault, watch)
-
-
-def _agree(
-    config: RingConfig | None,
-    deepspeed_config: Mapping[str, Any],
-    fault: RingError | None,
-    watch: Watch | None,
-) -> None:
     mine = {} if config is None else by_json_key(config) | dict(_leaves(deepspeed_config))
     # Of a value that no JSON has, its type: the repr could hold an address.
     flat = {key: json.dumps(value, default=lambda x: f"<{type(x).__name__}>") for key, value in mine.items()}
-    reports = _gather((None if fault is None else str(fault), _digest(flat)), watch, 0)
-    if fault is not None:
-        raise fault
-    refusing = [rank for rank, (refused, _) in enumerate(reports) if refused is not None]
-    if refusing:
-        raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
-    if len({digest for _, digest in reports}) > 1:
-        raise RingMismatchError(_describe(_gather(flat, watch, 1)))
-
-
-def agree_on_ranks_per_node(mine: int | None, watch: Watch | None) -> int | None:
-    """Return how many ranks share a node; None where nodes have different numbers of them. Collective.
-
-    Raises:
-        RingPeerError: another rank failed meanwhile; names it.
-    """
+    digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
+    # Nobody waits for a rank that is dead: `watch` guards the two collectives.
     with leave_on_error(watch):
-        found = _gather(mine, watch, 2)
-    return mine if found.count(mine) == len(found) else None
+        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), watch, 0)
+        if fault is not None:
+            raise fault
+        refusing = [rank for rank, (refused, *_) in enumerate(reports) if refused is not None]
+        if refusing:
+            raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
+        if len({digest for _, digest, _ in reports}) > 1:
+            raise RingMismatchError(_describe(_gather(flat, watch, 1)))
+    return ranks_per_node if len({per_node for *_, per_node in reports}) == 1 else None
 
 
 def _describe(configs: list[Flat]) -> str:
     """Describe the first rank that has another configuration than rank 0."""
     rank = next(rank for rank, config in enumerate(configs) if config != configs[0])
-    keys = sorted(configs[0].keys() | configs[rank].keys())
-    missing = "no such key"
-    pairs = [(key, configs[0].get(key, missing), configs[rank].get(key, missing)) for key in keys]
-    different = [
-        f"{key}: {first} on rank 0, {other} on rank {rank}" for key, first, other in pairs if first != other
-    ]
+    different = []
+    for key in sorted(configs[0].keys() | configs[rank].keys()):
+        first, other = (config.get(key, "no such key") for config in (configs[0], configs[rank]))
+        if first != other:
+            different.append(f"{key}: {first} on rank 0, {other} on rank {rank}")
     more = f" and {len(different) - _NAMED_KEYS} keys more" if len(different) > _NAMED_KEYS else ""
     return (
-        "expected the same configuration on all ranks, got "
-        + "; ".join(different[:_NAMED_KEYS])
-        + f"{more}. Start every host with the same DeepSpeed JSON"
+        f"expected the same configuration on all ranks, got {'; '.join(different[:_NAMED_KEYS])}{more}."
+        " Start every host with the same DeepSpeed JSON"
     )
 
 
@@ -113,10 +98,6 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _leaves(value, f"{name}.")
         else:
             yield name, value
-
-
-def _digest(flat: Flat) -> str:
-    return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
 
 
 def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
@@ -157,14 +138,11 @@ _WHAT_TO_WRITE = {
 def resolve_auto(
     config: dict[str, Any], model: torch.nn.Module, brings_optimizer: bool, brings_scheduler: bool
 ) -> dict[str, Any]:
-    """Return the DeepSpeed JSON without any "auto".
+    """Return the DeepSpeed JSON without any "auto"; the model's dtype and hidden size decide some values.
 
-    Args:
-        config: the JSON without our section.
-        model: its dtype and hidden size decide some values.
-        brings_optimizer, brings_scheduler: one is passed, so that DeepSpeed does not read that section.
+    Where an optimizer or a scheduler is passed, DeepSpeed does not read that section.
     """
-    if not any(True for _ in _autos(config)):
+    if next(_autos(config), None) is None:
         return config
     config = copy.deepcopy(config)
     for section, brought in (("optimizer", brings_optimizer), ("scheduler", brings_scheduler)):
@@ -175,13 +153,15 @@ def resolve_auto(
     open_ = []
     for key in list(_autos(config)):
         found = _value(key, config, model)
+        *sections, name = key.split(".")
+        parent = functools.reduce(operator.getitem, sections, config)
         if found is None:
             advice = _WHAT_TO_WRITE.get(key, "write the value, or remove the key")
             open_.append(f'{key}: got "auto"; {advice}')
         elif found is _LEFT_OUT:
-            del _parent(config, key)[key.split(".")[-1]]
+            del parent[name]
         else:
-            _parent(config, key)[key.split(".")[-1]] = found
+            parent[name] = found
     if open_:
         raise RingConfigError(
             'the DeepSpeed configuration: "auto" is filled in by Hugging Face\'s Trainer, and'
@@ -202,23 +182,14 @@ def _autos(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield prefix + key
 
 
-def _parent(config: dict[str, Any], key: str) -> dict[str, Any]:
-    for part in key.split(".")[:-1]:
-        config = config[part]
-    return config
-
-
 def _resolve_batch(config: dict[str, Any]) -> None:
     """Remove the sizes that DeepSpeed works out from the others, if there is one to start from."""
-    if any(config.get(key, AUTO) != AUTO for key in _BATCH[:2]):
-        for key in _BATCH:
-            if config.get(key) == AUTO:
-                del config[key]
-    else:
-        for key in (_BATCH[0], _BATCH[2]):
-            if config.get(key) == AUTO:
-                del config[key]  # the micro batch is the one to ask for
-        config[_BATCH[1]] = AUTO
+    asks = all(config.get(key, AUTO) == AUTO for key in _BATCH[:2])
+    for key in _BATCH:
+        if config.get(key) == AUTO:
+            del config[key]
+    if asks:
+        config[_BATCH[1]] = AUTO  # the micro batch is the one to ask for
 
 
 def _value(key: str, config: dict[str, Any], model: torch.nn.Module) -> object:
@@ -230,19 +201,15 @@ def _value(key: str, config: dict[str, Any], model: torch.nn.Module) -> object:
         rate = config.get("optimizer", {}).get("params", {}).get("lr")
         return rate if isinstance(rate, (int, float)) else None
     if key.startswith("zero_optimization."):
-        return _zero_value(key.split(".", 1)[1], _hidden_size(model))
+        hidden = _hidden_size(model)
+        # Hugging Face's values of sizes that depend on the model; DeepSpeed's default for any other.
+        sizes = {} if hidden is None else {
+            "reduce_bucket_size": hidden * hidden,
+            "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+            "stage3_param_persistence_threshold": 10 * hidden,
+        }  # fmt: skip
+        return sizes.get(key.partition(".")[2], _LEFT_OUT)
     return _LEFT_OUT if key in _SAME_AS_LEFT_OUT else None
-
-
-def _zero_value(key: str, hidden: int | None) -> object:
-    """Return Hugging Face's value for a size that depends on the model; DeepSpeed's default for any other."""
-    if hidden is None:
-        return _LEFT_OUT
-    return {
-        "reduce_bucket_size": hidden * hidden,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": 10 * hidden,
-    }.get(key, _LEFT_OUT)
 
 
 def _hidden_size(model: torch.nn.Module) -> int | None:

@@ -28,6 +28,8 @@ from ds_ring.schedule.grid import Grid
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
+_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
+_hooked: list[AppliedPatch] = []  # once for a process
 
 
 # [Note: outside the ring]
@@ -49,7 +51,10 @@ def join_job(config: RingConfig | None) -> Watch | None:
     heartbeat_s = DEFAULT_HEARTBEAT_S if config is None else config.heartbeat_timeout_seconds
     exit_after_s = None if config is None else config.hop_timeout_seconds
     watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret())
-    _say_culprit_at_exit(watch)
+    if watch is not None:
+        if not _hooked:
+            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
+        _named_at_exit.add(watch)
     return watch
 
 
@@ -57,16 +62,13 @@ def join_job(config: RingConfig | None) -> Watch | None:
 # On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
 # the receive buffers, and only the watch's thread knows. Before parameters change, and before anything is
 # saved, the host therefore waits until the watch has seen every message, and raises the fault.
-# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, and
-# about a millisecond more, and so loses its lead over the device. The device still has work then, which hides
-# a part of the optimizer's launches: the layers in front of the first attention, the reduction of gradients.
-# With gradient clipping or fp16 DeepSpeed reads the norm on the host here anyway, and waits for all of that.
-# Other micro batches do not wait. To check without waiting would cost nothing, but the optimizer could then
-# add garbage before the fault is known, and a script that catches the later error could go on with it.
-# Another rank, whose own messages arrived, may have summed a gradient of the failed pass and changed its part
-# of the parameters. It cannot save them: saving is collective, and the rank whose step was refused does not
-# take part. A save in the background copies behind the check, and writes the copies. No GPU has measured the
-# wait; `tests/dist/test_checkpoint.py` seeds the fault into real engines.
+# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, about
+# a millisecond more, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the
+# norm on the host here anyway. To check without waiting would cost nothing, but the optimizer could then add
+# garbage before the fault is known, and a script that catches the later error could go on with it.
+# Another rank, whose own messages arrived, may have changed its part of the parameters. It cannot save them:
+# saving is collective, and the rank whose step was refused does not take part. No GPU has measured the wait;
+# `tests/dist/test_checkpoint.py` seeds the fault into real engines.
 class Settled:
     """Wait for all messages before a result lasts; a step that only accumulates gradients does not wait."""
 
@@ -74,13 +76,11 @@ class Settled:
         self._engine, self._mesh = engine, mesh
 
     def around_step(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Wait at a boundary of gradient accumulation."""
         if self._engine.is_gradient_accumulation_boundary():
             self._mesh.settle()
         return step(*args, **kwargs)
 
     def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Wait before anything is saved."""
         self._mesh.settle()
         return save(*args, **kwargs)
 
@@ -105,24 +105,13 @@ def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
     return None if fault is None or fault.rank == watch.rank else fault
 
 
-_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
-_hooked: list[AppliedPatch] = []  # once for a process
-
-
-def _say_culprit_at_exit(watch: Watch | None) -> None:
-    """Print who failed before the traceback, where an error of torch.distributed ends this process."""
-    if watch is not None:
-        if not _hooked:
-            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
-        _named_at_exit.add(watch)
-
-
 def _print_culprit(
     before: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
+    """Print who failed before the traceback, where an error of torch.distributed ends this process."""
     if is_of_distributed(error):
         for watch in list(_named_at_exit):
             fault = _verdict_on(error, watch)

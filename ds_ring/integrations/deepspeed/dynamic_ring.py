@@ -1,8 +1,7 @@
 """Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
 
-Owns which samples a rank reads of each batch, how they become one batch of its ring, and the start. The
-division is `schedule/grid.py`'s, its seconds `dynamic_ring.py`'s; the path from there to the model is
-the session's.
+Owns what samples take on rings of each size, which samples a rank reads of each batch, and how they become
+one batch of its ring. The division is `schedule/grid.py`'s, the path from there to the model the session's.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
-from ds_ring.integrations.deepspeed.loader import is_sliced, padded
+from ds_ring.integrations.deepspeed.loader import SampleOrder, is_sliced, padded
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
@@ -36,7 +35,6 @@ from ds_ring.runtime.context import RingContext, block_side, context_for
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh, make_sub_rings
 from ds_ring.runtime.messages import Message
-from ds_ring.runtime.trace import Span
 from ds_ring.schedule.grid import BatchLengths as Lengths
 from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout
@@ -66,40 +64,22 @@ class ModelSizes(NamedTuple):
     intermediate: int
     vocab: int
 
-    @property
-    def matrix_parameters(self) -> int:
-        """Count the parameters that multiply every token: all but the embedding's rows and the norms."""
-        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
-
 
 class MeasuredRates(NamedTuple):
-    """Hold what was measured while all ranks were busy; the slowest rank counts.
+    """Hold what was measured while all ranks were busy; the slowest rank counts."""
 
-    Attributes:
-        kernel_flops: FLOP/s of the kernel, forward and backward, of the pairs that it executes.
-        tile_s: seconds of a tile beside its pairs, forward and backward.
-        product_flops: FLOP/s of a product of large matrices.
-        link_bytes_per_s: from a rank to the next one.
-        hop_s: seconds of a hop that computes and sends next to nothing.
-    """
-
-    kernel_flops: tuple[float, float]
-    tile_s: tuple[float, float]
-    product_flops: float
-    link_bytes_per_s: float
-    hop_s: float
+    kernel_flops: tuple[float, float]  # FLOP/s, forward and backward, of the pairs that the kernel executes
+    tile_s: tuple[float, float]  # of a tile beside its pairs, forward and backward
+    product_flops: float  # FLOP/s of a product of large matrices
+    link_bytes_per_s: float  # from a rank to the next one
+    hop_s: float  # of a hop that computes and sends next to nothing
 
 
 class SampleTimes:
     """Estimate the seconds of samples: `SampleSeconds` of schedule/grid.py.
 
-    Args:
-        sizes: of the model.
-        config: the section; its patterns are taken, not those that a model names by itself.
-        kernel: what the section's kernel is for tensors of this job.
-        rates: of the machine.
-        tensors: device type and bytes of an element of q, k and v.
+    Takes the patterns of `config`, the section, not those that a model names by itself. `kernel` is what the
+    section's is for tensors of this job; `tensors` are device type and bytes of an element of q, k and v.
     """
 
     def __init__(
@@ -117,6 +97,11 @@ class SampleTimes:
         self._layers: dict[Pattern, int] = dict(+(named + rest))
         self._block = block_side(config.kernel, device_type, self._layers, config.block_size)
         self._known: dict[tuple[int, int], float] = {}
+        attention = 2 * sizes.hidden * sizes.head_dim * (sizes.heads + sizes.kv_heads)
+        layer = attention + 3 * sizes.hidden * sizes.intermediate
+        # The parameters that multiply every token: all but the embedding's rows and the norms.
+        matrices = sizes.layers * layer + sizes.vocab * sizes.hidden
+        self._dense_s = _DENSE * matrices / rates.product_flops  # for each token of one rank
 
     def fixed(self, ranks: int) -> float:
         """Return the seconds of all layers' hops with next to nothing in them."""
@@ -129,8 +114,7 @@ class SampleTimes:
         left, right = self._knot(step, ranks), self._knot(step + 1, ranks)
         low, high = self._attention(left, ranks), self._attention(right, ranks)
         between = low + (high - low) * max(tokens - left, 0) / (right - left)
-        dense = _DENSE * self.sizes.matrix_parameters * tokens / ranks / self.rates.product_flops
-        return max(between - self.fixed(ranks), 0.0) + dense
+        return max(between - self.fixed(ranks), 0.0) + self._dense_s * tokens / ranks
 
     def _knot(self, step: int, ranks: int) -> int:
         return round(max(_LEAST, ranks) * 2 ** (step / 2))
@@ -241,17 +225,12 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     for _ in range(_ROUNDS):
         dist.all_reduce(torch.zeros(1, device=device))
-        _wait_for(device)
+        get_accelerator().synchronize()
         began = time.perf_counter()
         work()
-        _wait_for(device)
+        get_accelerator().synchronize()
         rounds.append(time.perf_counter() - began)
     return min(rounds)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[float, float]:
@@ -273,32 +252,21 @@ def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[floa
 
 
 class Assigned(NamedTuple):
-    """Hold a rank's part of a batch before it is read.
+    """Hold a rank's part of a batch before it is read."""
 
-    Attributes:
-        ring: the ranks that share it.
-        pieces: what they hold; of a ring without samples one of the others', to know names and types by.
-        longest: the greatest position in the whole batch.
-        crc: checksum of the division.
-    """
-
-    ring: SubRing
+    ring: SubRing  # the ranks that share it
+    # what they hold; of a ring without samples one of the others', to know names and types by
     pieces: tuple[DocumentPart, ...]
-    longest: int
-    crc: int
+    longest: int  # the greatest position in the whole batch
+    crc: int  # checksum of the division
 
 
 @dataclass
 class DynamicRing:
-    """Hold what divisions are made with; empty until `start`.
+    """Hold what divisions are made with; empty until `start`."""
 
-    Attributes:
-        meshes: this rank's ring of every size.
-        times: what samples take.
-    """
-
-    meshes: dict[int, RingMesh] = field(default_factory=dict)
-    times: SampleSeconds | None = None
+    meshes: dict[int, RingMesh] = field(default_factory=dict)  # this rank's ring of every size
+    times: SampleSeconds | None = None  # what samples take
 
     def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
         """Make the smaller rings and measure the machine. Collective over the world."""
@@ -310,7 +278,6 @@ class DynamicRing:
     def assign(
         self, pieces: Sequence[DocumentPart], most_tokens: int, packed: bool, mesh: RingMesh
     ) -> Assigned:
-        """Return this rank's part of a batch."""
         lengths = tuple(piece.stop - piece.start for piece in pieces)
         if self.times is None or mesh.ring_size == 1:
             rings: tuple[SubRing, ...] = (SubRing(0, 1, tuple(range(len(pieces)))),)
@@ -342,15 +309,12 @@ class AssignedBatches:
 
     def __iter__(self) -> Iterator[list[Assigned]]:
         for indices in self._order:
+            if self._rows is None:
+                pieces = [DocumentPart(index, 0, int(self._lengths[index]), 0) for index in indices]
+            else:
+                pieces = [piece for index in indices for piece in self._rows[index]]
             session = self._session
-            pieces = [piece for index in indices for piece in self._pieces(index)]
             yield [session.dynamic.assign(pieces, self._most_tokens, self._packed, session.mesh)]
-
-    def _pieces(self, index: int) -> Sequence[DocumentPart]:
-        if self._rows is not None:
-            pieces: Sequence[DocumentPart] = self._rows[index]
-            return pieces
-        return [DocumentPart(index, 0, int(self._lengths[index]), 0)]
 
 
 class AssignedSamples(Dataset[tuple[Assigned, list[Mapping[str, Any]]]]):
@@ -387,8 +351,11 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
                 f"data set: expected the same tensors in all samples, got {sorted(rows[0])} and, in sample"
                 f" {piece.document}, {sorted(rows[-1])}; give all of them the same"
             )
-    if not assigned.ring.samples:
-        rows = [_nothing(rows[0])]
+    if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
+        rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
+        for key in rows[0].keys() & LABEL_KEYS:
+            rows[0][key].fill_(IGNORE)
+        rows[0]["attention_mask"] = torch.zeros(1, dtype=torch.int64)
     if not packed:
         return padded(rows)
     ids = [torch.full((len(row["input_ids"]),), number) for number, row in enumerate(rows)]
@@ -418,15 +385,6 @@ def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor
     return tensors
 
 
-def _nothing(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return one token of padding with the names and types of a sample."""
-    first = {key: tensor[:1].clone() for key, tensor in row.items()}
-    for key in LABEL_KEYS:
-        if key in first:
-            first[key].fill_(IGNORE)
-    return first | {"attention_mask": torch.zeros(1, dtype=torch.int64)}
-
-
 def sizes_of(model: torch.nn.Module) -> ModelSizes:
     """Return the sizes of a transformers model, which a sample's seconds follow from.
 
@@ -435,12 +393,11 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sizes: dict[str, Any] = {
-        "layers": getattr(config, "num_hidden_layers", None),
-        "hidden": getattr(config, "hidden_size", None),
-        "heads": getattr(config, "num_attention_heads", None),
-        "vocab": getattr(config, "vocab_size", None),
-    }
+    names = {
+        "layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+        "vocab": "vocab_size",
+    }  # fmt: skip
+    sizes: dict[str, Any] = {size: getattr(config, name, None) for size, name in names.items()}
     missing = [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]
     if missing:
         raise RingConfigError(
@@ -454,54 +411,3 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
         head_dim=getattr(config, "head_dim", None) or max(hidden // heads, 1),
         intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
     )
-
-
-# Time of hops by link, from the spans of ring passes on the receiving rank. A link that is slower than
-# computing shows in the whole hop and in the wait. On a GPU the stream waits, and the host sees nothing.
-
-
-@dataclass
-class _Link:
-    hops: int = 0
-    hop_ns: int = 0
-    wait_ns: int = 0
-    payload_bytes: int = 0
-
-
-def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
-    """Return the means over hops of each link that brought something to this rank, by the sender.
-
-    Args:
-        spans: of this rank's passes, in order.
-        mesh: who is who.
-
-    Returns:
-        For each sender {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end
-        of the wait for it, "wait_seconds", "bytes": payload of a hop}.
-    """
-    links: defaultdict[int, _Link] = defaultdict(_Link)
-    posted_ns = 0
-    for span in spans:
-        if span.what == "send":
-            posted_ns = span.start_ns
-        if span.what != "wait":
-            continue
-        arrived: defaultdict[int, int] = defaultdict(int)
-        for message in span.batch.receives:
-            arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
-        for rank, payload_bytes in arrived.items():
-            link = links[rank]
-            link.hops += 1
-            link.hop_ns += span.end_ns - posted_ns
-            link.wait_ns += span.end_ns - span.start_ns
-            link.payload_bytes += payload_bytes
-    return [
-        {
-            "from": rank,
-            "hops": link.hops,
-            "hop_seconds": link.hop_ns / link.hops / 1e9,
-            "wait_seconds": link.wait_ns / link.hops / 1e9,
-            "bytes": link.payload_bytes // link.hops,
-        }
-        for rank, link in sorted(links.items())
-    ]

@@ -1,25 +1,42 @@
 """Make `deepspeed.initialize` honour the "ring_attention" section, for trainers and scripts that call it.
 
-What it changes in Accelerate and in transformers' Trainer is in integrations/trainers; what such a script
-sees is in whole_batches.py.
+Owns the hooks around their forward passes, which shard whole batches and return outputs as if this rank had
+computed its whole batch. What changes in Accelerate and in transformers' Trainer is in integrations/trainers.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, ValuesView
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from ds_ring.config.deepspeed_file import SECTION
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
-from ds_ring.integrations.deepspeed.whole_batches import WholeBatches
+from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.shard import gather_sequence
+
+ONLY_LOSS = "ds_ring_only_loss"  # argument of a forward pass: nothing but the loss will be read
+_ITEMS = "num_items_in_batch"
+# What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
+_OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+_LABELS = ("labels", "shift_labels", _ITEMS)
+# Where documents begin, for kernels of variable length; position ids say the same.
+_BORDERS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def enable() -> None:
@@ -66,7 +83,7 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     whole = WholeBatches(engine.ring, engine.module)
     DEEPSPEED.apply({"whole_batches": whole}, engine.ring, engine=engine, module=engine.module)
     if loader is not None:
-        loader.keep_whole()
+        loader.shard_batch = dict  # batches stay as they are: the engine shards them
     return engine, optimizer, loader, scheduler
 
 
@@ -79,3 +96,180 @@ def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, 
             " its own tokens; call ds_ring.enable() before you import the name"
         )
     start(engine, *args, **kwargs)
+
+
+# [Note: what a script sees]
+# A trainer treats the W ranks as W replicas whose gradients DeepSpeed averages. On a ring, the P ranks of a
+# sequence get the same batch and return the same results, so there are R = W / P replicas.
+# A rank computes a loss l of its own tokens ([Note: gradient scale] in loss.py), whose gradient is exact
+# after DeepSpeed's division by D. The script receives a loss with the gradient of l and with the value of the
+# replica: the sum of l over the ring, times R / D. The mean over the replicas is the mean over all tokens of
+# the world.
+# If num_items_in_batch = n is given (Trainer), a replica's loss is the sum over its tokens divided by n; then
+# l is the rank's sum times D / (R n). The same holds without gradients, with the replica's number of tokens
+# as n. If a script computes a loss from gathered outputs, it does so on all P ranks. The gradient of the
+# gathering adds P equal gradients, and DeepSpeed's division by W leaves the mean over the R replicas.
+class WholeBatches:
+    """Shard the inputs of an engine or of its `module`, whose forward names them, and gather the outputs."""
+
+    def __init__(self, session: RingSession, module: nn.Module) -> None:
+        self._session, self._module = session, module
+        self._share = session.mesh.data_size / session.gradient_divisor  # R / D
+        self._parameters = inspect.signature(module.forward).parameters
+        self._outermost: tuple[nn.Module, BatchSharding, bool, bool] | None = None
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Shard a batch. The engine and its module call this; the outer of two calls does the work."""
+        if self._outermost is not None or self._session.batches.is_off or torch.compiler.is_compiling():
+            return None
+        if kwargs.get("past_key_values") is not None:  # `generate` cuts its prompts itself
+            return None
+        given = self._named(args, kwargs)
+        only_loss = bool(given.pop(ONLY_LOSS, False))
+        items = given.pop(_ITEMS, None)
+        batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
+        local: dict[str, Any] = dict(self._session.shard_batch(_without_borders(batch)))
+        if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
+            if items is None:  # the labelled tokens of this rank's sequences
+                mine = (local["shift_labels"] != IGNORE).sum().float()
+                items = sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
+            items = torch.as_tensor(items)
+            local[_ITEMS] = items.to(self._session.device) * self._share
+        shifts = "labels" in given and "shift_labels" not in given
+        self._outermost = module, self._session.batches.current, only_loss, shifts
+        rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
+        return (), rest | {key: x for key, x in local.items() if self._takes(key)}
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Gather the outputs of the call that sharded the batch."""
+        if self._outermost is None or self._outermost[0] is not module:
+            return None
+        _, sharding, only_loss, shifts = self._outermost
+        self._outermost = None
+        if output is None:  # the call failed
+            return None
+        whole = partial(_whole, self._session, sharding)
+        if isinstance(output, OrderedDict):
+            if isinstance(output.get("loss"), Tensor):
+                of_replica = sequence_sum_op(output["loss"].detach(), number_of(self._session.mesh))
+                output["loss"] = _Shown.apply(output["loss"], of_replica * self._share)
+            if only_loss:
+                return type(output)(loss=output["loss"])
+            later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
+            if shifts and "log_probs" in output:
+                later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
+            parts = {
+                "whole_batches.later": SimpleNamespace(after_forward=later),
+                "whole_batches.outputs": SimpleNamespace(after_forward=_class_of(type(output))),
+            }
+            DEEPSPEED.apply(parts, self._session, output=output)
+            return output
+        if isinstance(output, Tensor) and output.ndim < 2:
+            raise RingConfigError(
+                f"{type(self._module).__name__}: expected logits or a ModelOutput, got a tensor"
+                f" {list(output.shape)}, which it computed of this rank's tokens: let the module return"
+                " logits, and compute the loss from them in the script"
+            )
+        return whole(output)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [name for name, one in self._parameters.items() if one.kind in by_place]
+        if len(args) > len(names):
+            raise RingShapeError(
+                f"{type(self._module).__name__}: expected arguments by name, got {len(args)} without: call it"
+                " as model(input_ids=..., labels=...), so that a ring knows what to shard"
+            )
+        return dict(zip(names, args, strict=False)) | kwargs
+
+    def _takes(self, key: str) -> bool:
+        """Return whether the module takes an argument; it must take position_ids, or count from 0."""
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
+        if key == "position_ids" and not takes_all and key not in self._parameters:
+            raise RingConfigError(
+                f"{type(self._module).__name__}.forward: expected it to take position_ids, got"
+                f" {list(self._parameters)}; a rank's tokens are not numbered from 0: take them as an"
+                " argument, and use them where positions count"
+            )
+        return takes_all or key in self._parameters or key not in _LABELS
+
+
+def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Leave out where documents begin, if position ids say it, too."""
+    found = [key for key in _BORDERS if key in batch]
+    if found and "position_ids" not in batch:
+        raise RingPatternError(
+            f"batch: expected position_ids beside {found[0]}, got none: packed documents are known by"
+            ' positions that restart, with "documents": true in the "pattern" section of the JSON'
+        )
+    return {key: x for key, x in batch.items() if key not in found}
+
+
+class _Shown(torch.autograd.Function):
+    """Show another value than the loss whose gradient is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _whole(session: RingSession, sharding: BatchSharding, output: Any) -> Any:
+    """Return the whole sequence of a local result, or of each in a tuple. Collective."""
+    if isinstance(output, tuple | list):
+        return type(output)(_whole(session, sharding, one) for one in output)
+    if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] != sharding.local_tokens:
+        return output
+    if sharding.mesh is not session.mesh:
+        raise RingShapeError(
+            f"outputs: expected a sequence that is cut, got {sharding.layout.tokens} tokens, below"
+            " min_sequence_length, where each rank takes whole samples; read nothing but the loss, or set"
+            ' "min_sequence_length": 0 in the "ring_attention" section'
+        )
+    sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
+    return gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
+
+
+class _ReadLater:
+    """Make whole what is read of a ModelOutput, when it is read: logits of a long text fill a memory."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name[0] != "_" and name in (later := super().__getattribute__("_later")):
+            value = later.pop(name)(value)
+            setattr(self, name, value)
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        names = _names(self)
+        if isinstance(key, str):
+            if key not in names:
+                raise KeyError(key)
+            return getattr(self, key)
+        return tuple(self[name] for name in names[key]) if isinstance(key, slice) else self[names[key]]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in _names(self) else default
+
+    def items(self) -> ItemsView[str, Any]:
+        return {name: self[name] for name in _names(self)}.items()
+
+    def values(self) -> ValuesView[Any]:
+        return dict(self.items()).values()
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        return tuple(self.values())
+
+
+def _names(output: Any) -> list[str]:
+    return list(OrderedDict.keys(output))
+
+
+@cache
+def _class_of(kind: Any) -> Any:
+    return type(f"Whole{kind.__name__}", (_ReadLater, kind), {})

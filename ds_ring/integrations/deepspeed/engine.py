@@ -72,10 +72,8 @@ _ROWS = (
     Patch("engine._config.load_universal_checkpoint", "around_load", "set", "checkpoint.universal",
         "a folder is loaded as what it is"),
     Patch("engine.step", "around_step", "wrapped", "settled", _SETTLED),
-    Patch("engine.save_checkpoint", "around_save", "wrapped", "settled", _SETTLED),
-    Patch("engine.save_16bit_model", "around_save", "wrapped", "settled", _SETTLED),
-    Patch("engine.save_fp16_model", "around_save", "wrapped", "settled", _SETTLED),
-    Patch("engine.module_state_dict", "around_save", "wrapped", "settled", _SETTLED),
+    *(Patch(f"engine.{method}", "around_save", "wrapped", "settled", _SETTLED) for method in (
+        "save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict")),
     # The outermost: a rank's failure is named whatever was called.
     *(Patch(f"engine.{method}", "around_call", "wrapped", "culprits", _CULPRITS) for method in (
         "forward", "backward", "step", "allreduce_gradients", "save_checkpoint", "load_checkpoint",

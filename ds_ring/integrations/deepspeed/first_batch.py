@@ -1,8 +1,8 @@
 """Compare the first training step on the ring with the same model on one process.
 
-Owns the run of the model's copy on rank 0 and the error that all ranks raise. What is recorded of the step
-is first_batch.py's, how runs are compared first_batch.py's. Reads the engine and changes nothing in it:
-parameters, gradients, buffers, optimizer and random numbers are what they would be without it.
+Owns the record of the step, the run of the model's copy on rank 0, their comparison and the error that all
+ranks raise. Reads the engine and changes nothing in it: parameters, gradients, buffers, optimizer and random
+numbers are what they would be without it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.layout import make_layout
 
-# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
-
+log = logging.getLogger(__name__)
 ComparedKind = Literal["layer", "logits", "loss", "gradient"]
-
+_NAMED = 8  # differences in the message
+_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
+
+
+# Compare what two models computed for the same batch. Shapes: B samples, T tokens.
 
 
 # [Note: measuring a difference]
@@ -64,10 +67,6 @@ class Tolerance:
             torch.bfloat16: cls(1e-1, 2e-2, 2e-1),
         }[dtype]
 
-    def allows(self, kind: ComparedKind) -> float:
-        """Return the largest relative error for what is compared."""
-        return {"gradient": self.gradients, "loss": self.loss}.get(kind, self.outputs)
-
 
 class Difference(NamedTuple):
     """Hold one comparison: `name` is a layer's or a parameter's, `error` is relative."""
@@ -92,6 +91,11 @@ class Numbers:
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
+def difference(kind: ComparedKind, name: str, error: float) -> Difference:
+    """Return a comparison; NaN, which compares with nothing and must not pass for small, becomes infinity."""
+    return Difference(kind, name, error if error == error else float("inf"))
+
+
 def compare(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the error of everything that was compared: layers, logits, loss, gradients."""
     return compare_outputs(got, expected) + compare_gradients(got.gradients, expected.gradients)
@@ -100,20 +104,21 @@ def compare(got: Numbers, expected: Numbers) -> list[Difference]:
 def compare_outputs(got: Numbers, expected: Numbers) -> list[Difference]:
     """Return the errors of the layers that both recorded, of the logits, and of the loss if there is one."""
     found = [
-        Difference("layer", name, _by_token(got.layers[name], output))
+        difference("layer", name, _by_token(got.layers[name], output))
         for name, output in expected.layers.items()
         if name in got.layers
     ]
-    found.append(Difference("logits", "", _by_token(got.logits, expected.logits)))
+    found.append(difference("logits", "", _by_token(got.logits, expected.logits)))
     if got.loss is not None and expected.loss is not None:
         error = abs(got.loss - expected.loss) / max(abs(expected.loss), 1e-6)
-        found.append(Difference("loss", "", _finite(error)))
+        found.append(difference("loss", "", error))
     return found
 
 
 def beyond(found: list[Difference], tolerance: Tolerance) -> list[Difference]:
     """Return those that rounding does not explain, in the order in which they were computed."""
-    return [one for one in found if not one.error <= tolerance.allows(one.kind)]
+    allowed = {"gradient": tolerance.gradients, "loss": tolerance.loss}
+    return [one for one in found if not one.error <= allowed.get(one.kind, tolerance.outputs)]
 
 
 def largest(found: list[Difference]) -> dict[str, Difference]:
@@ -125,18 +130,18 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile."""
     outputs: dict[str, Tensor] = {}
+
+    def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
+            outputs[name] = first.detach().clone()
+
     with ExitStack() as stack:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
-                part = SimpleNamespace(after_forward=partial(_record, outputs, f"{path}.{name}"))
+                part = SimpleNamespace(after_forward=partial(record, f"{path}.{name}"))
                 stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
         yield outputs
-
-
-def _record(outputs: dict[str, Tensor], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
-        outputs[name] = first.detach().clone()
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:
@@ -144,7 +149,7 @@ def _by_token(got: Tensor, expected: Tensor) -> float:
         return float("inf")
     got, expected = got.detach().double(), expected.detach().double()
     typical = expected.norm(dim=-1).mean().clamp_min(1e-12)
-    return _finite(float((got - expected).norm(dim=-1).max() / typical))
+    return float((got - expected).norm(dim=-1).max() / typical)
 
 
 def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[Difference]:
@@ -153,32 +158,14 @@ def compare_gradients(got: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     floor = _FLOOR * float(norms.square().mean().sqrt()) + 1e-30
     found = []
     for name in [*expected, *[name for name in got if name not in expected]]:
-        mine, theirs = got.get(name), expected.get(name)
-        if mine is None or theirs is None:
-            alone = mine if theirs is None else theirs
-            assert alone is not None
-            difference, norm = float(alone.norm()), 0.0 if theirs is None else float(theirs.norm())
-        else:
-            difference = float((mine.double() - theirs.double()).norm())
-            norm = float(theirs.double().norm())
-        found.append(Difference("gradient", name, _finite(difference / max(norm, floor))))
+        zero = torch.zeros((), dtype=torch.float64)
+        mine, theirs = got.get(name, zero).double(), expected.get(name, zero).double()
+        error = float((mine - theirs).norm()) / max(float(theirs.norm()), floor)
+        found.append(difference("gradient", name, error))
     return found
 
 
-def _finite(error: float) -> float:
-    """Replace NaN, which compares with nothing and must not pass for small, by infinity."""
-    return error if error == error else float("inf")
-
-
 # Record a training step: its forward passes, and weights and gradients as a whole on rank 0.
-
-
-class Attended(NamedTuple):
-    """Describe a batch's attention, wherever its tokens lie."""
-
-    tokens: int
-    patterns: LayerPatterns
-    groups: tuple[RowGroup, ...]
 
 
 @dataclass
@@ -187,7 +174,7 @@ class Forward:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    attended: Attended
+    attended: tuple[int, LayerPatterns, tuple[RowGroup, ...]]  # tokens, and who attends to whom
     logits: Tensor
     loss: Tensor | None
     layers: dict[str, Tensor]
@@ -196,31 +183,17 @@ class Forward:
     sharding: BatchSharding | None = None
 
 
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole parameters, on rank 0. Collective at ZeRO 3."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        with deepspeed.zero.GatheredParameters([parameter]):
-            if dist.get_rank() == 0:
-                found[name] = parameter.detach().cpu().clone()
-    return found
-
-
-def whole_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the whole gradients as the engine reduced them, on rank 0. Collective at ZeRO 1, 2 and 3."""
-    found = {}
+def whole_parameters(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the whole weights, and the gradients as the engine reduced them, on rank 0. Collective."""
+    weights, gradients = {}, {}
     for name, parameter in module.named_parameters():
         gradient = deepspeed.utils.safe_get_full_grad(parameter) if parameter.requires_grad else None
+        with deepspeed.zero.GatheredParameters([parameter]):
+            if dist.get_rank() == 0:
+                weights[name] = parameter.detach().cpu().clone()
         if gradient is not None and dist.get_rank() == 0:
-            found[name] = gradient.detach().float().cpu().clone()
-    return found
-
-
-def gathered(piece: Forward | None) -> list[Forward]:
-    """Return the pieces of all ranks that hold one, on rank 0. Collective."""
-    pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(piece, pieces, dst=0)
-    return [one for one in pieces or () if one is not None]
+            gradients[name] = gradient.detach().float().cpu().clone()
+    return weights, gradients
 
 
 def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
@@ -235,29 +208,14 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
                 return logits.tensor(), loss
         if isinstance(logits, Tensor):
             return logits, loss
-    tensors = (
-        [item for item in output if isinstance(item, Tensor)] if isinstance(output, (tuple, list)) else []
-    )
+    items = output if isinstance(output, (tuple, list)) else ()
+    tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         raise RingVerifyError(
             f"verify_first_batch: expected logits or a tensor as the model's output, got"
             f" {type(output).__name__}; set verify_first_batch to false"
         )
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
-
-
-def hooked(one: Forward, session: RingSession) -> Forward:
-    """Record in the backward pass what the training loop made of the results."""
-    results = {"loss": one.loss, "logits": None if one.logits is one.loss else one.logits}
-    for name, result in results.items():
-        if result is not None and result.requires_grad:
-            note = SimpleNamespace(in_backward=partial(_note, one.gradients, name))
-            DEEPSPEED.apply({"first_batch.gradients": note}, session, tensor=result)
-    return one
-
-
-def _note(gradients: dict[str, Tensor], name: str, gradient: Tensor) -> None:
-    gradients[name] = gradient.detach()
 
 
 # Copy a model for one rank ([Note: one process]).
@@ -366,12 +324,6 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
         alone.set_attn_implementation("eager")  # type: ignore[operator]
 
 
-log = logging.getLogger(__name__)
-
-_NAMED = 8  # differences in the message
-_AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
-
-
 # [Note: one process]
 # Rank 0 needs memory for the whole model in float32, its gradients, and the whole batch: the check is for a
 # short first batch. The copy has the model's own attention, made before the ring's was given to it; where the
@@ -388,7 +340,7 @@ class FirstBatch:
     session: RingSession
     trains: bool = True
     engine: Any = None  # DeepSpeed's, as soon as there is one
-    _alone: nn.Module | None = None
+    _alone: nn.Module = field(init=False)
     _forwards: list[Forward] = field(default_factory=list)
     _done: bool = False
 
@@ -402,22 +354,23 @@ class FirstBatch:
         self._alone = skeleton(self.model)
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record the engine's forward passes."""
-        assert self.engine is not None
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         sharding = self.session.batches.current
         with recording(self.engine.module) as layers:
             output = forward(*args, **kwargs)
-        attended = Attended(sharding.layout.tokens, sharding.patterns, sharding.groups)
+        attended = sharding.layout.tokens, sharding.patterns, sharding.groups
         logits, loss = results_of(output)
         seen = Forward(args, kwargs, attended, logits, loss, layers, sharding=sharding)
-        self._forwards.append(hooked(seen, self.session))
+        # What the training loop makes of the results shows in the backward pass.
+        for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
+            if result is not None and result.requires_grad:
+                note = SimpleNamespace(in_backward=partial(seen.gradients.__setitem__, name))
+                DEEPSPEED.apply({"first_batch.gradients": note}, self.session, tensor=result)
+        self._forwards.append(seen)
         return output
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compare before the first step."""
-        assert self.engine is not None
         if not self._done and self.engine.is_gradient_accumulation_boundary():
             self._verify(self.engine)
         return step(*args, **kwargs)
@@ -430,9 +383,8 @@ class FirstBatch:
         if not used:
             return
         means = [None if one.loss is None else float(self.session.mean_loss(one.loss)) for one in used]
-        pieces = [gathered(self._piece(one)) for one in used]
-        gradients = whole_gradients(engine.module)
-        weights = whole_weights(engine.module)
+        pieces = [self._pieces(one) for one in used]
+        weights, gradients = whole_parameters(engine.module)
         verdict: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
@@ -444,7 +396,8 @@ class FirstBatch:
         if verdict[0] == _AGAIN:
             log.info("verify_first_batch: gradients overflowed in fp16, the next step is compared")
             return
-        self._done, self._alone = True, None
+        self._done = True
+        del self._alone
         if verdict[0] is not None:
             raise RingVerifyError(
                 f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; do not train"
@@ -465,7 +418,6 @@ class FirstBatch:
             # An overflow skips the step: fp16 training lowers its loss scale and goes on, and so does this
             # check.
             return _AGAIN
-        assert self._alone is not None
         alone = filled(self._alone, module, weights, self.session.device)
         choose_attention(alone, self.session.config)
         found: list[Difference] = []
@@ -491,7 +443,7 @@ class FirstBatch:
                 torch.enable_grad(),
                 torch.random.fork_rng(devices),
                 recording(alone) as layers,
-                self._one_rank(part.attended) as single,
+                self._one_rank(part) as single,
             ):
                 given = arguments_for(alone, part.kwargs, single, divisor)
                 args, given = on_device((part.args, given), self.session.device)
@@ -505,52 +457,40 @@ class FirstBatch:
             rows = Numbers(logits.detach().cpu(), layers={name: x.cpu() for name, x in layers.items()})
             found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
         if mean is not None and "loss" in parts[0].gradients:
-            both = (Numbers(torch.ones(1, 1), value) for value in (mean, total))
-            found += [one for one in compare_outputs(*both) if one.kind == "loss"]
+            found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
         return found
 
     @contextmanager
-    def _one_rank(self, attended: Attended) -> Iterator[BatchSharding]:
+    def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
         """Make `session.attention()` attend to all tokens on this rank meanwhile."""
-        book = self.session.batches
-        single = BatchSharding(
-            self.session.config,
-            make_layout("contiguous", tokens=attended.tokens, ring_size=1),
-            RingMesh.single(),
-            attended.patterns,
-            attended.groups,
-        )
+        tokens, patterns, groups = part.attended
+        layout, book = make_layout("contiguous", tokens=tokens, ring_size=1), self.session.batches
+        single = BatchSharding(self.session.config, layout, RingMesh.single(), patterns, groups)
         before, book._current = book._current, single
         try:
             yield single
         finally:
             book._current = before
 
-    def _piece(self, one: Forward) -> Forward | None:
-        """Return the whole sequence of a forward pass, on the CPU, on one rank of each that holds it."""
+    def _pieces(self, one: Forward) -> list[Forward]:
+        """Return the whole sequences of a forward pass, on the CPU, on rank 0, each once. Collective."""
         sharding = one.sharding
         assert sharding is not None
         mesh = sharding.mesh
         whole = mesh is not self.session.mesh and mesh.sequence_size == 1  # this rank's samples are whole
 
         def take(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: take(item) for name, item in value.items()}
             if not isinstance(value, Tensor):
                 return value
-            sharded = value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole
             value = value.detach()
-            return (
-                (gather_sequence(value, sharding.layout, mesh=mesh, dim=1) if sharded else value)
-                .cpu()
-                .contiguous()
-            )
+            if value.ndim >= 2 and value.shape[1] == sharding.local_tokens and not whole:
+                value = gather_sequence(value, sharding.layout, mesh=mesh, dim=1)
+            return value.cpu().contiguous()
 
-        taken = Forward(
-            tuple(take(value) for value in one.args),
-            {name: take(value) for name, value in one.kwargs.items()},
-            one.attended,
-            take(one.logits),
-            take(one.loss),
-            {name: take(value) for name, value in one.layers.items()},
-            {name: take(value) for name, value in one.gradients.items()},
-        )
-        return taken if whole or mesh.sequence_rank == 0 else None
+        args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
+        taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
+        pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(taken if whole or mesh.sequence_rank == 0 else None, pieces, dst=0)
+        return [piece for piece in pieces or () if piece is not None]

@@ -25,36 +25,36 @@ from torch.utils.data import Dataset
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
-from ds_ring.health.watch import Watch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
-from ds_ring.integrations.deepspeed.config_agreement import (
-    agree_on_config,
-    agree_on_ranks_per_node,
-    resolve_auto,
-)
+from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, resolve_auto
 from ds_ring.integrations.deepspeed.culprits import Settled, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
-from ds_ring.integrations.deepspeed.features import (
-    has_optimizer,
+from ds_ring.integrations.deepspeed.first_batch import FirstBatch
+from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.loss import divisor_of
+from ds_ring.integrations.deepspeed.refusals import (
+    RingUse,
     only_evaluates,
     refuse_direct_backward,
     refuse_features,
     without_optimizer,
 )
-from ds_ring.integrations.deepspeed.first_batch import FirstBatch
-from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
-from ds_ring.integrations.deepspeed.loss import divisor_of
-from ds_ring.integrations.deepspeed.monitor import RingMonitor, check_monitor
-from ds_ring.integrations.deepspeed.ring_use import RingUse
-from ds_ring.integrations.deepspeed.run_report import attempt_folder, attempt_of, ranks_per_node, report_steps
+from ds_ring.integrations.deepspeed.run_report import (
+    RingMonitor,
+    attempt_folder,
+    attempt_of,
+    check_monitor,
+    ranks_per_node,
+    report_steps,
+)
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.teach_compile import RingCompile
 from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
+_DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
 
 ConfigSource = str | dict[str, Any]
 
@@ -101,29 +101,71 @@ def initialize(
         fault = error  # raised below, on all ranks together
     device = init_distributed(distributed_port, dist_init_required)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
-    agree_on_config(ring_config, deepspeed_config | {"optimizer=": type(optimizer).__name__}, fault, watch)
+    compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
+    per_node = agree_on_config(ring_config, compared, fault, watch, ranks_per_node())
     assert model is not None and ring_config is not None  # else there was a fault
-    trains = has_optimizer(deepspeed_config, optimizer)
-    session = _session(ring_config, watch, device, divisor_of(deepspeed_config))
+    trains = optimizer is not None or bool((deepspeed_config.get("optimizer") or {}).get("type"))
+    with leave_on_error(watch):
+        ring_config.validate_world(dist.get_world_size())
+    mesh = RingMesh.from_world(
+        ring_config.ring_size,
+        ring_config.ulysses_size,
+        heartbeat_timeout_s=ring_config.heartbeat_timeout_seconds,
+        exit_after_fault_s=ring_config.hop_timeout_seconds,
+        watch=watch,
+        ranks_per_node=per_node,
+    )
+    divisor = divisor_of(deepspeed_config)
+    session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
-    attached = _attach(model, session)
+    attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
+    if "transformers" in sys.modules:
+        from ds_ring.integrations.transformers.attention import attach
+
+        attached = list(attach(model, session))
     sizes = sizes_of(model) if ring_config.dynamic_ring else None
+    if getattr(args, "deepspeed_config", None) is not None:
+        args = copy.copy(args)
+        args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
     engine, engine_optimizer, _, scheduler = name_culprit(
-        session.mesh, _start_engine,
-        args=_without_config(args), model=model, optimizer=optimizer, model_parameters=model_parameters,
+        mesh, _start_engine,
+        args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
         lr_scheduler=lr_scheduler, distributed_port=distributed_port,
         dist_init_required=dist_init_required, collate_fn=collate_fn,
         config=deepspeed_config if trains else without_optimizer(deepspeed_config),
     )  # fmt: skip
-    features = {
-        "session": SimpleNamespace(at_initialize=session, before_forward=partial(_find_sharding, session)),
-        "ring_use": RingUse(session, engine),
-        "compile": RingCompile(engine, session, attached),
-        "settled": Settled(engine, session.mesh),
-    }
+    features = _features(engine, session, attached, trains)
     if first_batch is not None:
         first_batch.engine, features["first_batch"] = engine, first_batch
-    if ring_config.monitor:
+    DEEPSPEED.apply(features, session, engine=engine)
+    if sizes is not None:
+        dtype = next(engine.module.parameters()).dtype
+        name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
+    loader = None
+    if training_data is not None:
+        loader = session.loader(
+            training_data,
+            engine.train_micro_batch_size_per_gpu(),
+            shuffle=True,
+            drop_last=engine.dataloader_drop_last(),
+            collate_fn=collate_fn,
+        )
+        loader.on_batch = engine.tput_timer.start  # as DeepSpeed's: the timer covers loading, too
+        DEEPSPEED.apply({"loader": SimpleNamespace(at_initialize=loader)}, session, engine=engine)
+    return engine, engine_optimizer, loader, scheduler
+
+
+def _features(
+    engine: DeepSpeedEngine, session: RingSession, attached: list[Any], trains: bool
+) -> dict[str, Any]:
+    """Return what the rows of engine.py ask for, by feature."""
+    features: dict[str, Any] = {
+        "session": SimpleNamespace(at_initialize=session, before_forward=partial(_find_sharding, session)),
+        "ring_use": RingUse(session, engine),
+        "compile": SimpleNamespace(around_compile=partial(_compile, engine, session, attached)),
+        "settled": Settled(engine, session.mesh),
+    }
+    if session.config.monitor:
         features["monitor"] = RingMonitor(engine, session)
     if trains:
         features |= report_steps(engine, session) | refuse_direct_backward(engine)
@@ -133,17 +175,46 @@ def initialize(
         features["checkpoint"] = guard_checkpoints(engine, attempt_of(attempt_folder()))
     if session.mesh.watch is not None:
         features["culprits"] = SimpleNamespace(around_call=partial(name_culprit, session.mesh))
-    DEEPSPEED.apply(features, session, engine=engine)
-    if sizes is not None:
-        dtype = next(engine.module.parameters()).dtype
-        name_culprit(session.mesh, session.dynamic.start, sizes, session, dtype)
-    loader = None if training_data is None else _training_loader(engine, training_data, collate_fn)
-    return engine, engine_optimizer, loader, scheduler
+    return features
 
 
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not session.batches.is_off:
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+
+
+def _compile(
+    engine: DeepSpeedEngine,
+    session: RingSession,
+    attached: list[Any],
+    compile_model: Callable[..., None],
+    backend: Any = _DEFAULT_BACKEND,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Call `engine.compile`, whose backend "ds_ring" gets the session; other backends are as they were."""
+    if backend == "ds_ring":
+        if engine.is_deepcompile_enabled():
+            raise RingConfigError(
+                'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has a'
+                " backend of its own; set it to false"
+            )
+        if engine.is_compiled:
+            raise RingConfigError(
+                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that is:'
+                " DeepSpeed would keep its first backend; say it once, before the first batch"
+            )
+        if session.config.dynamic_ring:
+            raise RingConfigError(
+                'dynamic_ring: expected false with engine.compile(backend="ds_ring"), got true: a graph is'
+                " compiled for one ring; leave one of them out"
+            )
+        from ds_ring.integrations.compile.backend import backend_of
+
+        backend = backend_of(session)
+        for one in attached:
+            one.rewritten = True
+    compile_model(backend, *args, **kwargs)
 
 
 def _configurations(
@@ -156,30 +227,11 @@ def _configurations(
     refuse_features(deepspeed_config, model)
     deepspeed_config = resolve_auto(deepspeed_config, model, optimizer is not None, scheduler is not None)
     check_monitor(ring_config.monitor, deepspeed_config)
-    _refuse_model(model, ring_config)
+    if "transformers" in sys.modules:
+        from ds_ring.integrations.transformers.attention import check_model
+
+        check_model(model, ring_config)
     return ring_config, deepspeed_config
-
-
-def _session(
-    config: RingConfig, watch: Watch | None, device: torch.device, gradient_divisor: float
-) -> RingSession:
-    """Build the ring of a configuration, its process groups included. Collective over the world."""
-    with leave_on_error(watch):
-        config.validate_world(dist.get_world_size())
-    mesh = RingMesh.from_world(
-        config.ring_size,
-        config.ulysses_size,
-        heartbeat_timeout_s=config.heartbeat_timeout_seconds,
-        exit_after_fault_s=config.hop_timeout_seconds,
-        watch=watch,
-        ranks_per_node=agree_on_ranks_per_node(ranks_per_node(), watch),
-    )
-    return RingSession(config, mesh, pattern_from_config(config), device, gradient_divisor)
-
-
-def _uses_transformers() -> bool:
-    """Return whether a model can be one of transformers, which is optional: it has been imported then."""
-    return "transformers" in sys.modules
 
 
 def _config_source(
@@ -199,31 +251,6 @@ def _config_source(
         f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict, or"
         " start the script with --deepspeed_config ds_config.json and pass args"
     )
-
-
-def _without_config(args: Any) -> Any:
-    """Remove the configuration from args: DeepSpeed refuses it twice, and gets ours as a dict."""
-    if getattr(args, "deepspeed_config", None) is None:
-        return args
-    args = copy.copy(args)
-    args.deepspeed_config = None
-    return args
-
-
-def _attach(model: torch.nn.Module, session: RingSession) -> list[Any]:
-    """Attach the transformers models in `model` to the ring."""
-    if not _uses_transformers():
-        return []
-    from ds_ring.integrations.transformers.attention import attach
-
-    return list(attach(model, session))
-
-
-def _refuse_model(model: torch.nn.Module | None, ring_config: RingConfig) -> None:
-    if model is not None and _uses_transformers():
-        from ds_ring.integrations.transformers.attention import check_model
-
-        check_model(model, ring_config)
 
 
 def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, training_data: Any) -> None:
@@ -266,18 +293,3 @@ def init_distributed(
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)
     return torch.device(get_accelerator().device_name(local_rank))
-
-
-def _training_loader(
-    engine: DeepSpeedEngine, dataset: Dataset[Any], collate_fn: Callable[..., Any] | None
-) -> RingLoader:
-    loader = engine.ring.loader(
-        dataset,
-        engine.train_micro_batch_size_per_gpu(),
-        shuffle=True,
-        drop_last=engine.dataloader_drop_last(),
-        collate_fn=collate_fn,
-    )
-    loader.on_batch = engine.tput_timer.start  # as DeepSpeed's loader does: the timer covers loading, too
-    DEEPSPEED.apply({"loader": SimpleNamespace(at_initialize=loader)}, engine.ring, engine=engine)
-    return loader

@@ -1,8 +1,9 @@
 """Load samples by data replica, and cut batches for this rank.
 
-Owns which samples a rank sees, where in an epoch it is, and the worker processes of loaders. DeepSpeed's own
-loader would give every rank of a ring other samples: with `mpu=None` it takes all ranks of the world for data
-replicas.
+Owns which samples a rank sees (shuffled, grouped by length, divided among replicas), where in an epoch it is,
+and the worker processes of loaders. Orders are index arithmetic that every rank of a ring repeats; only
+`DrawnBatches` reads what it leaves out. DeepSpeed's own loader would give every rank of a ring other samples:
+with `mpu=None` it takes all ranks of the world for data replicas.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -30,12 +35,12 @@ from torch.utils.data import (
 )
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
+from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch, pad_value
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, part_of
-from ds_ring.integrations.deepspeed.sample_order import BatchTurns, DrawnBatches, SampleOrder, position_in
 
-Cut = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-Order = SampleOrder | BatchTurns | DrawnBatches
+T = TypeVar("T")
+Cut = Callable[[Any], dict[str, Tensor]]
 
 # Samplers that know no replicas: seeded alike, they give every rank the same batches.
 _ALIKE_EVERYWHERE = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -44,6 +49,183 @@ _KEPT = (
     "persistent_workers", "in_order",
 )  # fmt: skip
 _PR_SET_PDEATHSIG = 1
+_GROUPED = 50  # batches whose samples are sorted by length together: enough to be alike, few to shuffle
+
+
+class Order:
+    """Yield the batches of one replica.
+
+    Attributes:
+        epoch: gives another order, the same on all ranks.
+        first: batches of the epoch that the next iteration leaves out.
+        unit, units_per_batch: what a saved position counts: of all replicas together, so that it is true for
+            another number of replicas, too.
+    """
+
+    unit = "batches"
+
+    def __init__(self, units_per_batch: int) -> None:
+        self.epoch, self.first, self.units_per_batch = 0, 0, units_per_batch
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """Return what the order depends on beside epoch and position: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take back a `state`."""
+
+
+class SampleOrder(Order):
+    """Yield the batches of indices of one replica; a batch sampler.
+
+    Without `lengths` it gives the samples of torch's `DistributedSampler`, which has neither a position to
+    resume from nor groups by length. With `lengths`, a batch of all replicas has samples of similar length.
+    `generator` seeds worker processes, the same on all ranks of a ring.
+    """
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        replica: tuple[int, int],
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        """`replica` is (data_rank, data_size); `lengths` are tokens by sample."""
+        super().__init__(batch_size * replica[1])
+        self.generator = torch.Generator()
+        self._samples, self._batch_size, self._replica = samples, batch_size, replica
+        self._shuffle, self._seed, self._drop_last, self._lengths = shuffle, seed, drop_last, lengths
+
+    def __len__(self) -> int:
+        mine = self._rounds()
+        return mine // self._batch_size if self._drop_last else -(-mine // self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rank, size = self._replica
+        self.generator.manual_seed(self._seed + self.epoch + rank)
+        # Wraps around at the end, or ends early with `drop_last`: all replicas get as many samples.
+        mine = np.resize(self._order(), self._rounds() * size)[rank::size]
+        batches = [mine[at : at + self._batch_size].tolist() for at in range(0, len(mine), self._batch_size)]
+        return iter(batches[self.first : len(self)])
+
+    def _rounds(self) -> int:
+        """Return the samples of each replica."""
+        size = self._replica[1]
+        return self._samples // size if self._drop_last else -(-self._samples // size)
+
+    def _order(self) -> np.ndarray:
+        shuffled = np.arange(self._samples)
+        generator = torch.Generator().manual_seed(self._seed + self.epoch)
+        if self._shuffle:
+            shuffled = torch.randperm(self._samples, generator=generator).numpy()
+        if self._lengths is None:
+            return shuffled
+        lengths, batch = np.asarray(self._lengths), self.units_per_batch
+        for at in range(0, self._samples, _GROUPED * batch):
+            some = shuffled[at : at + _GROUPED * batch]
+            shuffled[at : at + _GROUPED * batch] = some[np.argsort(-lengths[some], kind="stable")]
+        if self._shuffle:  # the batches; a short one stays last
+            whole = self._samples // batch
+            places = torch.randperm(whole, generator=generator).numpy()
+            shuffled[: whole * batch] = shuffled[: whole * batch].reshape(whole, batch)[places].ravel()
+        return shuffled
+
+
+class DrawnBatches(Order):
+    """Yield this replica's turns of any iterable of batches, which must begin an epoch with the same batch
+    each time; those left out are read and dropped.
+    """
+
+    def __init__(self, batches: Iterable[Any], turns: tuple[int, int]) -> None:
+        super().__init__(turns[1])
+        self._batches, self._turns = batches, turns
+
+    def __len__(self) -> int:
+        return -(-len(self._batches) // self._turns[1])  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_batches"), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if hasattr(self._batches, "set_epoch"):
+            self._batches.set_epoch(self.epoch)
+        return islice(_turns(self._batches, self._turns), self.first, None)
+
+
+class BatchTurns(DrawnBatches):
+    """Yield this replica's turns of somebody's batch sampler: every data_size-th batch, or all of them."""
+
+    def __init__(self, batches: BatchSampler, turns: tuple[int, int], seed: int) -> None:
+        super().__init__(batches, turns)
+        self._seed = seed
+        sampler: Any = getattr(batches, "sampler", None)
+        given = getattr(sampler, "generator", None)
+        self.generator: torch.Generator = torch.Generator() if given is None else given
+        self._reseeded = given is None
+        if given is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
+            order = SimpleNamespace(in_loader=self.generator)
+            DEEPSPEED.apply({"one_order": order}, sampler=sampler)
+        self._began = self._restored = self.generator.get_state() if given is not None else None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        sampler: Any = getattr(self._batches, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch)
+        if self._reseeded:
+            self.generator.manual_seed(self._seed + self.epoch)
+        elif self._restored is not None:
+            self.generator.set_state(self._restored)
+        self._began, self._restored = self.generator.get_state(), None
+        return super().__iter__()
+
+    def state(self) -> dict[str, Any]:
+        """Return the state in which a generator of the caller's began the epoch."""
+        return {} if self._reseeded else {"generator": self._began}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration with the generator of a `state`."""
+        self._restored = state.get("generator")
+
+
+def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
+    """Yield batches rank, rank + size, ...; a last round that is short is filled with the first batches."""
+    (rank, size), first, number = turns, list[T](), 0
+    for number, batch in enumerate(batches, start=1):
+        if len(first) < size - 1:
+            first.append(batch)
+        if (number - 1) % size == rank:
+            yield batch
+    if 0 < number % size <= rank:
+        yield first[(rank - number % size) % len(first)]
+
+
+def position_in(state: dict[str, Any], unit: str, units_per_batch: int) -> tuple[int, int]:
+    """Return (epoch, batches of this replica) of a loader's state.
+
+    Raises:
+        RingConfigError: it is another loader's, or lies within a batch of this one.
+    """
+    epoch, done = state.get("epoch"), state.get(unit)
+    if not isinstance(epoch, int) or not isinstance(done, int) or epoch < 0 or done < 0:
+        raise RingConfigError(
+            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got the keys'
+            f" {sorted(state)}; hand over what state_dict() of such a loader returned"
+        )
+    if done % units_per_batch:
+        raise RingConfigError(
+            f"loader state: expected a multiple of the {units_per_batch} {unit} that all replicas take"
+            f" together, got {done}; keep samples per replica times replicas as they were"
+        )
+    return epoch, done // units_per_batch
 
 
 class RingLoader:
@@ -55,6 +237,7 @@ class RingLoader:
 
     Attributes:
         loader: the loader of whole batches.
+        shard_batch: makes this rank's share of a whole batch.
         on_batch: called before each batch is fetched (DeepSpeed's throughput timer), if given.
         epoch: the one that the latest iteration reads, or the next one will.
     """
@@ -69,7 +252,7 @@ class RingLoader:
         self.loader = loader
         self.on_batch: Callable[[], object] | None = None
         self.epoch = 0
-        self._shard_batch, self._order, self._check_end = shard_batch, order, check_end
+        self.shard_batch, self._order, self._check_end = shard_batch, order, check_end
         self._done = self._first = 0  # batches: given out in this epoch, left out by the next iteration
 
     def __len__(self) -> int:
@@ -90,13 +273,9 @@ class RingLoader:
             except StopIteration:
                 break
             self._done += 1
-            yield self._shard_batch(whole)
+            yield self.shard_batch(whole)
         self._check_end()
         self.epoch, self._done = self.epoch + 1, 0
-
-    def keep_whole(self) -> None:
-        """Yield batches as they are from now on: under `ds_ring.enable` the engine shards them."""
-        self._shard_batch = dict
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration, the same on all ranks.
@@ -211,28 +390,8 @@ def is_sliced(dataset: Any) -> bool:
 # [Note: stand-ins] A batch of codes (which sample, which position; 0 for padding) takes the path that tokens
 # would take: labels are shifted, documents and padding looked at, the ranks' checksums compared, the codes
 # sharded. What comes out says which tokens this rank needs as inputs and as labels, and only these are read.
-def shard_slices(
-    dataset: Any,
-    indices: Sequence[int],
-    shard_batch: Callable[[Batch], Batch],
-    items_of: Callable[[Tensor], Tensor],
-) -> Batch:
-    """Return this rank's part of a batch, by `shard_batch`, with its tokens read ([Note: stand-ins]).
-
-    `items_of` gives `num_items_in_batch` for local labels: those of the data set may be -100, which codes do
-    not tell.
-    """
-    local = shard_batch(_stand_in(dataset, indices))
-    input_codes, label_codes = local["input_ids"].cpu(), local["labels"].cpu()
-    codes, found = _read(dataset, torch.cat([input_codes.flatten(), label_codes.flatten()]))
-    local["input_ids"].copy_(_looked_up(input_codes, codes, found["input_ids"], 0))
-    labels = _looked_up(label_codes, codes, found.get("labels", found["input_ids"]), IGNORE)
-    for key in LABEL_KEYS:
-        local[key].copy_(labels)
-    return local | {"num_items_in_batch": items_of(labels)}
-
-
-def _stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
+def stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
+    """Return the batch of codes of samples ([Note: stand-ins])."""
     lengths = torch.tensor([int(dataset.length(index)) for index in indices])
     tokens = int(lengths.max())
     if not 0 < tokens < _MOST_TOKENS or int(lengths.min()) < 1:
@@ -251,12 +410,14 @@ def _stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
     return batch
 
 
-def _read(dataset: Any, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the codes wanted, sorted, and the data set's tensors at each; one slice for each run of them."""
-    codes = wanted[wanted > 0].unique()
+def read_slices(dataset: Any, local: Batch) -> None:
+    """Put the data set's tokens where their codes stand in this rank's part of a batch."""
+    wanted = {"input_ids": local["input_ids"].cpu(), "labels": local["labels"].cpu()}
+    codes = torch.cat([x.flatten() for x in wanted.values()]).unique()
+    codes = codes[codes > 0]
     starts = torch.nn.functional.pad((codes.diff() != 1).nonzero().flatten() + 1, (1, 0)).tolist()
     parts: dict[str, list[Tensor]] = {"input_ids": []}
-    for first, end in zip(starts, [*starts[1:], len(codes)], strict=True):
+    for first, end in zip(starts, [*starts[1:], len(codes)], strict=True):  # one slice for each run of codes
         if first == end:  # nothing is wanted at all
             continue
         sample, position = divmod(int(codes[first]), _MOST_TOKENS)
@@ -264,14 +425,14 @@ def _read(dataset: Any, wanted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         for name in ("input_ids", "labels"):
             if name in part:
                 parts.setdefault(name, []).append(torch.as_tensor(part[name]).long())
-    return codes, {name: torch.cat(some) if some else codes for name, some in parts.items()}
-
-
-def _looked_up(wanted: Tensor, codes: Tensor, values: Tensor, otherwise: int) -> Tensor:
-    if not len(codes):
-        return torch.full_like(wanted, otherwise)
-    places = torch.searchsorted(codes, wanted).clamp(max=len(codes) - 1)
-    return torch.where(wanted > 0, values[places], otherwise)
+    for name, fill in (("input_ids", 0), ("labels", IGNORE)):
+        found = torch.full_like(wanted[name], fill)
+        if len(codes):
+            values = torch.cat(parts.get(name, parts["input_ids"]))
+            places = torch.searchsorted(codes, wanted[name]).clamp(max=len(codes) - 1)
+            found = torch.where(wanted[name] > 0, values[places], fill)
+        for key in LABEL_KEYS if name == "labels" else (name,):
+            local[key].copy_(found)
 
 
 def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:
@@ -279,11 +440,8 @@ def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:
     tokens = max(len(sample["input_ids"]) for sample in samples)
     batch: Batch = {}
     for key in samples[0]:
-        fill = IGNORE if key in LABEL_KEYS else 0
         rows = [torch.as_tensor(sample[key]) for sample in samples]
-        batch[key] = torch.stack(
-            [torch.nn.functional.pad(row, (0, tokens - len(row)), value=fill) for row in rows]
-        )
+        batch[key] = pad_sequence(rows, batch_first=True, padding_value=pad_value(key))
     lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
     batch.setdefault("attention_mask", (torch.arange(tokens) < lengths[:, None]).long())
     return batch

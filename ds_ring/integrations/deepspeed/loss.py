@@ -69,11 +69,11 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     return world_sum(loss.detach().float().clone(), mesh) / gradient_divisor
 
 
-def world_sum(total: Tensor, mesh: RingMesh) -> Tensor:
+def world_sum(total: Tensor, mesh: RingMesh, timeout_s: float = BATCH_TIMEOUT_S) -> Tensor:
     """Add up every rank's tensor, in place; return it. Collective."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
-        Exchange(mesh, BATCH_TIMEOUT_S).all_reduce(total, dist.group.WORLD)
+        Exchange(mesh, timeout_s).all_reduce(total, dist.group.WORLD)
     return total
 
 
@@ -103,20 +103,18 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
     return gradient_divisor / world
 
 
-def _of_all_ranks(local: Tensor, mesh: int) -> Tensor:
+def _of_all_ranks(local: Tensor, number: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
-    found = object_of(mesh, RingMesh)
-    exchange = Exchange(found, BATCH_TIMEOUT_S)
-    return torch.stack(exchange.all_gather(local, found.sequence_group, found.sequence_size))
+    mesh = object_of(number, RingMesh)
+    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
 
 @operator("ds_ring::sequence_sum")
 def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
     """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
-    Args:
-        local: any shape, the same on every rank.
-        mesh: the number that `number_of` returns.
+    `local` has the same shape on every rank, `mesh` is the number that `number_of` returns.
     """
     return _of_all_ranks(local, mesh).sum(dim=0)
 

@@ -92,9 +92,7 @@ def has_no_label(document_ids: Tensor) -> Tensor:
 def group_rows(document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
     """Group rows with equal documents; the group whose attention is most work comes first.
 
-    Args:
-        document_ids: [B, T], or [1, T] for all rows alike.
-        batch_rows: B.
+    `document_ids` are [B, T], or [1, T] for all rows alike.
     """
     documents = [_documents(row) for row in document_ids.cpu().numpy()]
     if len(documents) == 1:

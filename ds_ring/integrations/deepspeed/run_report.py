@@ -1,9 +1,24 @@
-"""Report how far this rank is to the folder of its run: step, loss, time, memory and links.
+"""Report each optimizer step, to DeepSpeed's monitor and to the folder of this rank's run.
 
-Owns `rank-N.metrics.json` and the one variable that says where it goes, DS_RING_RUN_FOLDER, which
-`ds-ring launch` sets where the cluster YAML names a `run_folder`; rank 0 writes the course of the run beside
-it (run_report.py). The status page reads the files, and who starts a job again asks in which step a rank
-failed. Local to the rank: no collective. Without the variable nothing is written.
+To the monitor (CSV, TensorBoard, W&B, Comet) with `"monitor": true`; without it there is no collective:
+
+| event | of an optimizer step |
+|---|---|
+| `Ring/forward_hop_seconds`, `Ring/backward_hop_seconds` | mean time of a hop (send, compute, wait) |
+| `Ring/wait_share` | share of the hops' time that was spent waiting for messages |
+| `Ring/exposed_seconds` | the same in seconds: communication that computing did not hide |
+| `Ring/sent_bytes` | payload that left a rank |
+| `Ring/buffers_bytes` | most memory of messages at once |
+| `Ring/memory_bytes` | most memory of the process so far (CPU: resident; CUDA: allocated) |
+| `Ring/step_seconds` | from the end of the step before (or the first forward pass) to the end of this one |
+| `Ring/tokens_per_second` | tokens of all ranks' training batches, padding included, over that time |
+
+Each is the largest of all ranks, but tokens are added up: a ring is as fast as its slowest one.
+
+To the folder of the run, which `ds-ring launch` names in DS_RING_RUN_FOLDER where the cluster YAML has a
+`run_folder`: step, loss, time, memory and links in `rank-N.metrics.json`, and the course of the run in
+`history.jsonl`, by rank 0. The status page reads them, and who starts a job again asks in which step a rank
+failed. Local to the rank: no collective.
 
 [Note: whose loss]
 A script asks for the mean loss of step k before `engine.step()` or after it; in the second case it is not
@@ -21,37 +36,141 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_ring.errors import RingShapeError
-from ds_ring.integrations.deepspeed.dynamic_ring import link_times
-from ds_ring.integrations.deepspeed.monitor import tokens_of
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.replaced_file import replace_text
-from ds_ring.runtime.trace import Trace
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.runtime.trace import Span, Trace
 
-# The course of a run: `history.jsonl`, which rank 0 writes and the status page draws.
-
+EVENTS = (
+    "forward_hop_seconds",
+    "backward_hop_seconds",
+    "wait_share",
+    "exposed_seconds",
+    "sent_bytes",
+    "buffers_bytes",
+    "memory_bytes",
+    "step_seconds",
+    "tokens_per_second",
+)
+_WRITERS = ("tensorboard", "csv_monitor", "wandb", "comet")
+FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
+# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
+LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 FILE = "history.jsonl"
 MOST_LINES = 4000  # some 500 KB
+_LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
+_LINK_SECONDS = 10.0  # between two steps whose hops are timed
+_IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
+_reports: weakref.WeakSet[_Report] = weakref.WeakSet()
+
+
+def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
+    """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
+    if wanted and not any((config.get(writer) or {}).get("enabled") for writer in _WRITERS):
+        raise RingConfigError(
+            f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none:"
+            ' there is nowhere to report to; add {"csv_monitor": {"enabled": true, "output_path": "runs",'
+            ' "job_name": "ring"}} to the DeepSpeed JSON, or set monitor to false'
+        )
+
+
+class RingMonitor:
+    """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
+
+    def __init__(self, engine: Any, session: RingSession) -> None:
+        self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
+        self._spans = 0  # before the forward pass that is under way
+        self._tokens = 0.0  # of the step's training batches, this rank's part
+        self._started_s: float | None = None  # of the monotonic clock; None until training goes on
+        session.mesh.traces.append(self._trace)
+
+    def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
+        """Begin to measure time with the first training pass of a step."""
+        self._spans = len(self._trace.spans)
+        if not self._engine.module.training:
+            self._started_s = None
+        elif self._started_s is None:
+            self._started_s = time.monotonic()
+
+    def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Count the tokens of a training pass; forget the spans of another one."""
+        if self._engine.module.training:
+            self._tokens += tokens_of((*args, *kwargs.values()), self._session)
+        else:
+            del self._trace.spans[self._spans :]
+
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine, steps = self._engine, self._engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > steps:
+            get_accelerator().synchronize()
+            now_s = time.monotonic()
+            seconds = 0.0 if self._started_s is None else now_s - self._started_s
+            mine = torch.tensor([*figures(self._trace.spans), seconds, self._tokens], dtype=torch.float64)
+            size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+            all_ranks = torch.zeros(size, len(mine), dtype=torch.float64, device=self._session.device)
+            all_ranks[rank] = mine
+            world_sum(all_ranks, self._session.mesh, self._session.config.hop_timeout_seconds)
+            values = all_ranks.max(0).values.tolist()
+            values[-1] = float(all_ranks[:, -1].sum()) / max(values[-2], 1e-9)
+            self._trace.spans.clear()
+            self._started_s, self._tokens = time.monotonic(), 0.0
+            events = zip(EVENTS, values, strict=True)
+            engine.monitor.write_events([(f"Ring/{name}", x, engine.global_samples) for name, x in events])
+        return result
+
+
+def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
+    """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
+    sharding = session.batches.current
+    tensors = [x for x in given if isinstance(x, torch.Tensor) and x.ndim >= 2]
+    samples = max((len(x) for x in tensors if x.shape[1] == sharding.local_tokens), default=0)
+    return samples * sharding.layout.tokens / sharding.mesh.sequence_size
+
+
+def figures(spans: Sequence[Span]) -> list[float]:
+    """Return this rank's values of the first EVENTS over the spans of a step; 0 where there were none."""
+    hop_s = []
+    for phase in ("forward", "backward"):
+        of_phase = [one for one in spans if one.phase == phase]
+        hop_s.append(_seconds(of_phase) / max(sum(one.what == "compute" for one in of_phase), 1))
+    waited = _seconds(one for one in spans if one.what == "wait")
+    return [
+        *hop_s,
+        waited / max(_seconds(spans), 1e-12),
+        waited,
+        float(sum(one.batch.bytes_sent for one in spans if one.what == "send")),
+        float(max((one.buffers_bytes for one in spans), default=0)),
+        float(get_accelerator().max_memory_allocated()),
+    ]
+
+
+def _seconds(spans: Any) -> float:
+    return float(sum(one.end_ns - one.start_ns for one in spans)) / 1e9
 
 
 class RunHistory:
     """Append lines to a file of at most `most_lines`: where they are more, every other one is left out.
 
     From then on only every second step adds a line, then every fourth, and so on: the file is rewritten
-    log2(steps / most_lines) times in all, and its lines stay evenly spaced.
-
-    Args:
-        path: of the file.
-        most_lines: at least 2.
+    log2(steps / most_lines) times in all, and its lines stay evenly spaced. `most_lines` is at least 2.
     """
 
     def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
@@ -64,30 +183,15 @@ class RunHistory:
         self._count += 1
         if (self._count - 1) % self._every:
             return
-        line = json.dumps(figures) + "\n"
-        self._lines.append(line)
-        try:
+        self._lines.append(json.dumps(figures) + "\n")
+        with suppress(OSError):
             if len(self._lines) > self._most_lines:
-                self._thin_out()
+                self._lines = self._lines[::2]
+                self._every *= 2
+                replace_text(self._path, "".join(self._lines))
             else:
                 with open(self._path, "a", encoding="utf-8") as file:
-                    file.write(line)
-        except OSError:
-            pass
-
-    def _thin_out(self) -> None:
-        self._lines = self._lines[::2]
-        self._every *= 2
-        replace_text(self._path, "".join(self._lines))
-
-
-FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
-_LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
-_LINK_SECONDS = 10.0  # between two steps whose hops are timed
-_IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
-
-_engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
-_reports: weakref.WeakSet[_Report] = weakref.WeakSet()
+                    file.write(self._lines[-1])
 
 
 def attempt_folder() -> Path | None:
@@ -125,13 +229,11 @@ def report_steps(engine: Any, session: RingSession) -> dict[str, Any]:
 def _finish_reports() -> None:
     """Write the last step of a script that ends, whenever the one before was written."""
     for report in list(_reports):
-        try:
+        with suppress(RuntimeError):  # of a device that has failed
             report.finish()
-        except RuntimeError:  # of a device that has failed
-            pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class _EndedStep:
     """Hold what is known of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
 
@@ -139,7 +241,7 @@ class _EndedStep:
     at: float
     seconds: float
     tokens: float | None
-    loss: Tensor | None
+    loss: Tensor | None = None
 
 
 class _Report:
@@ -167,9 +269,14 @@ class _Report:
         if not engine.module.training:  # engine.eval() leaves engine.training
             self._started_s = None
         elif not self._began:
-            self._began, self._started_s = True, self._started_s or time.monotonic()
+            now_s, mesh = time.monotonic(), self._session.mesh
+            self._began, self._started_s = True, self._started_s or now_s
             self._loss_before = self._session.latest.get("loss")
-            self._begin_timing()
+            # Hops are timed once in a while: that costs microseconds a hop. On a GPU the stream waits and not
+            # the host, whose spans would tell nothing of links.
+            self._times = self._session.device.type == "cpu" and now_s - self._timed_s >= _LINK_SECONDS
+            if self._times and mesh.trace is None:
+                mesh.traces.append(self._own_trace)
 
     def after_forward(self, engine: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if engine.module.training and self._tokens is not None:
@@ -190,9 +297,13 @@ class _Report:
 
     def _after_step(self, number: int) -> None:
         now_s = time.monotonic()
-        self._end_timing(now_s)
+        if self._times:
+            self._times, self._timed_s = False, now_s
+            self._own_trace.spans.clear()
+            traces = self._session.mesh.traces
+            traces[:] = [trace for trace in traces if trace is not self._own_trace]
         seconds = 0.0 if self._started_s is None else now_s - self._started_s
-        self._last = _EndedStep(number, time.time(), seconds, self._tokens, None)
+        self._last = _EndedStep(number, time.time(), seconds, self._tokens)
         self._take_loss()
         self._began, self._started_s, self._tokens, self._awaits_loss = False, now_s, 0.0, False
         if now_s - self._written_s >= _LEAST_SECONDS:
@@ -201,7 +312,6 @@ class _Report:
             self._write(whole=not self._awaits_loss)
 
     def finish(self) -> None:
-        """Write what is not written yet."""
         self._take_loss()
         self._write(whole=True)
 
@@ -209,42 +319,21 @@ class _Report:
         """Give the last step its loss: see [Note: whose loss]."""
         loss = self._session.latest.get("loss")
         if self._last is not None and self._last.loss is None and loss is not self._loss_before:
-            self._last = replace(self._last, loss=loss)
-
-    def _begin_timing(self) -> None:
-        """Let the step that begins be traced, once in a while: that costs microseconds a hop."""
-        mesh = self._session.mesh
-        # On a GPU the stream waits and not the host, whose spans would tell nothing of links.
-        self._times = self._session.device.type == "cpu" and time.monotonic() - self._timed_s >= _LINK_SECONDS
-        if self._times and mesh.trace is None:
-            mesh.traces.append(self._own_trace)
-
-    def _end_timing(self, now_s: float) -> None:
-        if self._times:
-            self._times, self._timed_s = False, now_s
-            self._own_trace.spans.clear()
-            traces = self._session.mesh.traces
-            traces[:] = [trace for trace in traces if trace is not self._own_trace]
+            self._last.loss = loss
 
     def _write(self, whole: bool) -> None:
-        """Write the last step; `whole` if nothing is to be added to it."""
-        if self._last is None:
+        """Write what `launcher/run/run_folder.py` documents; `whole` if nothing is to be added to it."""
+        step = self._last
+        if step is None:
             return
-        figures = self._figures(self._last)
-        _write(self._path, figures)
-        if whole:
-            self._last, self._awaits_loss = None, False
-            if self._history is not None:
-                self._history.add({name: figures[name] for name in _IN_HISTORY})
-
-    def _figures(self, step: _EndedStep) -> dict[str, Any]:
-        """Return what `launcher/run/run_folder.py` documents."""
+        loss = None if step.loss is None else float(step.loss)
         rate = None if step.tokens is None or step.seconds <= 0 else step.tokens / step.seconds
-        return {
+        figures: dict[str, Any] = {
             "rank": self._rank,
             "at": step.at,
             "step": step.number,
-            "loss": None if step.loss is None else _finite(float(step.loss)),
+            # "nan" and "inf" are words in JSON
+            "loss": loss if loss is None or math.isfinite(loss) else repr(loss),
             "step_seconds": step.seconds,
             # Ranks have equal parts of a batch, but for a dynamic ring's.
             "tokens_per_second": None if rate is None else rate * self._world_size,
@@ -253,24 +342,39 @@ class _Report:
             "world_size": self._world_size,
             "links": self._links,
         }
+        with suppress(OSError):  # a full disk ends no training
+            replace_text(self._path, json.dumps(figures))
+        if whole:
+            self._last, self._awaits_loss = None, False
+            if self._history is not None:
+                self._history.add({name: figures[name] for name in _IN_HISTORY})
 
 
-def _finite(value: float) -> float | str:
-    """Return a number as JSON has it: "nan" and "inf" are words there."""
-    return value if math.isfinite(value) else repr(value)
+def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
+    """Return the means over hops of each link that brought something to this rank, by the sender.
 
-
-def _write(path: Path, figures: dict[str, Any]) -> None:
-    """Replace the file at once; a full disk ends no training."""
-    try:
-        replace_text(path, json.dumps(figures))
-    except OSError:
-        pass
-
-
-# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
-
-LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+    Each is {"from": rank of the world, "hops", "hop_seconds": from the post of a batch to the end of the wait
+    for it, "wait_seconds", "bytes": payload of a hop}. A link that is slower than computing shows in the
+    whole hop and in the wait.
+    """
+    # by sender: hops, their nanoseconds, those of the waits, payload bytes
+    links: defaultdict[int, np.ndarray] = defaultdict(lambda: np.zeros(4, dtype=np.int64))
+    posted_ns = 0
+    for span in spans:
+        if span.what == "send":
+            posted_ns = span.start_ns
+        elif span.what == "wait":
+            arrived: Counter[int] = Counter()
+            for message in span.batch.receives:
+                arrived[mesh.global_rank_of(message.peer)] += message.payload_bytes
+            for rank, payload_bytes in arrived.items():
+                links[rank] += (1, span.end_ns - posted_ns, span.end_ns - span.start_ns, payload_bytes)
+    found = []
+    for rank in sorted(links):
+        hops, hop_ns, wait_ns, payload_bytes = links[rank].tolist()
+        seconds = {"hop_seconds": hop_ns / hops / 1e9, "wait_seconds": wait_ns / hops / 1e9}
+        found.append({"from": rank, "hops": hops, **seconds, "bytes": payload_bytes // hops})
+    return found
 
 
 def ranks_per_node() -> int | None:

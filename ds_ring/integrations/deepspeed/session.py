@@ -8,18 +8,17 @@ neither DeepSpeed nor transformers.
 from __future__ import annotations
 
 import functools
-import logging
 import signal
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -28,16 +27,21 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
+    REAL_TOKENS,
     Batch,
     ModelNeeds,
     add_places,
     prepare_batch,
+    split_samples,
+    split_tokens,
+    taken_places,
+    token_shape,
     whole_tensors,
 )
 from ds_ring.integrations.deepspeed.batch_sharding import (
     ENDED,
     REFUSED,
-    BatchCutter,
+    REMEMBERED,
     BatchReport,
     BatchSharding,
     RecentBatches,
@@ -55,32 +59,28 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.loader import (
     RingLoader,
+    SampleOrder,
     check_dataset,
     is_sliced,
     ordered_loader,
     padded,
-    shard_slices,
+    read_slices,
+    stand_in,
     wrapped,
 )
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
-from ds_ring.integrations.deepspeed.packing import PackedRows, RowGroup
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, RowGroup, group_rows
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.context import block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
-from ds_ring.schedule.layout import Layout
-
-# Signals that ask the job to end (Slurm's `--signal=USR1@120`).
-
-__all__ = ["PREEMPTED", "StopRequest"]
-
-log = logging.getLogger(__name__)
+from ds_ring.schedule.layout import Layout, make_layout
 
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # that ask the job to end (Slurm's `--signal=USR1@120`)
+_SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is smaller
 
 
 # [Note: one step for all]
@@ -88,37 +88,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 # made by all ranks together. So a signal only sets a flag here, and the flags are added up after each step:
 # every rank gets the sum of the same step, and all leave after that one.
 class StopRequest:
-    """Record signals that ask this process to end, and let all ranks hear of them after the same step."""
+    """Note that a signal has asked this process to end."""
 
     def __init__(self) -> None:
-        self.signal: int | None = None
-        self._heard = False
+        self.came = self._listens = False
 
     def listen(self) -> None:
         """Handle the signals from here on, if this is the main thread: Python allows no others to."""
-        if self._heard or threading.current_thread() is not threading.main_thread():
+        if self._listens or threading.current_thread() is not threading.main_thread():
             return
-        self._heard = True
-        DEEPSPEED.apply({"stop_request": SimpleNamespace(at_exit=self._handle_signals)})
 
-    def _handle_signals(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._note)
+        def note(*_: object) -> None:
+            self.came = True  # no lock and no logging: this may interrupt either
 
-    def agreed(self, mesh: RingMesh, device: torch.device, timeout_s: float) -> bool:
-        """Return whether any rank was asked to end; the same on every rank. Collective over the world."""
-        self.listen()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self.signal is not None
-        asked = torch.tensor([float(self.signal is not None)], device=device)
-        assert dist.group.WORLD is not None
-        Exchange(mesh, timeout_s).all_reduce(asked, dist.group.WORLD)
-        return bool(asked.item() > 0)
+        def handle_signals() -> None:
+            for number in SIGNALS:
+                signal.signal(number, note)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        # No lock and no logging: this may interrupt either.
-        if self.signal is None:
-            self.signal = number
+        self._listens = True
+        DEEPSPEED.apply({"stop_request": SimpleNamespace(at_exit=handle_signals)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,15 +139,15 @@ class RingSession:
     dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
     latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
+    # of (tokens, greatest position, ranks), the latest last; batches of others are placed anew
+    _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
+        default_factory=OrderedDict, repr=False
+    )
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
         """Return what the JSON says of layers."""
         return LayerPatterns(self.pattern, named_patterns(self.config))
-
-    @functools.cached_property
-    def _cutter(self) -> BatchCutter:
-        return BatchCutter(self.config, self.mesh, self.device, self.patterns, self.needs)
 
     @property
     def layout(self) -> Layout:
@@ -210,23 +198,24 @@ class RingSession:
             RingShapeError, RingPatternError: the batch cannot be sharded.
             RingMismatchError: the ranks of a sequence hold different batches (raised on every rank).
         """
-        prepared, report, fault = self._prepare(lambda: batch)
-        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        return self._given_out(*self._cutter.cut(prepared), labelled_tokens)
+        return self._shard(lambda: batch)
 
     def shard_assigned(self, assigned: Assigned, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Return this rank's part of the samples of its ring in a batch of `loader`, as `shard_batch`.
         Collective.
         """
-        documents, ring = self.config.pattern.documents, assigned.ring
-        prepared, report, fault = self._prepare(lambda: joined(assigned, samples, documents))
-        first = self.mesh.global_rank_of(ring.first)
-        report = report._replace(first_rank=first, division_crc=assigned.crc)
-        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        local, sharding = self._cutter.cut(prepared, self.dynamic.meshes[ring.ranks], assigned.longest)
-        return self._given_out(local, sharding, labelled_tokens)
+        packed = self.config.pattern.documents
+        return self._shard(lambda: joined(assigned, samples, packed), assigned)
 
-    def _given_out(self, local: Batch, sharding: BatchSharding, labelled_tokens: int) -> Batch:
+    def _shard(self, batch: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> Batch:
+        prepared, report, fault = self._prepare(batch)
+        mesh = longest = None
+        if assigned is not None:
+            mesh, longest = self.dynamic.meshes[assigned.ring.ranks], assigned.longest
+            first = self.mesh.global_rank_of(assigned.ring.first)
+            report = report._replace(first_rank=first, division_crc=assigned.crc)
+        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
+        local, sharding = self._cut(prepared, mesh, longest)
         self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
@@ -260,7 +249,9 @@ class RingSession:
         Raises:
             RingPeerError: a rank failed.
         """
-        return self.stop_request.agreed(self.mesh, self.device, self.config.hop_timeout_seconds)
+        self.stop_request.listen()
+        asked = torch.tensor([float(self.stop_request.came)], device=self.device)
+        return bool(world_sum(asked, self.mesh, self.config.hop_timeout_seconds) > 0)
 
     def leave(self) -> NoReturn:
         """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
@@ -309,10 +300,77 @@ class RingSession:
         Raises:
             RingConfigError: the arguments or the JSON's pattern do not go together.
         """
-        given = LoaderArguments(
-            batch_size, shuffle, seed, drop_last, collate_fn, num_workers, lengths, pack_tokens, most_tokens
+        check_dataset(dataset)
+        dynamic = self.config.dynamic_ring
+        if dynamic and lengths is None and hasattr(dataset, "length"):
+            lengths = [int(dataset.length(index)) for index in range(len(dataset))]  # type: ignore[arg-type]
+        self._check_loader(lengths, collate_fn, pack_tokens, most_tokens)
+        whole: Any = dataset if pack_tokens is None else PackedRows(dataset, lengths or (), pack_tokens)
+        lengths = lengths if pack_tokens is None else None
+        replica = self.mesh.data_rank, self.mesh.data_size
+        order = SampleOrder(
+            len(whole), batch_size, replica, shuffle=shuffle, seed=seed, drop_last=drop_last, lengths=lengths
         )
-        return make_loader(self, dataset, given)
+        if dynamic:
+            row_tokens = pack_tokens or max(lengths or (), default=1)
+            most = most_tokens or -(-round(_SLACK * batch_size * row_tokens) // self.mesh.ring_size)
+            packed = self.config.pattern.documents
+            parts = AssignedBatches(order, whole, lengths or (), most, packed, self)
+            reads = ordered_loader(
+                AssignedSamples(whole), parts, num_workers=num_workers, collate_fn=itemgetter(0)
+            )
+            return RingLoader(reads, lambda read: self.shard_assigned(*read), order)
+        if is_sliced(whole):
+            if num_workers or collate_fn is not None or self.needs.number_tokens or self.needs.images:
+                raise RingConfigError(
+                    "loader: expected no workers, no collate_fn and a model that neither numbers tokens by"
+                    " their ids nor reads images, since the data set is read by slices; give one without"
+                    " `slice`"
+                )
+            return RingLoader(order, functools.partial(self._shard_slices, whole), order)
+        collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
+        reads = ordered_loader(whole, order, num_workers=num_workers, collate_fn=collate_fn)
+        return RingLoader(reads, self.shard_batch, order)
+
+    def _check_loader(
+        self,
+        lengths: Sequence[int] | None,
+        collate_fn: Callable[..., Any] | None,
+        pack_tokens: int | None,
+        most_tokens: int | None,
+    ) -> None:
+        """Raise RingConfigError for arguments of `loader` that do not go together, or with the JSON."""
+        dynamic = self.config.dynamic_ring
+        if most_tokens is not None and not dynamic:
+            raise RingConfigError(
+                f'most_tokens: expected "dynamic_ring": true in the section beside it, got {most_tokens}'
+                " and false; leave it out"
+            )
+        if dynamic and lengths is None:
+            raise RingConfigError(
+                "loader: expected lengths=..., the tokens of each sample, under dynamic_ring, got none; give"
+                " them, or a data set with length(index), or set dynamic_ring to false"
+            )
+        if dynamic and collate_fn is not None:
+            raise RingConfigError(
+                "loader: expected no collate_fn under dynamic_ring, got one: the samples of each ring are"
+                " padded, or packed with documents; do in the data set what it does to samples"
+            )
+        if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
+            raise RingConfigError(
+                f"most_tokens: expected a whole number of at least 1, got {most_tokens!r}; leave it out for"
+                " what the whole ring's longest batch takes, and an eighth more"
+            )
+        if pack_tokens is not None and (lengths is None or not self.config.pattern.documents):
+            raise RingConfigError(
+                'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
+                f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
+            )
+        if dynamic and self.needs.images is not None:
+            raise RingConfigError(
+                "loader: expected a model that reads no images beside dynamic rings, got one: which of a"
+                " batch's images a smaller ring has is not worked out; leave dynamic rings off"
+            )
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.
@@ -332,10 +390,8 @@ class RingSession:
             RingMismatchError: (from an iteration) ranks of a ring got different batches, or not as many.
         """
         whole, order = wrapped(loader, (self.mesh.data_rank, self.mesh.data_size), split, seed)
-        return RingLoader(whole, self.shard_batch, order, self._check_end)
-
-    def _check_end(self) -> None:
-        check_consistency(ENDED, None, self.mesh, self.device)
+        check_end = functools.partial(check_consistency, ENDED, None, self.mesh, self.device)
+        return RingLoader(whole, self.shard_batch, order, check_end)
 
     def _prepare(
         self, batch: Callable[[], Mapping[str, Tensor]]
@@ -353,128 +409,67 @@ class RingSession:
             return {}, REFUSED, fault
         return prepared | whole, report_of(prepared | whole), None
 
+    def _cut(
+        self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
+    ) -> tuple[Batch, BatchSharding]:
+        """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns.
+
+        `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of what it is a
+        part of.
+        """
+        _, tokens = token_shape(prepared)
+        if longest is None:
+            longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
+        whole_batch = prepared
+        prepared, whole = whole_tensors(prepared, self.needs.images)
+        short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        mesh = RingMesh.single() if short else mesh or self.mesh
+        padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
+        if short:
+            prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
+        sharding = self._sharding(prepared, tokens, longest, mesh)
+        rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
+        local = rest if short else split_tokens(rest, sharding.layout, mesh)
+        local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
+        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, whole_batch)
+        if images is not None:
+            sharding = replace(sharding, images=images)
+        if padded and real_tokens is not None:
+            sharding = replace(sharding, real_tokens=real_tokens)
+        return local, sharding
+
     def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        return self._cutter.layout_for(tokens, mesh, groups)
-
-
-# The loader of a session: whole samples, slices of them, packed rows, or samples for smaller rings.
-
-_SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is smaller
-
-
-@dataclass(frozen=True)
-class LoaderArguments:
-    """Hold the arguments of `RingSession.loader`."""
-
-    batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    collate_fn: Callable[..., Any] | None
-    num_workers: int
-    lengths: Sequence[int] | None
-    pack_tokens: int | None
-    most_tokens: int | None
-
-
-def make_loader(session: RingSession, dataset: Any, given: LoaderArguments) -> RingLoader:
-    """Return the loader that `RingSession.loader` describes.
-
-    Raises:
-        RingConfigError: the arguments or the JSON's pattern do not go together.
-    """
-    check_dataset(dataset)
-    lengths, dynamic = given.lengths, session.config.dynamic_ring
-    if given.most_tokens is not None and not dynamic:
-        raise RingConfigError(
-            f'most_tokens: expected "dynamic_ring": true in the section beside it, got {given.most_tokens}'
-            " and false; leave it out"
-        )
-    if dynamic and lengths is None and hasattr(dataset, "length"):
-        lengths = [int(dataset.length(index)) for index in range(len(dataset))]
-    if dynamic:
-        _check_dynamic(given, lengths)
-    if given.pack_tokens is not None:
-        if lengths is None or not session.config.pattern.documents:
-            raise RingConfigError(
-                'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
-                f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {session.pattern}"
-            )
-        dataset, lengths = PackedRows(dataset, lengths, given.pack_tokens), None
-    order = SampleOrder(
-        len(dataset),
-        given.batch_size,
-        (session.mesh.data_rank, session.mesh.data_size),
-        shuffle=given.shuffle,
-        seed=given.seed,
-        drop_last=given.drop_last,
-        lengths=lengths,
-    )
-    needs = session.needs
-    if dynamic:
-        if needs.images is not None:
-            raise RingConfigError(
-                "loader: expected a model that reads no images beside dynamic rings, got one: which of a"
-                " batch's images a smaller ring has is not worked out; leave dynamic rings off"
-            )
-        return _dynamic_loader(session, dataset, order, given, lengths)
-    if is_sliced(dataset):
-        if given.num_workers or given.collate_fn is not None or needs.number_tokens or needs.images:
-            raise RingConfigError(
-                "loader: expected no workers, no collate_fn and a model that neither numbers tokens by"
-                " their ids nor reads images, since the data set is read by slices; give one without"
-                " `slice`"
-            )
-        return RingLoader(order, lambda some: _shard_slices(session, dataset, some), order)
-    collate_fn = padded if lengths is not None and given.collate_fn is None else given.collate_fn
-    whole = ordered_loader(dataset, order, num_workers=given.num_workers, collate_fn=collate_fn)
-    return RingLoader(whole, session.shard_batch, order)
-
-
-def _check_dynamic(given: LoaderArguments, lengths: Sequence[int] | None) -> None:
-    if lengths is None:
-        raise RingConfigError(
-            "loader: expected lengths=..., the tokens of each sample, under dynamic_ring, got none: nobody"
-            " knows which samples are short; give them, or a data set with length(index), or set dynamic_ring"
-            " to false"
-        )
-    if given.collate_fn is not None:
-        raise RingConfigError(
-            "loader: expected no collate_fn under dynamic_ring, got one: the samples of each ring are padded,"
-            " or packed with documents; do in the data set what it does to samples"
-        )
-    if given.most_tokens is not None and (type(given.most_tokens) is not int or given.most_tokens < 1):
-        raise RingConfigError(
-            f"most_tokens: expected a whole number of at least 1, got {given.most_tokens!r}; leave it out for"
-            " what the whole ring's longest batch takes, and an eighth more"
+        mix, config = self.patterns.counted(tokens, self.needs.layers), self.config
+        return make_layout(
+            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout,
+            tokens=tokens,
+            ring_size=mesh.ring_size,
+            pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
+            multiple_of=mesh.ulysses_size,
+            block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
         )
 
+    def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
+        ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length
+        if ids is None and key in kept:
+            kept.move_to_end(key)
+            return kept[key]
+        groups = () if ids is None else group_rows(ids, token_shape(prepared)[0])
+        greatest = torch.tensor(longest, device=self.device)
+        layout = self.layout_for(tokens, mesh, groups)
+        sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
+        if self.needs.slots:
+            sharding = sharding.with_slots(self.device)
+        if ids is None:
+            kept[key] = sharding
+            if len(kept) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
+                kept.popitem(last=False)
+        return sharding
 
-def _dynamic_loader(
-    session: RingSession,
-    dataset: Any,
-    order: SampleOrder,
-    given: LoaderArguments,
-    lengths: Sequence[int] | None,
-) -> RingLoader:
-    packed = session.config.pattern.documents
-    row = max(lengths, default=1) if lengths is not None else given.pack_tokens or 1
-    most = given.most_tokens or -(-round(_SLACK * given.batch_size * row) // session.mesh.ring_size)
-    batches = AssignedBatches(order, dataset, lengths or (), most, packed, session)
-    whole = ordered_loader(
-        AssignedSamples(dataset), batches, num_workers=given.num_workers, collate_fn=itemgetter(0)
-    )
-
-    def shard(read: Any) -> Batch:
-        return session.shard_assigned(*read)
-
-    return RingLoader(whole, shard, order)
-
-
-def _shard_slices(session: RingSession, dataset: Any, indices: Any) -> Batch:
-    def items_of(labels_BS: Tensor) -> Tensor:
-        count = world_sum((labels_BS != IGNORE).sum().to(session.device), session.mesh)
-        return items_per_batch(int(count), session.gradient_divisor, session.device)
-
-    return shard_slices(dataset, indices, session.shard_batch, items_of)
+    def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
+        local = self.shard_batch(stand_in(dataset, indices))
+        read_slices(dataset, local)
+        # Labels of the data set may be -100, which codes do not tell.
+        count = world_sum((local["labels"] != IGNORE).sum(), self.mesh)
+        return local | {"num_items_in_batch": items_per_batch(int(count), self.gradient_divisor, self.device)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -83,10 +83,15 @@ class RingCoreAttention(nn.Module):
         self.config, self.layer_number = config, max(1, layer_number)
         self.mesh = mesh_of(pg_collection.cp) if mesh is None else mesh
         self._mask_type = attn_mask_type
-        self._window = _window_of(config, self.layer_number)
+        skipped = getattr(config, "window_attn_skip_freq", None)
+        # How many positions a token of this layer sees, itself included; None for all before it.
+        self._window: int | None = None
+        if is_layer_window_attention(config.window_size, skipped, self.layer_number):
+            left = int(config.window_size[0])
+            self._window = None if left < 0 else left + 1
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
         self._kernel, self._hop_timeout_s = kernel, hop_timeout_s
-        self._packed: tuple[weakref.ref[Tensor], Tensor, _Packing] | None = None
+        self._packed: tuple[weakref.ref[Tensor], Tensor, tuple[Layout, Documents]] | None = None
         heads = max(1, config.num_attention_heads // pg_collection.tp.size())
         self.softmax_offset = _sinks(config, heads)
 
@@ -120,8 +125,8 @@ class RingCoreAttention(nn.Module):
             if packed_seq_params is None:
                 layout = _chunks(query, key, self.mesh.ring_size)
             else:
-                packing = self._packing(packed_seq_params)
-                pattern, layout = pattern & packing.documents, packing.layout
+                layout, documents = self._packing(packed_seq_params)
+                pattern = pattern & documents
         except RingError as error:
             refuse(self.mesh, error)
         packed = query.dim() == 3
@@ -157,7 +162,7 @@ class RingCoreAttention(nn.Module):
             )
         return Full()
 
-    def _packing(self, given: Any) -> _Packing:
+    def _packing(self, given: Any) -> tuple[Layout, Documents]:
         """Return layout and documents of packed sequences; kept for the layers of a pass."""
         lengths = given.cu_seqlens_q
         padded = given.cu_seqlens_q_padded if given.cu_seqlens_q_padded is not None else lengths
@@ -190,20 +195,11 @@ class RingCoreAttention(nn.Module):
         return found
 
 
-class _Packing(NamedTuple):
-    """Where packed sequences lie, and which tokens belong together."""
-
-    layout: Layout
-    documents: Documents
-
-
 @lru_cache(maxsize=16)
-def _packing(lengths: tuple[int, ...], padded: tuple[int, ...], ring_size: int) -> _Packing:
+def _packing(lengths: tuple[int, ...], padded: tuple[int, ...], ring_size: int) -> tuple[Layout, Documents]:
     """Cut every sequence into 2P chunks, as Megatron does; padding after a sequence belongs to no document.
 
-    Args:
-        lengths, padded: where sequences begin, without and with their padding; and the end.
-        ring_size: P.
+    `lengths` and `padded` say where sequences begin, without and with their padding, and the end.
     """
     parts = 2 * ring_size if ring_size > 1 else 1
     spans = np.diff(padded)
@@ -221,7 +217,7 @@ def _packing(lengths: tuple[int, ...], padded: tuple[int, ...], ring_size: int) 
     ids = np.full(padded[-1], -1, dtype=np.int64)
     for number, (first, length) in enumerate(zip(padded, np.diff(lengths), strict=False)):
         ids[first : first + length] = number
-    return _Packing(layout, Documents(ids))
+    return layout, Documents(ids)
 
 
 def _chunks(query: Tensor, key: Tensor, ring_size: int) -> Layout:
@@ -240,10 +236,8 @@ _meshes: weakref.WeakKeyDictionary[Any, RingMesh] = weakref.WeakKeyDictionary()
 
 
 def mesh_of(cp_group: Any) -> RingMesh:
-    """Return the mesh whose rings are the context parallel groups. Collective over the world at first.
-
-    Args:
-        cp_group: this rank's context parallel process group.
+    """Return the mesh whose rings are the context parallel groups, `cp_group` this rank's. Collective over
+    the world at first.
     """
     if cp_group.size() == 1:
         return RingMesh.single()
@@ -268,15 +262,6 @@ def _check(attention_type: str, dropout: float, cp_comm_type: str | None) -> Non
             f"cp_comm_type: expected 'p2p' or None, got {cp_comm_type!r}; keys and values travel around a"
             " ring"
         )
-
-
-def _window_of(config: Any, layer_number: int) -> int | None:
-    """Return how many positions a token of this layer sees, itself included; None for all before it."""
-    skipped = getattr(config, "window_attn_skip_freq", None)
-    if not is_layer_window_attention(config.window_size, skipped, layer_number):
-        return None
-    left = int(config.window_size[0])
-    return None if left < 0 else left + 1
 
 
 def _sinks(config: Any, heads: int) -> Tensor | nn.Parameter | None:

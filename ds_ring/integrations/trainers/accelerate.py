@@ -34,14 +34,46 @@ AUTO = "auto"
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    ACCELERATE.apply(
-        {"ring": SimpleNamespace(at_enable=_start), "backend": SimpleNamespace(at_enable=_with_gloo)}
-    )
+    ring, backend = SimpleNamespace(at_enable=_start), SimpleNamespace(at_enable=_with_gloo)
+    ACCELERATE.apply({"ring": ring, "backend": backend})
 
 
-def _start(start: Callable[..., None], accelerator: Accelerator, *args: Any, **kwargs: Any) -> None:
+def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     start(accelerator, *args, **kwargs)
-    _put_on_a_ring(accelerator)
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
+        raise RingConfigError(
+            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
+            f" {'no DeepSpeed' if plugin is None else 'none'}: every rank would train by itself; pass"
+            " TrainingArguments(deepspeed=...), or Accelerator(deepspeed_plugin="
+            "DeepSpeedPlugin(hf_ds_config=...)), or leave out ds_ring.enable()"
+        )
+    config = plugin.deepspeed_config
+    ring = RingConfig.from_deepspeed(config)
+    ring.validate_world(accelerator.state.num_processes)
+    parallel = accelerator.parallelism_config
+    others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
+    if others:
+        raise RingConfigError(
+            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out: the"
+            ' sequence is sharded by the "ring_attention" section'
+        )
+    if accelerator.dispatch_batches:
+        raise RingConfigError(
+            "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
+            " of a ring; leave it out, every rank then reads its own"
+        )
+    # accelerate refuses an "auto" that it does not know. Ours are the defaults.
+    config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
+    # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
+    for one in (config, getattr(getattr(plugin, "dschf", None), "config", config)):
+        one[SP_KEY] = ring.sequence_parallel_size
+    features = {
+        "own samples": SimpleNamespace(around_init=False),
+        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
+        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
+    }
+    ACCELERATE.apply(features, accelerator=accelerator)
     if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
         enable_trainer()
 
@@ -55,48 +87,6 @@ def _with_gloo(
     if backend is None and on_cpu:
         backend = get_accelerator().communication_backend_name()
     return backend, kind
-
-
-def _put_on_a_ring(accelerator: Any) -> None:
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
-        raise RingConfigError(
-            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
-            f" {'no DeepSpeed' if plugin is None else 'none'}: every rank would train by itself; pass"
-            " TrainingArguments(deepspeed=...), or Accelerator(deepspeed_plugin="
-            "DeepSpeedPlugin(hf_ds_config=...)), or leave out ds_ring.enable()"
-        )
-    config = plugin.deepspeed_config
-    ring = RingConfig.from_deepspeed(config)
-    ring.validate_world(accelerator.state.num_processes)
-    _refuse_settings(accelerator)
-    # accelerate refuses an "auto" that it does not know. Ours are the defaults.
-    config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}
-    # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
-    copies = [config, getattr(getattr(plugin, "dschf", None), "config", config)]
-    for one in copies:
-        one[SP_KEY] = ring.sequence_parallel_size
-    features = {
-        "own samples": SimpleNamespace(around_init=False),
-        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
-        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
-    }
-    ACCELERATE.apply(features, accelerator=accelerator)
-
-
-def _refuse_settings(accelerator: Any) -> None:
-    parallel = accelerator.parallelism_config
-    others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
-    if others:
-        raise RingConfigError(
-            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out: the"
-            ' sequence is sharded by the "ring_attention" section'
-        )
-    if accelerator.dispatch_batches:
-        raise RingConfigError(
-            "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
-            " of a ring; leave it out, every rank then reads its own"
-        )
 
 
 @functools.cache
@@ -142,10 +132,10 @@ class _OnARing(Accelerator):  # type: ignore[misc]
 
     def gather(self, tensor: Any) -> Any:
         """Gather over the data replicas, each once."""
+        ranks = (self.num_processes, self.sequence_ranks, -1)
 
         def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
-            parts = gathered.unflatten(0, (self.num_processes, self.sequence_ranks, -1))
-            return parts[:, 0].flatten(0, 1)
+            return gathered.unflatten(0, ranks)[:, 0].flatten(0, 1)
 
         return recursively_apply(first_of_sequence, super().gather(tensor), error_on_other_type=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.whole_batches import ONLY_LOSS
+from ds_ring.integrations.deepspeed.enable import ONLY_LOSS
 from ds_ring.integrations.trainers.adapter import TRAINER
 
 _PRODUCT = "train_batch_size"
@@ -54,16 +54,12 @@ def _refuse_rollouts(kind: type[Any]) -> None:
 @functools.cache
 def enable_trainer() -> None:
     """Replace what Trainer works out from the number of processes; once, when it has been imported."""
-    TRAINER.apply(
-        {
-            "batch size": SimpleNamespace(at_enable=_by_replica),
-            "only the loss": SimpleNamespace(at_enable=_reading_the_loss),
-        }
-    )
 
+    def by_replica(total: Callable[..., int], trainer: Any, args: Any) -> int:
+        return total(trainer, args) // trainer.accelerator.sequence_ranks
 
-def _by_replica(total: Callable[..., int], trainer: Any, args: Any) -> int:
-    return total(trainer, args) // trainer.accelerator.sequence_ranks
+    size, loss = SimpleNamespace(at_enable=by_replica), SimpleNamespace(at_enable=_reading_the_loss)
+    TRAINER.apply({"batch size": size, "only the loss": loss})
 
 
 def _reading_the_loss(

@@ -145,7 +145,7 @@ class Attached:
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
             changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)
-        if QueryScale.is_needed(module):
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             scale = QueryScale(module)
             changes += TABLE.apply({"query scale": scale}, self.session, scaling=module)
             queries = SimpleNamespace(after_forward=scale.scaled)

@@ -142,9 +142,15 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
             continue  # nothing to do for a ring
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
-        if config.attention == "ring":
-            _check_can_be_switched(part)
-        elif implementation not in (NAME, UNMODIFIED):
+        if implementation == NAME:
+            continue
+        if config.attention == "ring" and not part._can_set_attn_implementation():
+            raise RingConfigError(
+                f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one"
+                " whose attention does not go through transformers' attention interface, so each rank would"
+                " attend to its own tokens only; use a model that does, such as Llama, Qwen or Mistral"
+            )
+        if config.attention == "as_is" and implementation != UNMODIFIED:
             _refuse_as_is(part, config)
 
 
@@ -156,22 +162,12 @@ def _keeps_its_own(config: RingConfig) -> bool:
     return not config.long_sequence.any and config.sequence_parallel_size == 1 and is_plain_causal
 
 
-def _check_can_be_switched(part: PreTrainedModel) -> None:
-    if part.config._attn_implementation != NAME and not part._can_set_attn_implementation():
-        raise RingConfigError(
-            f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one whose"
-            " attention does not go through transformers' attention interface, so each rank would attend to"
-            " its own tokens only; use a model of transformers that does, such as Llama, Qwen or Mistral"
-        )
-
-
 def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
-    fault = (
-        "attend to this rank's tokens only"
-        if config.sequence_parallel_size > 1
-        else f"not apply the pattern {pattern_from_config(config)} of the JSON"
-        + (" and its documents" if config.pattern.documents else "")
-    )
+    fault = f"not apply the pattern {pattern_from_config(config)} of the JSON"
+    if config.sequence_parallel_size > 1:
+        fault = "attend to this rank's tokens only"
+    elif config.pattern.documents:
+        fault += " and its documents"
     raise RingConfigError(
         f'{type(part).__name__}: "attention": "as_is" keeps its attn_implementation'
         f" {part.config._attn_implementation!r}, which would {fault} and which no backend can rewrite; set"

@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -20,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
@@ -58,25 +58,19 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespac
                 ' be a mean over those; set "min_sequence_length": 0 in the "ring_attention" section'
             )
         assert sharding.slots is not None
-        return _pooled_everywhere(logits_BSL, sharding.slots, noted["input_ids"], padding, number_of(mesh))
+        slots_S, input_ids, number = sharding.slots, noted["input_ids"], number_of(mesh)
+        # Where all tokens are padding that is the first one, as on one process; without a padding token, or
+        # without ids, the very last.
+        tokens = logits_BSL.shape[1]
+        candidates_BS = slots_S.expand(logits_BSL.shape[0], tokens)
+        if padding is not None and input_ids is not None:
+            candidates_BS = torch.where((input_ids == padding) & (slots_S >= 0), 0, candidates_BS)
+        last_B = sequence_max_op(candidates_BS.amax(dim=1), number)
+        mine_BS1 = (slots_S == last_B[:, None])[..., None]
+        pooled_BL = sequence_sum_op((logits_BSL * mine_BS1).sum(dim=1), number)
+        return pooled_BL[:, None].expand(-1, tokens, -1)
 
     return SimpleNamespace(before_forward=before, after_forward=after_score)
-
-
-def _pooled_everywhere(
-    logits_BSL: Tensor, slots_S: Tensor, input_ids: Tensor | None, padding: int | None, mesh: int
-) -> Tensor:
-    """Return [B, S, L]: in every slot the logits of the sequence's last token that is not padding."""
-    # Where all tokens are padding that is the first one, as on one process; without a padding token, or
-    # without ids, the very last.
-    batch, tokens, _ = logits_BSL.shape
-    candidates_BS = slots_S.expand(batch, tokens)
-    if padding is not None and input_ids is not None:
-        candidates_BS = torch.where((input_ids == padding) & (slots_S >= 0), 0, candidates_BS)
-    last_B = sequence_max_op(candidates_BS.amax(dim=1), mesh)
-    mine_BS1 = (slots_S == last_B[:, None])[..., None]
-    pooled_BL = sequence_sum_op((logits_BSL * mine_BS1).sum(dim=1), mesh)
-    return pooled_BL[:, None].expand(-1, tokens, -1)
 
 
 def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> None:
@@ -188,7 +182,7 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError):
         return None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) == _FUNCTION]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == _FUNCTION]
     if not calls:
         return None
     added = [
@@ -198,7 +192,12 @@ def read_router_loss(model: nn.Module) -> RouterLoss | None:
         and isinstance(node.value, ast.BinOp)
         and "aux_loss" in ast.unparse(node.value.right)
     ]
-    values = [_value(model, node) for node in (*calls[0].args[1:3], *added)]
+    values: list[Any] = []
+    for node in (*calls[0].args[1:3], *added):  # self.a.b, say
+        of, *names = ast.unparse(node).split(".")
+        values.append(
+            reduce(lambda owner, name: getattr(owner, name, None), names, model if of == "self" else None)
+        )
     if len(calls) != 1 or len(values) != 3 or any(not isinstance(one, (int, float)) for one in values):
         _refuse(model)
     found = RouterLoss(int(values[0]), int(values[1]), float(values[2]))
@@ -230,17 +229,6 @@ def _refuse(model: nn.Module) -> NoReturn:
     )
 
 
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _value(model: nn.Module, node: ast.expr) -> Any:
-    """Return what `self.a.b` in a model's source is."""
-    if isinstance(node, ast.Attribute):
-        return getattr(_value(model, node.value), node.attr, None)
-    return model if isinstance(node, ast.Name) and node.id == "self" else None
-
-
 _FUSED = "FusedCausalLMOutput"  # trl.trainer.utils
 
 
@@ -266,11 +254,9 @@ class LossGuard:
         self._divides = items is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.scale is not None and kwargs.get("pooled_logits") is not None:
-            self.own = self.loss_function(*args, **kwargs) * self.scale
-            return self._given(self.own)
+        scale = None if kwargs.get("pooled_logits") is None else self.scale
         for key in ("shift_labels", "num_items_in_batch"):
-            if kwargs.get(key) is None:
+            if kwargs.get(key) is None and scale is None:
                 raise RingShapeError(
                     f"loss: expected {key} beside labels, got none: it would be a mean over this rank's"
                     f" tokens, its labels shifted across a cut; {THROUGH_SHARD_BATCH}. A head that labels"
@@ -279,11 +265,9 @@ class LossGuard:
                     " tokens, and take engine.ring.loss(output.logits, batch).backward_loss"
                 )
         self.own = self.loss_function(*args, **kwargs)
-        return self._given(self.own)
-
-    def _given(self, loss: Tensor) -> Tensor:
-        """Return a copy for the model, which may add to it in place."""
-        copy = loss.clone()
+        if scale is not None:
+            self.own = self.own * scale
+        copy = self.own.clone()  # for the model, which may add to it in place
         self.expect(copy)
         return copy
 
@@ -334,7 +318,13 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
                 f"{type(model).__name__}: expected no aux_loss, got one, of this rank's tokens; leave out the"
                 " option that asks for it (output_router_logits)"
             )
-        counted_BS = _counted(session.batches.current, output.router_logits[0])
+        # 1 for local tokens that one process would count, 0 for padding of batch or layout
+        sharding, counted_BS = session.batches.current, session.batches.current.real_tokens
+        if counted_BS is None:
+            assert sharding.slots is not None
+            logits = output.router_logits[0]
+            rows = logits.numel() // logits.shape[-1] // sharding.local_tokens
+            counted_BS = (sharding.slots >= 0).to(torch.float32).expand(rows, -1)
         number = number_of(session.mesh)
         exact = scale * router(output.router_logits, counted_BS, lambda x: sequence_sum_op(x, number))
         output["aux_loss"] = exact
@@ -343,12 +333,3 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             guard.expect(output.loss)
 
     return SimpleNamespace(after_forward=after)
-
-
-def _counted(sharding: BatchSharding, router_logits: Tensor) -> Tensor:
-    """Return 1 for local tokens that one process would count, 0 for padding of batch or layout: [B, S]."""
-    if sharding.real_tokens is not None:
-        return sharding.real_tokens
-    assert sharding.slots is not None
-    rows = router_logits.numel() // router_logits.shape[-1] // sharding.local_tokens
-    return (sharding.slots >= 0).to(torch.float32).expand(rows, -1)

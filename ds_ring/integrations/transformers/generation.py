@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.generation.configuration_utils import GenerationMode
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
@@ -123,7 +122,6 @@ class RingCacheLayer(CacheLayerMixin):
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Reserve this layer's slots, for tensors like these."""
         self.keys, self.values = self._room(key_states), self._room(value_states)
         self.is_initialized = True
 
@@ -216,12 +214,7 @@ class _CachedAttention(RingAttention):
         return out
 
 
-_MODES = {
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-}
+_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _OFF = "or generate without a ring: with engine.ring.off(): model.generate(...)"
 
 
@@ -253,8 +246,11 @@ class Generation:
         refused: RingError | None = None
         fields: dict[str, object] = {}
         try:
-            fields = _described(asked, _settings(self.model, asked))
-            self._check(asked, rewritten)
+            # as transformers puts it together
+            settings = copy.deepcopy(asked.get("generation_config") or self.model.generation_config)
+            settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
+            fields = _described(asked, settings)
+            self._check(asked, settings, rewritten)
         except RingError as error:
             refused = error
         if self.mesh.ring_size > 1:
@@ -268,20 +264,25 @@ class Generation:
             given["synced_gpus"] = True
         return {name: value for name, value in given.items() if asked.get(name) is None}
 
-    def _check(self, asked: dict[str, Any], rewritten: bool) -> None:
+    def _check(self, asked: dict[str, Any], settings: Any, rewritten: bool) -> None:
         name = f"{type(self.model).__name__}.generate"
-        settings = _settings(self.model, asked)
         mode = settings.get_generation_mode(asked.get("assistant_model"))
-        cache = asked.get("past_key_values")
+        cache, config = asked.get("past_key_values"), self.model.config.get_text_config()
+        # A window in the configuration, but in no mask (Moshi).
+        only_the_cache_slides = (
+            bool(getattr(config, "sliding_window", None))
+            and getattr(config, "layer_types", None) is None
+            and not makes_such_masks(self.model, "sliding_attention")
+        )
         faults = {
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
             "expected evaluation mode, got training: call engine.eval()": self.model.training,
             f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,
-            f"expected greedy decoding, sampling or beams, got {mode.value}": mode not in _MODES
+            f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
-            " would forget tokens; set it to None": _only_the_cache_slides(self.model),
+            " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
@@ -302,7 +303,12 @@ class Generation:
         if not isinstance(cache, RingCache):
             return None
         self._cache = cache
-        tokens = _tokens_of(given)
+        inputs = given.get("input_ids")
+        if inputs is None:
+            inputs = given.get("inputs_embeds")
+        if inputs is None:
+            raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
+        tokens = int(inputs.shape[1])
         positions = given.get("position_ids")
         if positions is None or positions.ndim != 2:
             raise RingShapeError(
@@ -312,11 +318,14 @@ class Generation:
         mask_BT = given.pop("attention_mask", None)
         if "output_router_logits" in self.signature.parameters:
             given["output_router_logits"] = False  # nobody reads the loss that they are for
+        # Keep which tokens are padding, if new ones are; those behind the mask that is kept are none.
+        if mask_BT is not None and not bool(mask_BT[:, -tokens:].all()):
+            cache.real_BT = mask_BT.detach().cpu().bool()
+            cache.groups.clear()
         longest = positions.max()
         if cache.get_seq_length() == 0:
-            return self._prompt(given, tokens, mask_BT, longest)
+            return self._prompt(given, tokens, longest)
         cache.begin(tokens)
-        _note_padding(cache, mask_BT, tokens)
         assert cache.layout is not None
         session, groups = self._session, self._groups(cache.layout.tokens)
         self.sharding = CachedSharding(
@@ -326,13 +335,10 @@ class Generation:
         session.batches.work_on(self.sharding)
         return given
 
-    def _prompt(
-        self, given: dict[str, Any], tokens: int, mask_BT: Tensor | None, longest: Tensor
-    ) -> dict[str, Any]:
+    def _prompt(self, given: dict[str, Any], tokens: int, longest: Tensor) -> dict[str, Any]:
         """Return this rank's part of a prompt, which is cut as the batches of training are."""
         session, mesh, cache = self._session, self.mesh, self._cache
         assert cache is not None
-        _note_padding(cache, mask_BT, tokens)
         groups = self._groups(tokens)
         layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
@@ -343,15 +349,11 @@ class Generation:
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank
-        local = {
-            key: shard_sequence(value, layout, mesh=mesh, dim=1)
-            for key, value in given.items()
-            if isinstance(value, Tensor)
-            and value.ndim >= 2
-            and value.shape[1] == tokens
-            and key not in OF_IMAGES
-        }
-        local = given | local
+        local = dict(given)
+        for key, value in given.items():
+            is_of_tokens = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens
+            if is_of_tokens and key not in OF_IMAGES:
+                local[key] = shard_sequence(value, layout, mesh=mesh, dim=1)
         if "logits_to_keep" in self.signature.parameters:
             local["logits_to_keep"] = torch.tensor([self._last], device=longest.device)
         return local
@@ -416,20 +418,6 @@ class _Generate:
         return types.MethodType(type(self._model).generate, memo[id(self._model)])
 
 
-def _only_the_cache_slides(model: PreTrainedModel) -> bool:
-    """Return whether a window is in the configuration but in no mask (Moshi)."""
-    config = model.config.get_text_config()
-    window, types = (getattr(config, name, None) for name in ("sliding_window", "layer_types"))
-    return bool(window) and types is None and not makes_such_masks(model, "sliding_attention")
-
-
-def _settings(model: PreTrainedModel, asked: dict[str, Any]) -> Any:
-    """Return the generation config of a call, as transformers puts it together."""
-    settings = copy.deepcopy(asked.get("generation_config") or model.generation_config)
-    settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
-    return settings
-
-
 def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:
     """Return what must be equal on all ranks of a sequence, by its name in messages."""
     tensors = {name: value for name, value in asked.items() if isinstance(value, Tensor)}
@@ -447,22 +435,6 @@ def _described(asked: dict[str, Any], settings: Any) -> dict[str, object]:
 def _crc(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return zlib.crc32(flat.numpy().tobytes())
-
-
-def _tokens_of(given: dict[str, Any]) -> int:
-    """Return how many tokens a forward pass is given."""
-    for key in ("input_ids", "inputs_embeds"):
-        if given.get(key) is not None:
-            return int(given[key].shape[1])
-    raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
-
-
-def _note_padding(cache: RingCache, mask_BT: Tensor | None, tokens: int) -> None:
-    """Keep which tokens are padding, if new ones are; those behind the mask that is kept are none."""
-    if mask_BT is None or bool(mask_BT[:, -tokens:].all()):
-        return
-    cache.real_BT = mask_BT.detach().cpu().bool()
-    cache.groups.clear()
 
 
 def one_ring(mesh: RingMesh) -> RingMesh:

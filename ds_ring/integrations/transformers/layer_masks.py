@@ -90,11 +90,7 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
             " model with plain causal or full attention, or with windows or chunks"
         )
     narrow = [part for part in parts.values() if part is not None and not isinstance(part, Causal | Full)]
-    return LayerMask(reduce(and_, narrow) if narrow else _plain(causal))
-
-
-def _plain(causal: bool) -> Pattern:
-    return Causal() if causal else Full()
+    return LayerMask(reduce(and_, narrow) if narrow else Causal() if causal else Full())
 
 
 def _part(leaf: Callable[..., Any], causal: bool) -> Pattern | None:
@@ -105,7 +101,7 @@ def _part(leaf: Callable[..., Any], causal: bool) -> Pattern | None:
         # for them, of local tokens, is ignored. Real packing was refused, or turned into the pattern
         # ("documents": true), where whole batches are seen.
         case "causal_mask_function" | "bidirectional_mask_function" | "packed_sequence_mask_function":
-            return _plain(causal)
+            return Causal() if causal else Full()
         case "sliding_window_overlay" if causal:  # alone it would hide what is before the window only
             return SlidingWindow(int(held["sliding_window"]))
         case "sliding_window_bidirectional_overlay":
@@ -145,7 +141,7 @@ def said_by_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
     causal = is_causal(module, kwargs)
     window = kwargs.get("sliding_window")
     if window is None:
-        return _plain(causal)
+        return Causal() if causal else Full()
     if not causal:
         # Some models count the token itself here and others do not.
         raise RingPatternError(

@@ -42,31 +42,24 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
     asked = session.config.long_sequence.tiled_loss
     if asked is False:
         return None
-    why_not = _why_not(model)
-    if why_not is not None:
+    head, why_not = model.get_output_embeddings(), ""
+    if head is None:
+        why_not = "it has no language model's head (get_output_embeddings is None)"
+    elif type(head) is not nn.Linear:
+        why_not = f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
+    else:
+        loss = getattr(model.loss_function, "loss_function", model.loss_function)
+        if loss is not ForCausalLMLoss:
+            name = getattr(loss, "__name__", type(loss).__name__)
+            why_not = f"expected the loss of causal language models, ForCausalLMLoss, got {name}"
+    if why_not:
         if asked != "auto":
             raise RingConfigError(
                 f'{type(model).__name__}: long_sequence.tiled_loss: {why_not}; set it to false or "auto"'
             )
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
         return None
-    head = model.get_output_embeddings()
-    assert isinstance(head, nn.Linear)
     return TiledHead(head, tile_tokens(asked, head.out_features, session.device.type), strict=asked != "auto")
-
-
-def _why_not(model: PreTrainedModel) -> str | None:
-    """Return why the model's loss cannot be tiled; None if it can."""
-    head = model.get_output_embeddings()
-    if head is None:
-        return "it has no language model's head (get_output_embeddings is None)"
-    if type(head) is not nn.Linear:
-        return f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
-    loss = getattr(model.loss_function, "loss_function", model.loss_function)
-    if loss is not ForCausalLMLoss:
-        name = getattr(loss, "__name__", type(loss).__name__)
-        return f"expected the loss of causal language models, ForCausalLMLoss, got {name}"
-    return None
 
 
 class TiledHead:
@@ -111,10 +104,7 @@ class TiledHead:
         return loss
 
     def feature(self, model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
-        """Return what is put on the model, its head and its loss function.
-
-        The hooks find out before each forward pass whether it computes a loss.
-        """
+        """Return what is put on the model (hooks find out whether a pass computes a loss), head and loss."""
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = model.training and torch.is_grad_enabled()
@@ -157,7 +147,13 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     asked = session.config.long_sequence.tiled_mlp
     if asked is False:
         return {}
-    found, why_not = list(_token_by_token(model)), "it has no module that is known for one"
+    why_not = "it has no module that is known for one"
+    found: list[nn.Module] = []  # the outermost modules that are MLPs, or the experts of a mixture
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if module not in inside and (_is_mlp(module) or _is_experts(module)):
+            inside.update(module.modules())
+            found.append(module)
     dropping = [
         type(one).__name__
         for one in found
@@ -174,9 +170,7 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
         return {}
     widest = max(map(_widest, found))
-    tiled = {
-        module: _TiledModule(module, asked, session, widest).forward for module in _norms(model, set(found))
-    }
+    tiled = {module: _TiledModule(module, asked, session, widest).forward for module in _norms(model, inside)}
     for module in found:
         tiled[module] = _TiledModule(module, asked, session, _widest(module)).forward
         # At ZeRO 3 the module's own hooks gather all its weights once; its children's would for every tile.
@@ -184,29 +178,12 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     return tiled
 
 
-def _token_by_token(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the outermost modules that are MLPs, or the experts of a mixture."""
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module in inside or not (_is_mlp(module) or _is_experts(module)):
-            continue
-        inside.update(module.modules())
-        yield module
-
-
-def _norms(model: PreTrainedModel, tiled: set[nn.Module]) -> Iterator[nn.Module]:
+def _norms(model: PreTrainedModel, inside: set[nn.Module]) -> Iterator[nn.Module]:
     """Find the norms of the residual stream: a norm of q or k has the width of a head, and is left."""
-    inside = {part for module in tiled for part in module.modules()}
     width = model.config.get_text_config().hidden_size
     for module in model.modules():
-        shapes = _shapes(module)
-        if (
-            type(module).__name__.endswith("Norm")
-            and module not in inside
-            and shapes
-            and all(shape == (width,) for shape in shapes)
-            and len(_required(module)) == 1
-        ):
+        is_norm = type(module).__name__.endswith("Norm") and module not in inside
+        if is_norm and set(_shapes(module)) == {(width,)} and _takes_one(module):
             yield module
 
 
@@ -215,26 +192,23 @@ def _is_mlp(module: nn.Module) -> bool:
     parts = {type(part).__name__ for part in module.modules()} - {name}
     return (
         name.endswith(_MLPS)
-        and len(_required(module)) == 1
+        and _takes_one(module)
         and any(True for _ in module.parameters())
         and not any(part.endswith(_MIXES) for part in parts)
     )
 
 
 def _is_experts(module: nn.Module) -> bool:
-    given = [
-        one
-        for one in inspect.signature(module.forward).parameters.values()
-        if one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
-    return type(module).__name__.endswith(_EXPERTS) and len(given) == 3
+    return type(module).__name__.endswith(_EXPERTS) and len(_arguments(module)) == 3
 
 
-def _required(module: nn.Module) -> list[str]:
+def _arguments(module: nn.Module) -> list[inspect.Parameter]:
     parameters = inspect.signature(module.forward).parameters.values()
-    return [
-        one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
-    ]
+    return [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return [one.default for one in _arguments(module)].count(inspect.Parameter.empty) == 1
 
 
 class _TiledModule:
@@ -253,22 +227,19 @@ class _TiledModule:
         inputs = [value for value in bound.values() if value is not None]
         leading = inputs[0].shape[:-1]
         if not all(isinstance(value, Tensor) and value.shape[:-1] == leading for value in inputs):
-            return self._as_it_is(*args, **kwargs)
+            name = type(self._module).__name__
+            if self._asked != "auto":
+                raise RingConfigError(
+                    f"long_sequence.tiled_mlp: expected {name} to be called with tensors [..., tokens,"
+                    ' width], got others; set it to "auto" or false'
+                )
+            _say_once(name)
+            return self._plain(*args, **kwargs)
         experts_of_a_token = inputs[1].shape[-1] if len(inputs) > 1 else 1
         tile = tile_tokens(self._asked, self._width * experts_of_a_token, inputs[0].device.type)
         if leading.numel() <= tile:
             return self._plain(*args, **kwargs)
         return tiled_call(self._plain, inputs, list(self._module.parameters()), tile)
-
-    def _as_it_is(self, *args: Any, **kwargs: Any) -> Any:
-        name = type(self._module).__name__
-        if self._asked != "auto":
-            raise RingConfigError(
-                f"long_sequence.tiled_mlp: expected {name} to be called with tensors [..., tokens, width],"
-                ' got others; set it to "auto" or false'
-            )
-        _say_once(name)
-        return self._plain(*args, **kwargs)
 
 
 def _widest(module: nn.Module) -> int:
@@ -339,18 +310,14 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Simpl
         for module in model.modules():
             function = vars(module).get(_FUNCTION)
             if function is not None and not isinstance(function, _Offloading):
-                offloading = SimpleNamespace(around_forward=_offloading(function, memory))
+                inner = getattr(function, "func", function)
+                if getattr(inner, "__module__", "").startswith("deepspeed."):
+                    raise RingConfigError(
+                        "long_sequence.offload_checkpoints: expected layers that are checkpointed by torch,"
+                        " got DeepSpeed's checkpointing, which keeps them itself: set it to false, and"
+                        ' "cpu_checkpointing": true in "activation_checkpointing"'
+                    )
+                offloading = SimpleNamespace(around_forward=_Offloading(function, memory))
                 TABLE.apply({"offloaded checkpoints.layers": offloading}, session, checkpointed=module)
 
     return SimpleNamespace(before_forward=before)
-
-
-def _offloading(function: Any, memory: HostMemory) -> _Offloading:
-    inner = getattr(function, "func", function)
-    if getattr(inner, "__module__", "").startswith("deepspeed."):
-        raise RingConfigError(
-            "long_sequence.offload_checkpoints: expected layers that are checkpointed by torch, got"
-            " DeepSpeed's checkpointing, which keeps them itself: set it to false, and"
-            ' "cpu_checkpointing": true in "activation_checkpointing"'
-        )
-    return _Offloading(function, memory)

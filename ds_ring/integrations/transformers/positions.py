@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,26 +40,23 @@ def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
         derives = hasattr(kind, _FROM_IDS) or hasattr(sys.modules.get(kind.__module__), _FROM_IDS)
         padding = getattr(module, "padding_idx", None)
         if derives and hasattr(module, "position_embeddings") and isinstance(padding, int):
-            return _Numbering(padding)
+            return partial(_numbered_by_ids, padding)
     return None
 
 
-@dataclass(frozen=True)
-class _Numbering:
-    """Number tokens as fairseq does: real tokens from padding_idx + 1, padding has padding_idx."""
+def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
+    """Number tokens as fairseq does: real tokens from `padding` + 1, padding tokens have `padding`.
 
-    padding_idx: int
-
-    def __call__(self, prepared: Batch) -> Tensor:
-        """Return position ids [B or 1, T]; with documents, tokens count within each."""
-        first = self.padding_idx + 1
-        ids_BT = prepared.get("input_ids")
-        if ids_BT is None:
-            return prepared["position_ids"] + first
-        real_BT = ids_BT != self.padding_idx
-        if DOCUMENT_IDS in prepared:
-            return torch.where(real_BT, prepared["position_ids"] + first, self.padding_idx)
-        return real_BT.long().cumsum(dim=1) * real_BT + self.padding_idx
+    Returns:
+        Position ids [B or 1, T]; with documents, tokens count within each.
+    """
+    ids_BT = prepared.get("input_ids")
+    if ids_BT is None:
+        return prepared["position_ids"] + padding + 1
+    real_BT = ids_BT != padding
+    if DOCUMENT_IDS in prepared:
+        return torch.where(real_BT, prepared["position_ids"] + padding + 1, padding)
+    return real_BT.long().cumsum(dim=1) * real_BT + padding
 
 
 @dataclass
@@ -156,30 +154,28 @@ def depends_on_length(module: nn.Module) -> bool:
     if types is None:
         return False
     names = types.values() if isinstance(types, dict) else (types,)
-    return any(kind in str(name) for name in names for kind in _BY_LENGTH) or _reads_the_maximum(module)
-
-
-def _reads_the_maximum(module: nn.Module) -> bool:
-    """Return whether a model's own code (PhiMoE's) asks for the greatest position itself."""
+    if any(kind in str(name) for name in names for kind in _BY_LENGTH):
+        return True
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):
         return False
-    return "max(position_ids" in source or "position_ids.max(" in source
+    return "max(position_ids" in source or "position_ids.max(" in source  # PhiMoE asks for it itself
 
 
 def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
     """Return the hooks of a rotary embedding that depends on the length."""
     signature = inspect.signature(module.forward)
-    place = list(signature.parameters).index("position_ids")
 
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if "position_ids" in kwargs:
-            return args, kwargs | {"position_ids": _with_longest(kwargs["position_ids"], batches)}
-        longer = _with_longest(args[place], batches)
-        return (*args[:place], longer, *args[place + 1 :]), kwargs
+        given = signature.bind(*args, **kwargs)
+        position_ids = given.arguments["position_ids"]
+        # [..., S] and, behind them, the greatest of the batch: [..., S + 1]
+        longest = batches.current.longest.to(position_ids).expand(*position_ids.shape[:-1], 1)
+        given.arguments["position_ids"] = torch.cat([position_ids, longest], dim=-1)
+        return given.args, given.kwargs
 
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Tensor):
@@ -187,12 +183,6 @@ def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
         return tuple(part[..., :-1, :] for part in output)
 
     return SimpleNamespace(before_forward=before, after_forward=after)
-
-
-def _with_longest(position_ids: Tensor, batches: RecentBatches) -> Tensor:
-    """Return position ids [..., S] and, behind them, the greatest of the batch: [..., S + 1]."""
-    longest = batches.current.longest.to(position_ids)
-    return torch.cat([position_ids, longest.expand(*position_ids.shape[:-1], 1)], dim=-1)
 
 
 class QueryScale:
@@ -206,11 +196,6 @@ class QueryScale:
         self._module = module
         self._sharding: BatchSharding | None = None
         self._off: list[AppliedPatch] = []
-
-    @staticmethod
-    def is_needed(module: nn.Module) -> bool:
-        """Return whether a layer scales queries by their place."""
-        return getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
 
     def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Switch the layer's own scaling off."""

@@ -113,7 +113,12 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
     """Return the kernel that "auto" stands for, and log it."""
     name = FAST_KERNELS[device_type]
     if scores is None and asked is not None:
-        faster = fastest(rates_of(device_type), kind_of(asked.pattern), _able(asked))
+        able = (
+            name
+            for name, row in KERNELS.items()
+            if row.device in (None, device_type) and (row.refuses is None or load(row.refuses)(asked) is None)
+        )
+        faster = fastest(rates_of(device_type), kind_of(asked.pattern), able)
         if faster is not None:
             _say(faster.kernel, device_type, faster.why)
             return faster.kernel
@@ -121,12 +126,6 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
         return name
     return _that_changes_scores(name, device_type, scores)
-
-
-def _able(asked: KernelNeeds) -> list[str]:
-    """Return the kernels that run on a device and can do what is asked."""
-    rows = {name: row for name, row in KERNELS.items() if row.device in (None, asked.device_type)}
-    return [name for name, row in rows.items() if row.refuses is None or load(row.refuses)(asked) is None]
 
 
 @cache

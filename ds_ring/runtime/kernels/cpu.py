@@ -40,9 +40,8 @@ class Sizes:
     """Describe how tiles are cut.
 
     Attributes:
-        block: maximum number of queries of a call, and of keys if the call returns dK and dV.
+        block: maximum number of queries of a call, and, `backward`, where it returns dK and dV, of keys.
         triangle: side of the smallest triangle; see [Note: small triangles].
-        backward: calls that return gradients: keys are bounded and bands cut along the keys.
     """
 
     block: int = BLOCK
@@ -59,18 +58,19 @@ def calls(tiles: Tiles, sizes: Sizes) -> tuple[Tile, ...]:
     # Drop the positions, which only score functions read, so that equal tiles fold into one call.
     placeless = (tile._replace(q_at=(0, 1), k_at=(0, 1)) for tile in each_tile(triangulated(tiles)))
     pieces = (piece for tile in placeless for piece in _split(tile, sizes))
-    return tuple(sorted(_fold(pieces, sizes.block), key=_scattered_last))
+
+    def scattered_last(call: Tile) -> tuple[bool, int]:
+        rows, of_all_heads = call.q_rows, call.head_in_group < 0
+        dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
+        return not (dense and of_all_heads), -rows.repeats * rows.length
+
+    return tuple(sorted(_fold(pieces, sizes.block), key=scattered_last))
 
 
 class PreparedCall(NamedTuple):
     """A call of the kernel, with what every pass would compute from its tile again.
 
-    Attributes:
-        tile: what is computed.
-        heads: the query heads.
-        q_rows, k_rows, is_causal, is_masked: of the tile.
-        log_weight: added to every score.
-        has_bias: some pairs are masked, or their weights differ, so `_bias` returns a tensor.
+    log_weight is added to every score. With has_bias some pairs are masked, or their weights differ.
     """
 
     tile: Tile
@@ -95,12 +95,6 @@ def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...
             PreparedCall(tile, tile.heads(group), *rows, causal, tile.is_masked, tile.bias, has_bias)
         )
     return tuple(found)
-
-
-def _scattered_last(call: Tile) -> tuple[bool, int]:
-    rows = call.q_rows
-    scattered = rows.step > 1 or (rows.repeats > 1 and rows.stride != rows.length) or call.head_in_group >= 0
-    return scattered, -rows.repeats * rows.length
 
 
 # [Note: small triangles]
@@ -332,8 +326,7 @@ def drop_kept() -> None:
 def _computable(*tensors: Tensor) -> list[Tensor]:
     """Return float64 and float32 unchanged, lower dtypes in float32, all with a dense last dimension.
 
-    The aten operators accept any stride except in the last dimension: there they read neighbours in memory
-    whatever the stride says (it is 0 in the gradient of a sum).
+    There the operators read neighbours in memory, whatever the stride (it is 0 in the gradient of a sum).
     """
     found = []
     for x in tensors:
@@ -374,13 +367,6 @@ def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
     For a scale of 0 or below the aten operator returns NaN: it takes the maximum before it scales.
     """
     return (-q, -scale, -1) if scale < 0 else (q * 0, 1.0, 0)
-
-
-def _empty_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Set rows whose keys are all masked to out 0, lse -inf."""
-    # If all keys are masked, the lse is about HIDDEN, far below that of any row with a real key.
-    empty = lse < HIDDEN / 10
-    return out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
 
 
 class CpuKernel:
@@ -429,8 +415,9 @@ class CpuKernel:
             # The same number added to every score of a call changes its lse and not its out.
             if log_weight:
                 lse = lse + log_weight
-            if masked:  # only here can a row have no key
-                out, lse = _empty_rows(out, lse)
+            if masked:  # only here can a row have no key: its lse is about HIDDEN, far below any other
+                empty = lse < HIDDEN / 10
+                out, lse = out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
             if padded:
                 out = out[..., :width]
             if rows.repeats > 1:

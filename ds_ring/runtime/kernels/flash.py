@@ -24,9 +24,17 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.flash_calls import FlashCall, flash_calls
-from ds_ring.runtime.kernels.flash_executors import INFINITY, WIDEST, Cudnn, Executor, Flash, OfQueries, OnCpu
+from ds_ring.runtime.kernels.flash_executors import (
+    INFINITY,
+    WIDEST,
+    Cudnn,
+    Executor,
+    Flash,
+    OfQueries,
+    OnCpu,
+    Views,
+)
 from ds_ring.runtime.kernels.interface import ALL_HEADS, KernelNeeds, PartialGrads, PartialOut
-from ds_ring.runtime.views import Views
 
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
 _MASKED = (
@@ -64,7 +72,7 @@ class FlashKernel:
         width = v.shape[-1]
         executors, views = self._executors(q), self.views or Views()
         most = _checked_width(executors, max(q.shape[-1], width))
-        q, (k, v) = views.once(_usable_queries, (q,), most, scale), _both_usable(k, v, most)
+        q, k, v = views.once(_usable_queries, (q,), most, scale), _usable(k, most), _usable(v, most)
         group = q.shape[1] // k.shape[1]
         for call, executor, heads in _carried_out(tiles, executors, group):
             q_here = q if heads is ALL_HEADS else views.once(_heads, (q,), call.head_in_group, group)
@@ -84,7 +92,7 @@ class FlashKernel:
         most = _checked_width(executors, max(width, of_values + more), bool(more))
         if more:
             v = pad(v, (0, 1), value=1.0)
-        k, v = _both_usable(k, v, most)
+        k, v = _usable(k, most), _usable(v, most)
         group = q.shape[1] // k.shape[1]
         # What every hop reads of the queries, as the operators want it.
         queries = views.once(_of_queries, (grad_out, q, out, lse, grad_lse), most, scale, executors)
@@ -117,7 +125,6 @@ class FlashKernel:
         return self._on_cuda
 
 
-@lru_cache(maxsize=512)
 def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
     """Return the calls of a table; refuse one that is no window."""
     if tiles.is_masked.any():
@@ -193,10 +200,6 @@ def _usable_queries(q: Tensor, width: int, scale: float) -> Tensor:
     """Return queries with the same scores at `positive(scale)`."""
     q = _usable(q, width)
     return q if scale > 0 else q * sign(scale)
-
-
-def _both_usable(k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    return _usable(k, width), _usable(v, width)
 
 
 # The operators take the maximum of the products before they scale it, so they need a scale above 0.

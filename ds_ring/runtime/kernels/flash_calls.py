@@ -54,15 +54,6 @@ class FlashWindow(NamedTuple):
         """Return what windows that may be joined have in common, beside their sides."""
         return self.q.step, self.k.step, self.head_in_group, self.bias
 
-    @property
-    def is_full(self) -> bool:
-        return self.left == OPEN and self.right == OPEN
-
-    @property
-    def is_triangle(self) -> bool:
-        """Return whether it is square and causal."""
-        return self.left == OPEN and self.right == 0 and self.q.length == self.k.length
-
 
 def windows_of(tile: Tile) -> Iterator[FlashWindow]:
     """Yield a tile as one window or two; [Note: windows]."""
@@ -90,9 +81,17 @@ def _and(first: Rows, second: Rows) -> Rows:
 
 def join_windows(windows: list[FlashWindow]) -> list[FlashWindow]:
     """Return fewer windows with the same pairs; [Note: fewer calls]."""
-    full = [window for window in windows if window.is_full]
-    triangles = [window for window in windows if window.is_triangle]
-    others = [window for window in windows if not window.is_full and not window.is_triangle]
+    full: list[FlashWindow] = []
+    triangles: list[FlashWindow] = []
+    others: list[FlashWindow] = []
+    for window in windows:
+        if window.left != OPEN:
+            others.append(window)
+        elif window.right == OPEN:
+            full.append(window)
+        else:  # a triangle is square and causal
+            causal = window.right == 0 and window.q.length == window.k.length
+            (triangles if causal else others).append(window)
     for along_keys in (False, True):
         triangles, full = _diagonals(triangles, _side_by_side(full, along_keys))
     return full + triangles + others

@@ -13,8 +13,9 @@ it is -inf, and +inf on the way back. Philox arguments are not read without drop
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from torch import Tensor
 from ds_ring.runtime.device import numbers_on
 from ds_ring.runtime.kernels.flash_calls import OPEN, FlashCall
 from ds_ring.runtime.kernels.interface import Rows
-from ds_ring.runtime.views import Views
 
 INFINITY = float("inf")
 WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
@@ -35,43 +35,6 @@ class OfQueries(NamedTuple):
     q: Tensor
     out: Tensor
     lse: Tensor
-
-
-class Executor(Protocol):
-    """Carry out calls.
-
-    q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
-    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
-    the lse -inf.
-
-    Attributes:
-        multiple, widest: of what the head dimension must be a multiple, and its greatest value; None: any.
-        tokens_first: whether it copies a gradient or an output whose heads stand before its tokens.
-    """
-
-    name: str
-    multiple: int
-    widest: int | None
-    tokens_first: bool
-
-    def takes(self, call: FlashCall) -> bool:
-        """Return whether it can carry out this call."""
-        ...
-
-    def forward(
-        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return out and lse over the keys of the call."""
-        ...
-
-    def backward(
-        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv of the call, whose bias is added to its scores.
-
-        Of a plain call tokens stand before heads, if `tokens_first`.
-        """
-        ...
 
 
 class Operators(NamedTuple):
@@ -90,21 +53,69 @@ class Operators(NamedTuple):
 ATEN = Operators()
 
 
-class CallsOperators:
-    """Hold the operators that an executor calls."""
+class Views:
+    """Results of functions of the queries, kept for one pass; what depends on keys is never kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[Any, Any]] = {}
+
+    def once(self, make: Callable[..., Any], given: tuple[Any, ...], *how: Any) -> Any:
+        """Return `make(*given, *how)`, computed once in a pass; `given` must not change during the pass.
+
+        The result is found by the first entry of `given`, a tensor; the other entries belong to it.
+        """
+        # `given` is kept as well, so that no other tensor gets its id.
+        made = self._made.setdefault(id(given[0]), {None: given})
+        key = (make, how)
+        if key not in made:
+            made[key] = make(*given, *how)
+        return made[key]
+
+
+class Executor(ABC):
+    """Carry out calls by some of torch's operators.
+
+    q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
+    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
+    the lse -inf.
+
+    Attributes:
+        multiple, widest: of what the head dimension must be a multiple, and its greatest value; None: any.
+        tokens_first: whether it copies a gradient or an output whose heads stand before its tokens.
+    """
+
+    name: str
+    multiple: int
+    widest: int | None = WIDEST
+    tokens_first: bool
 
     def __init__(self, operators: Operators = ATEN) -> None:
         self._operators = operators
 
+    def takes(self, call: FlashCall) -> bool:
+        """Return whether it can carry out this call."""
+        return True
 
-class Flash(CallsOperators):
+    @abstractmethod
+    def forward(
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse over the keys of the call."""
+
+    @abstractmethod
+    def backward(
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of the call, whose bias is added to its scores.
+
+        Of a plain call tokens stand before heads, if `tokens_first`.
+        """
+
+
+class Flash(Executor):
     """Call aten's FlashAttention operators."""
 
     name, multiple, tokens_first = "flash", 8, True
-    widest: int | None = WIDEST
-
-    def takes(self, call: FlashCall) -> bool:
-        return True
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -140,11 +151,10 @@ class Flash(CallsOperators):
         return _back(dq, rows, samples, call), _back(dk, keys, samples, call), _back(dv, keys, samples, call)
 
 
-class Cudnn(CallsOperators):
+class Cudnn(Executor):
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
     name, multiple, tokens_first = "cudnn", 8, False
-    widest: int | None = WIDEST
 
     def takes(self, call: FlashCall) -> bool:
         full = call.left == OPEN and call.right == OPEN
@@ -257,14 +267,11 @@ STRIP = 128  # queries of one strip
 HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
 
 
-class OnCpu(CallsOperators):
+class OnCpu(Executor):
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
     name, multiple, tokens_first = "cpu", 1, False
-    widest: int | None = None
-
-    def takes(self, call: FlashCall) -> bool:
-        return True
+    widest = None
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float

@@ -18,12 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.flex_attention import (
-    flex_attention as forward_operator,
-)
-from torch._higher_order_ops.flex_attention import (
-    flex_attention_backward as backward_operator,
-)
+from torch._higher_order_ops.flex_attention import flex_attention as forward_operator
+from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
 from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
 
 from ds_ring.errors import RingConfigError, RingShapeError
@@ -36,8 +32,7 @@ from ds_ring.runtime.block_mask import (
     HopTensors,
     TableOptions,
     hop_mask,
-    known_side,
-    side_is_fixed,
+    side_beforehand,
 )
 from ds_ring.runtime.device import numbers_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
@@ -290,32 +285,23 @@ class Constants(NamedTuple):
 
 
 _compiled: dict[tuple[str | None, Constants, int], Call] = {}
-
-
-def is_compiled(backend: str | None, constants: Constants, block: int) -> bool:
-    """Return whether `compiled_call` has been asked for this function before, or need not compile it."""
-    return backend is None or (backend, constants, block) in _compiled
+_numbers = itertools.count()
 
 
 def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
     """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
     key = (backend, constants, block)
     if key not in _compiled:
-        _compiled[key] = _made(backend, constants)
+        call: Any = _backward if constants.way == "backward" else _forward
+        if backend is None:
+            call = partial(call, joint=_gradient_of_score) if call is _backward else call
+        else:
+            # Dynamo keeps what it has seen of a function's inputs by file, line and name.
+            code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
+            own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+            call = torch.compile(own, backend=backend, fullgraph=True)
+        _compiled[key] = call
     return _compiled[key]
-
-
-def _made(backend: str | None, constants: Constants) -> Call:
-    call: Any = _backward if constants.way == "backward" else _forward
-    if backend is None:
-        return partial(call, joint=_gradient_of_score) if call is _backward else _forward
-    # Dynamo keeps what it has seen of a function's inputs by file, line and name.
-    code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
-    own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
-    return torch.compile(own, backend=backend, fullgraph=True)
-
-
-_numbers = itertools.count()
 
 
 ALL_HEADS = slice(None)
@@ -411,19 +397,21 @@ class FlexKernel:
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
         """Return whether a pass is going to compile something, as far as anything but its tables says."""
+        if self._backend is None:
+            return False
         q, k = operands.q, operands.k
         wanted = set()
         for hop, tiles in enumerate(part.hops):
             if len(tiles):
                 # What arrives lies in the pool's buffers, which are never inference tensors.
                 inference = q.is_inference(), hop == 0 and k.is_inference()
-                wanted.add((_rule_of(tiles), self._side(q, k, tiles), inference))
+                wanted.add((_rule_of(tiles), side_beforehand(tiles, self._asked(q), k.shape[2]), inference))
         heads = part.query_heads, part.kv_heads
-        return any(
-            side is None
-            or not is_compiled(self._backend, self._constants(operands, heads, rule, scale, inference), side)
+        keys = (
+            (self._backend, self._constants(operands, heads, rule, scale, inference), side)
             for rule, side, inference in wanted
         )
+        return any(key[2] is None or key not in _compiled for key in keys)
 
     def _constants(
         self, operands: Operands, heads: tuple[int, int], rule: BoundPattern, scale: float,
@@ -451,12 +439,6 @@ class FlexKernel:
         q, k = operands.q, operands.k
         inference = q.is_inference(), k.is_inference()
         return self._constants(operands, (q.shape[1], k.shape[1]), _rule_of(tiles), scale, inference)
-
-    def _side(self, q: Tensor, k: Tensor, tiles: Tiles) -> int | None:
-        """Return the side of the blocks of a hop; None if nobody knows before its tables are made."""
-        if side_is_fixed(len(_rule_of(tiles).branches_by_head), q.shape[2], k.shape[2], self._block):
-            return self._block
-        return known_side(tiles, self._asked(q))
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):

@@ -254,33 +254,21 @@ class PartialGrads(NamedTuple):
     @property
     def dq_BHSD(self) -> Tensor:  # noqa: N802
         """Return dq in the shape of `q_rows.of`."""
-        return tokens_swapped(self.dq, self.tokens_first)
+        return self.dq.transpose(-3, -2) if self.tokens_first else self.dq
 
     @property
     def dk_BGSD(self) -> Tensor:  # noqa: N802
         """Return dk in the shape of `k_rows.of`."""
-        return tokens_swapped(self.dk, self.tokens_first)
+        return self.dk.transpose(-3, -2) if self.tokens_first else self.dk
 
     @property
     def dv_BGSD(self) -> Tensor:  # noqa: N802
         """Return dv in the shape of `k_rows.of`."""
-        return tokens_swapped(self.dv, self.tokens_first)
-
-
-def tokens_swapped(x: Tensor, swapped: bool) -> Tensor:
-    """Return x, with the dimensions of tokens and heads swapped if `swapped`."""
-    return x.transpose(-3, -2) if swapped else x
+        return self.dv.transpose(-3, -2) if self.tokens_first else self.dv
 
 
 class KernelNeeds(NamedTuple):
-    """What a kernel must support in a call, known before any tiles are computed.
-
-    Attributes:
-        device_type: device of the tensors, "cpu" or "cuda".
-        dtype: dtype of queries, keys and values.
-        head_dim: D of queries and keys.
-        pattern: which query attends to which key.
-    """
+    """What a kernel must support in a call, known before any tiles are computed."""
 
     device_type: str
     dtype: torch.dtype
@@ -320,12 +308,7 @@ class Kernel(Protocol):
 
 
 class HeadsOfPass(NamedTuple):
-    """The heads of one class (heads whose patterns are equal) in a pass on this rank.
-
-    Attributes:
-        query_heads, kv_heads: numbers of heads of a call.
-        hops: tiles by hop, starting with those of the own shard; some tables may be empty.
-    """
+    """The heads of a class (heads whose patterns are equal) in a pass on this rank, and its tiles by hop."""
 
     query_heads: int
     kv_heads: int

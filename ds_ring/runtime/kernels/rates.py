@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import torch
 
-from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import ALL, Residue, Table
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
@@ -46,20 +45,11 @@ def kind_of(pattern: Pattern) -> str:
         return "LongNet"
     if any(isinstance(one, Table) for one in primitives):
         return "documents"
-    return _kind_of_band(branches[0])
-
-
-def _kind_of_band(branch: Branch) -> str:
-    least, most = branch.distance
+    least, most = branches[0].distance
     if least > -UNBOUNDED and most < UNBOUNDED:
         return "window"
-    return "full" if branch.queries == ALL and least == -UNBOUNDED and most == UNBOUNDED else "causal"
-
-
-@lru_cache(maxsize=1)
-def _all_rates(path: Path) -> dict[str, RatesByTile]:
-    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    everywhere = branches[0].queries == ALL and least == -UNBOUNDED and most == UNBOUNDED
+    return "full" if everywhere else "causal"
 
 
 def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
@@ -67,6 +57,12 @@ def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
     if device_type != "cuda" or not torch.cuda.is_available():
         return {}
     return _all_rates(path).get(torch.cuda.get_device_name(), {})
+
+
+@lru_cache(maxsize=1)
+def _all_rates(path: Path) -> dict[str, RatesByTile]:
+    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:

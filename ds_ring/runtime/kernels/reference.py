@@ -29,11 +29,6 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
-def _expand(x_BGSD: Tensor, heads: int) -> Tensor:
-    """Repeat K/V heads so that query head h meets K/V head h // (H / G)."""
-    return x_BGSD.repeat_interleave(heads // x_BGSD.shape[1], dim=1)
-
-
 class ReferenceKernel:
     """Compute dense scores per tile, in at least float32."""
 
@@ -84,7 +79,10 @@ class ReferenceKernel:
         """Return scores [B, heads, queries, keys], the same changed and masked, and expanded keys, values."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
-        k_t, v_t = (_expand(tile.k_rows.of(x).to(dtype), q.shape[1]) for x in (k, v))
+        # Query head h meets K/V head h // (H / G).
+        k_t, v_t = (
+            tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+        )
         visible = _visible(tile, len(q), q.device)
         # log m: what is constant in the tile here, what varies from pair to pair below.
         products = q_t @ k_t.mT * scale

@@ -25,6 +25,7 @@ def coverage(tiles: Tiles, queries: int, keys: int, head_in_group: int = 0) -> n
 def _paint(tiles: Tiles, queries: int, keys: int, head_in_group: int, weight: Weight) -> np.ndarray:
     canvas = np.zeros((queries, keys), dtype=int)
     assert (tiles.q.length > 0).all() and (tiles.k.length > 0).all(), "an empty tile"
+    (lows, highs), pairs = tiles.band, tiles.pairs
     for row in np.flatnonzero((tiles.head_in_group < 0) | (tiles.head_in_group == head_in_group)):
         q, k = (a.slot[row] + a.slot_step[row] * np.arange(a.length[row]) for a in (tiles.q, tiles.k))
         i, j = np.arange(len(q))[:, None], np.arange(len(k))[None, :]
@@ -34,10 +35,10 @@ def _paint(tiles: Tiles, queries: int, keys: int, head_in_group: int, weight: We
             q_positions, k_positions = _positions(tiles, row, i, j)
             gap = q_positions - k_positions
             inside = (gap >= tiles.least[row]) & (gap <= tiles.most[row])
-            low, high = (bound[row] for bound in tiles.band)
-            np.testing.assert_array_equal(inside, (i - j >= low) & (i - j <= high))
+            slots = i - j
+            assert (inside == ((slots >= lows[row]) & (slots <= highs[row]))).all(), (row, inside)
             assert inside.any(0).all() and inside.any(1).all(), "a row or column without a pair"
-            assert inside.sum() == tiles.pairs[row]
+            assert inside.sum() == pairs[row]
         canvas[np.ix_(q, k)] += inside * weight(tiles, row, i, j)
     return canvas
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from streamed.blocks import primitive_key, shift_key
 
 from ds_ring import (
     Causal,
@@ -24,8 +25,8 @@ from ds_ring import (
     SlidingWindow,
 )
 from ds_ring.masks.branches import LARGEST_LABEL, Branch, equal_labels, product, subtract, union
-from ds_ring.masks.catalog import applies_window
 from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.layer_patterns import covers
 from ds_ring.masks.partitions import (
     Primitive,
     Remainder,
@@ -60,7 +61,6 @@ PRIMITIVES = [
 
 
 @pytest.mark.parametrize("primitive", PRIMITIVES, ids=str)
-@settings(max_examples=60, deadline=None)
 @given(rows=runs)
 def test_pieces_are_the_tokens_of_their_label(primitive: Primitive, rows: list[tuple[int, int, int]]) -> None:
     table = in_order(rows)
@@ -83,7 +83,7 @@ def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primit
     for start in range(200):
         labels = primitive.labels(np.arange(start, start + 9))
         common = (labels[:, None] == labels[None]) & (labels[:, None] >= 0)
-        assert np.array_equal(known.setdefault(primitive.shift_key(start, 9), common), common), start
+        assert np.array_equal(known.setdefault(primitive_key(primitive, start, 9), common), common), start
     assert len(known) < 200
 
 
@@ -104,7 +104,7 @@ def test_stretches_of_one_phase_are_attended_alike(pattern: Pattern) -> None:
     for start in range(100):
         at = np.arange(start, start + 9)
         counts = bound.multiplicity(0, 1, 1, at[:, None], at[None])
-        assert np.array_equal(known.setdefault(bound.shift_key(start, 9), counts), counts), start
+        assert np.array_equal(known.setdefault(shift_key(bound, start, 9), counts), counts), start
     assert len(known) < 100
 
 
@@ -263,9 +263,9 @@ def test_slices_may_share_ranges_where_their_kinds_part_them() -> None:
 def test_what_only_looks_like_a_window_is_none() -> None:
     from ds_ring import DilatedWindow
 
-    assert applies_window(SlidingWindow(9) & Documents([0, 1]), 0, 8)
-    assert not applies_window(DilatedWindow(5, 2), 0, 8)
-    assert not applies_window(SlidingWindow(9) | Sinks(1), 0, 8)
+    assert covers(SlidingWindow(9) & Documents([0, 1]), SlidingWindow(9))
+    assert not covers(DilatedWindow(5, 2), SlidingWindow(9))
+    assert not covers(SlidingWindow(9) | Sinks(1), SlidingWindow(9))
 
 
 RANGE = st.sampled_from([(0, 12), (0, 5), (3, 9), (7, 12), (4, 4), (9, 2)]).map(lambda ends: in_range(*ends))
@@ -279,7 +279,6 @@ def pairs(*branches: Branch) -> np.ndarray:
     return BoundPattern((branches,)).multiplicity(0, 1, 1, at[:, None], at[None])
 
 
-@settings(max_examples=150, deadline=None)
 @given(whole=BRANCHES, taken=BRANCHES)
 def test_the_algebra_of_branches_is_that_of_their_pairs(whole: Branch, taken: Branch) -> None:
     """Difference, product, union and emptiness; ranges and bands may be empty, too."""

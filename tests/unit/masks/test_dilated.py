@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Dilated, RingPatternError, build_plan
@@ -109,7 +109,6 @@ def any_branches(draw: st.DrawFn) -> Branches:
     return Branches(tuple(lengths), tuple(rates), draw(st.booleans()), draw(st.sampled_from(RULES)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(branches=any_branches(), heads=st.sampled_from(HEADS), q=runs, k=runs)
 def test_tiles_of_random_runs_are_the_definition(
     branches: Branches, heads: tuple[int, int], q: list[tuple[int, int, int]], k: list[tuple[int, int, int]]
@@ -141,8 +140,8 @@ def test_where_segments_nest_no_pair_is_computed_twice(
             assert coverage(tiles, queries, keys).max(initial=0) <= 1
 
 
-LONGNET = Branches((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 8, 16))
-LONG = 32768
+LONGNET = Branches((256, 512, 1024, 2048, 4096), (1, 2, 4, 8, 16))  # an eighth of the paper's lengths
+LONG = 4096
 
 
 def ideal_pairs(branches: Branches, head: int, heads: tuple[int, int], tokens: int) -> int:

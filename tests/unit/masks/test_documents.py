@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Documents, RingPatternError, SlidingWindow, build_plan
@@ -22,7 +22,6 @@ def same_document(ids: list[int]) -> np.ndarray:
     return np.array([[int(a == b and a >= 0) for b in ids] for a in ids])
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     stretches=st.lists(st.tuples(st.integers(-1, 5), st.integers(1, 40)), min_size=1, max_size=12),
     q=runs,

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Dilated, Full, MaskMod, RingPatternError, SlidingWindow
@@ -20,7 +20,6 @@ from tests.unit.masks.test_dilated import in_order, runs
 Runs = list[tuple[int, int, int]]
 
 
-@settings(max_examples=150, deadline=None)
 @given(window=st.integers(1, 40), causal=st.booleans(), q=runs, k=runs)
 def test_a_window_sees_itself_and_what_is_before_it(window: int, causal: bool, q: Runs, k: Runs) -> None:
     q_runs, k_runs = in_order(q), in_order(k)
@@ -40,7 +39,6 @@ def test_a_mask_function_gets_arrays_of_its_own(tokens: int) -> None:
     np.testing.assert_array_equal(pattern.mask(positions, positions), np.tri(tokens, dtype=bool))
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     window=st.integers(1, 60),
     causal=st.booleans(),

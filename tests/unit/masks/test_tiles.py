@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
@@ -13,7 +13,6 @@ from tests.unit.masks.painting import paint
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))
 
 
-@settings(max_examples=400, deadline=None)
 @given(
     q=run,
     k=run,

@@ -118,7 +118,6 @@ IDS = [torch.from_numpy(document_ids(64 * RING, seed=seed)) for seed in range(2)
 NEW = [  # each compiles something, by its one difference from what was there
     Call(),
     Call(heads=4, kv_heads=2),
-    Call(heads=2, kv_heads=1),
     Call(heads=1, kv_heads=1),
     Call(scale=0.5),
     Call(value_dim=24),

@@ -8,16 +8,17 @@ posts and is waited for by a stream. Where two accesses of a buffer are not orde
 from __future__ import annotations
 
 import traceback
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.cuda._sanitizer import ArgumentHandler, EventHandler
+from torch.cuda._sanitizer import ArgumentHandler, EventHandler, SynchronizationError
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring.errors import RingMismatchError
@@ -32,55 +33,91 @@ from tests.cases import PATTERNS, layout_for
 
 MAIN, POSTING, NCCL, OTHER = 0, 1, 2, 3
 TOKENS = 96
-PIECE = 32  # bytes: of one token of one head
+
+
+class Ranges(NamedTuple):
+    """What an access is given: bytes from the first to the last element of each tensor, read and written."""
+
+    what: str
+    stream: int
+    read: list[tuple[int, int]]
+    written: list[tuple[int, int]]
+
+
+class Event(NamedTuple):
+    """An event, recorded or waited for on a stream; which wait of the pass it is, -1 for another's."""
+
+    event: int
+    stream: int
+    is_wait: bool
+    number: int = -1
 
 
 class Device(TorchDispatchMode):
-    """Tells the race detector what runs where.
+    """Keeps what runs where, for the race detector: accesses of memory, marks and waits, in order.
 
     Args:
-        left_out: number of the wait that is forgotten; None for none.
         kept: if given, only accesses of these blocks are looked at: others' addresses are used again.
 
     Attributes:
         waits: how many there were.
-        errors: accesses that are not ordered.
     """
 
-    def __init__(self, left_out: int | None = None, kept: list[Block] | None = None) -> None:
+    def __init__(self, kept: list[Block] | None = None) -> None:
         super().__init__()
         self._kept = kept
-        self.left_out, self.waits, self.errors = left_out, 0, []
-        self.stream = MAIN
-        self._handler, self._events = EventHandler(), 0
+        self.waits, self.stream = 0, MAIN
+        self._trace: list[Ranges | Event] = []
+        self._events = 0
 
     def launch(self, what: str, stream: int, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Run something on a stream."""
         # By address: buffers of a pass lie side by side in one block, and one after the other in one place.
-        written = {piece for x in writes for piece in _pieces(x)}
-        read = {piece for x in reads for piece in _pieces(x)} - written
-        if self._kept is not None:
-            begins = [(block._storage.data_ptr(), block.nbytes) for block in self._kept]
-            pool = {
-                piece
-                for begin, size in begins
-                for piece in range(begin // PIECE, -(-(begin + size) // PIECE))
-            }
-            written, read = written & pool, read & pool
-        names: dict[int, list[str]] = defaultdict(list)
-        self.errors += self._handler._handle_kernel_launch(stream, read, written, set(), what, names)
+        read, written = ([part for x in given for part in self._parts(x)] for given in (reads, writes))
+        self._trace.append(Ranges(what, stream, read, written))
+
+    def _parts(self, x: Tensor) -> list[tuple[int, int]]:
+        """Return where the memory between the first and the last element begins and ends."""
+        extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
+        first, end = x.data_ptr(), x.data_ptr() + extent * x.element_size() * (x.numel() > 0)
+        if self._kept is None:
+            return [(first, end)]
+        begins = [(block._storage.data_ptr(), block.nbytes) for block in self._kept]
+        return [(max(first, begin), min(end, begin + size)) for begin, size in begins]
 
     def record(self, stream: int) -> int:
         """Make an event."""
         self._events += 1
-        self._handler._handle_event_record(self._events, stream)
+        self._trace.append(Event(self._events, stream, False))
         return self._events
 
-    def wait(self, event: int, stream: int) -> None:
-        """Make a stream wait, unless this is the wait to leave out."""
-        if self.waits != self.left_out:
-            self._handler._handle_event_wait(event, stream)
-        self.waits += 1
+    def wait(self, event: int, stream: int, inside: bool = False) -> None:
+        """Make a stream wait; `inside` another's work, so that it is not one of the pass's waits."""
+        self._trace.append(Event(event, stream, True, -1 if inside else self.waits))
+        self.waits += not inside
+
+    def errors(self, left_out: int | None = None) -> list[SynchronizationError]:
+        """The accesses that are not ordered, if one wait is forgotten.
+
+        What runs on the CPU does not depend on a wait, so that one run is asked about all of them. Bytes that
+        all accesses have in common are one piece of memory for the detector.
+        """
+        handler, names = EventHandler(), defaultdict[int, list[str]](list)
+        accesses = [one for one in self._trace if isinstance(one, Ranges)]
+        cuts = sorted({at for one in accesses for part in (*one.read, *one.written) for at in part})
+        errors: list[SynchronizationError] = []
+        # The detector keeps the stack of every access: most of the time, and nothing is read from it.
+        with mock.patch("traceback.StackSummary.extract", return_value=traceback.StackSummary()):
+            for one in self._trace:
+                if isinstance(one, Ranges):
+                    read, written = (_pieces(parts, cuts) for parts in (one.read, one.written))
+                    arguments = (one.stream, read - written, written, set[int](), one.what, names)
+                    errors += handler._handle_kernel_launch(*arguments)
+                elif not one.is_wait:
+                    handler._handle_event_record(one.event, one.stream)
+                elif left_out is None or one.number != left_out:
+                    handler._handle_event_wait(one.event, one.stream)
+        return errors
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -91,11 +128,9 @@ class Device(TorchDispatchMode):
         return result
 
 
-def _pieces(x: Tensor) -> range:
-    """Return numbers of the pieces of memory between the first and the last element."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
-    first, end = x.data_ptr(), x.data_ptr() + extent * x.element_size() * (x.numel() > 0)
-    return range(first // PIECE, -(-end // PIECE))
+def _pieces(parts: list[tuple[int, int]], cuts: list[int]) -> set[int]:
+    """Return numbers of the pieces between cuts."""
+    return {n for begin, end in parts for n in range(bisect_left(cuts, begin), bisect_left(cuts, end))}
 
 
 class Accesses(ArgumentHandler):
@@ -149,7 +184,7 @@ class Nccl:
     def start(self, route: None, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int) -> Work:
         device = self.device
         # Inside NCCL's work: not one of the pass's waits, so it is never left out.
-        device._handler._handle_event_wait(device.record(device.stream), NCCL)
+        device.wait(device.record(device.stream), NCCL, inside=True)
         device.launch("messages", NCCL, sent, received)
         return Work(device, device.record(NCCL))
 
@@ -192,17 +227,13 @@ class Touch:
         return 0
 
 
-def run(
-    rank_plan: Any, slots: int, behind_mark: bool, left_out: int | None = None, first: bool = True
-) -> Device:
+def run(rank_plan: Any, slots: int, behind_mark: bool, first: bool = True) -> Device:
     """One pass forward and one back on a rank; then the caller writes to all of its tensors.
 
     They are the first ones of their shape, or the second ones, whose buffers are there already.
     """
     q, k, v, grad = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4))
-    # The detector keeps the stack of every access: most of the time, and nothing is read from it.
-    stacks = mock.patch("traceback.StackSummary.extract", return_value=traceback.StackSummary())
-    with stacks, Device(left_out) as device:
+    with Device() as device:
         agreed = (lambda: None) if behind_mark else None
         # Two head chunks.
         nccl = Nccl(device)
@@ -249,7 +280,8 @@ def test_calls_on_two_streams_of_one_thread_share_no_memory(monkeypatch: pytest.
             q, k, v, grad = tensors[stream]
             out, lse = made.forward(q, k, v)
             made.backward(grad, q, k, v, out, lse)
-    assert blocks and not device.errors, str(device.errors[0])
+    errors = device.errors()
+    assert blocks and not errors, str(errors[0])
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -298,7 +330,8 @@ def test_every_access_is_ordered(name: str, layout_name: str) -> None:
             for first in (True, False) if ring_size in (3, 8) else (False,):
                 device = run(plan, slots, behind_mark, first=first)
                 waits += device.waits
-                assert not device.errors, (ring_size, first, str(device.errors[0]))
+                errors = device.errors()
+                assert not errors, (ring_size, first, str(errors[0]))
     assert waits > 20
 
 
@@ -309,6 +342,6 @@ def test_every_access_is_ordered(name: str, layout_name: str) -> None:
 def test_leaving_out_any_single_wait_is_found(name: str, layout_name: str) -> None:
     for ring_size in (2, 3, 5):
         plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2)
-        waits = run(plan, slots, True, first=False).waits
-        missed = [wait for wait in range(waits) if not run(plan, slots, True, wait, first=False).errors]
-        assert waits > 3 and not missed, (ring_size, missed, waits)
+        device = run(plan, slots, True, first=False)
+        missed = [wait for wait in range(device.waits) if not device.errors(left_out=wait)]
+        assert device.waits > 3 and not missed, (ring_size, missed, device.waits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -173,7 +173,6 @@ def painted_calls(tiles: Tiles, side: int, sizes: Sizes) -> tuple[np.ndarray, in
     return covered, computed
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     side=st.integers(1, 300),
     steps=st.sampled_from([1, 2, 3]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_ring.runtime.views import Views
+from ds_ring.runtime.kernels.flash_executors import Views
 
 
 def test_what_queries_need_is_made_once_a_pass() -> None:

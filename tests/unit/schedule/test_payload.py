@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow
@@ -26,7 +26,6 @@ PATTERNS: list[Pattern] = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     pattern=st.sampled_from(PATTERNS),
     q=runs,

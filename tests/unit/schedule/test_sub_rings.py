@@ -6,7 +6,7 @@ import math
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
@@ -40,7 +40,6 @@ def seconds(lengths: tuple[int, ...], division: Division, machine: Machine, padd
     return slowest
 
 
-@settings(max_examples=150, deadline=None)
 @given(lengths=LENGTHS, ring_size=RINGS, most=st.integers(1, 20_000), padded=st.booleans())
 def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most: int, padded: bool) -> None:
     machine = Machine()
@@ -80,7 +79,6 @@ def best_of_all(lengths: tuple[int, ...], ring_size: int, machine: Machine) -> f
     return least
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=5).map(tuple),
     ring_size=st.sampled_from([2, 4]),

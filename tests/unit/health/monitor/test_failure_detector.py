@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from ds_ring.health.monitor.failure_detector import GRACE_S, JOIN_S, LEFT_S, FailureDetector
-from ds_ring.health.monitor.waits import ranges_of
+from ds_ring.health.monitor.failure_detector import GRACE_S, JOIN_S, LEFT_S, FailureDetector, ranges_of
 
 TIMEOUT_S = 10.0
 

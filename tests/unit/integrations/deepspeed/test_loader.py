@@ -20,8 +20,8 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     DynamicRing,
     joined,
 )
+from ds_ring.integrations.deepspeed.loader import SampleOrder
 from ds_ring.integrations.deepspeed.packing import PackedRows
-from ds_ring.integrations.deepspeed.sample_order import SampleOrder
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
 from tests.dist.test_loader import _two_epochs, loader_of, numbers

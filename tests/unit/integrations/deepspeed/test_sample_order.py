@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.deepspeed.sample_order import BatchTurns, DrawnBatches, SampleOrder, position_in
+from ds_ring.integrations.deepspeed.loader import BatchTurns, DrawnBatches, SampleOrder, position_in
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

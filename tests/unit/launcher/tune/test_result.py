@@ -39,7 +39,7 @@ def result(asked: TuningRequest, chosen: TuningCandidate) -> TuningResult:
     model = Model(asked, measured)
     finals = tuple(Finalist(one, 1.0, (1.0, 3.0, 2.0)) for one in dict.fromkeys([chosen, default]))
     predicted = model.predict(chosen, asked.tokens)
-    return TuningResult(asked, measured, chosen, predicted, finals, default, 100, 16, 50, 2048, 9.0, 2)
+    return TuningResult(asked, measured, chosen, predicted, finals, default, 100, 16, 50, 9.0, 2)
 
 
 def test_all_else_is_kept() -> None:

@@ -1,0 +1,257 @@
+"""Refuse what would train on something else beside a ring without an error.
+
+Owns the refusals of DeepSpeed's features that the JSON or the model show before training starts: another
+gradient scale, other samples on the ranks of a ring, groups of ranks that the ring uses otherwise. What
+DeepSpeed 0.19.8 refuses by itself (sparse_attention, compression_training, progressive_layer_drop, MiCS, ...)
+is left to it; `tests/dist/test_deepspeed_features.py` has the whole table.
+
+Owns as well the check that a model uses the ring, in its first forward pass: that a ring pass ran, and that
+plain attention over exactly this rank's tokens was not called. Every rank of a sequence runs the same model
+on the same sharding, so all of them raise. What a transformers model may ask for is checks.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from deepspeed.pipe import PipelineModule
+from torch.overrides import TorchFunctionMode
+
+from ds_ring.errors import RingCheckpointError, RingConfigError
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.catalog import Causal
+from ds_ring.runtime.context import forward_passes
+
+log = logging.getLogger(__name__)
+
+_SAMPLER = "DeepSpeed's sampler then gives every rank of a ring other samples: order the data set yourself"
+# by dotted key: the most that a number may be (None: it must not be true), what would happen and what to do
+_REFUSED: dict[str, tuple[int | None, str]] = {
+    "curriculum_learning.enabled": (None, _SAMPLER),
+    "data_efficiency.enabled": (None, f"{_SAMPLER} (random-LTD drops tokens by a rank's own choice)"),
+    "tensor_parallel.autotp_size": (
+        1,
+        "AutoTP's ranks need the same tokens, and neighbouring ranks of a ring have different ones: remove"
+        " the section, shard parameters with ZeRO 3 and heads with ulysses_size",
+    ),
+    "expert_parallel.autoep_size": (
+        1,
+        "experts are then reduced over other groups of ranks than the ring's: remove the section",
+    ),
+    "hybrid_engine.enabled": (
+        None,
+        "its generation replaces the layers that attend on the ring: remove the section, and generate"
+        " inside `with engine.ring.off():`",
+    ),
+}
+_WHAT_TO_DO = (
+    'say engine.compile(backend="ds_ring") before the first batch (it rewrites scaled_dot_product_attention),'
+    " call engine.ring.attention()(q, k, v) or ds_ring.RingAttention in the module, or use a transformers"
+    ' model, which gets the ring\'s attention by itself unless the section says "attention": "as_is"'
+)
+_TRAINS_OFF = (
+    "engine.ring.off(): expected a forward pass that evaluates, got one in training mode with gradients: each"
+    " rank would train on its own tokens only; leave the block first, or call engine.eval()"
+)
+_PLAIN = "scaled_dot_product_attention", "flex_attention"
+_SOFTMAX = "softmax", "_softmax"
+_MULTIHEAD = "multi_head_attention_forward"  # of nn.MultiheadAttention; what it calls is not seen
+
+
+def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
+    """Refuse what DeepSpeed would do otherwise than the ring takes it to do, before it has the model."""
+    for name, (most, why) in _REFUSED.items():
+        section, _, key = name.partition(".")
+        value = _section(config, section).get(key)
+        if isinstance(value, (int, float)) and value > (most or 0):
+            expected = "it not to be set" if most is None else f"at most {most}"
+            raise RingConfigError(f"{name}: expected {expected}, got {value}; {why}")
+    passes = _section(config, "compile").get("passes") or ()
+    if "autosp" in passes:
+        raise RingConfigError(
+            f'compile.passes: expected none of "autosp", got {passes}; it shards the sequence a second time:'
+            ' remove it, and say engine.compile(backend="ds_ring")'
+        )
+    factor = config.get("gradient_predivide_factor", 1.0)
+    if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
+        raise RingConfigError(
+            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
+            " gradient buckets are scaled otherwise than small ones: remove the key"
+        )
+    for name, why in _model_features(model):
+        raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
+
+
+def refuse_direct_backward(engine: Any) -> dict[str, Any]:
+    """Return the feature that refuses `loss.backward()` where DeepSpeed would divide gradients twice."""
+    # With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO
+    # 0 refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
+    steps, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
+    if steps == 1 or stage not in (1, 2):
+        return {}
+
+    def around_backward(prologue: Callable[[], None]) -> None:
+        if not engine._running_engine_backward:
+            raise RingConfigError(
+                f"loss.backward(): expected engine.backward(loss), got a direct call at ZeRO {stage} with"
+                f" gradient_accumulation_steps {steps}; DeepSpeed would divide the gradients by {steps} twice"
+            )
+        prologue()
+
+    return {"direct_backward": SimpleNamespace(around_backward=around_backward)}
+
+
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what in a model shards or routes tokens by itself, and why a ring excludes it."""
+    if isinstance(model, PipelineModule):
+        yield "a PipelineModule", "a ring shards the tokens that a pipeline would send on: use ZeRO"
+    # Modules of these classes cannot exist without their files having been imported.
+    for file, name, why in (
+        (
+            "deepspeed.module_inject.layers",
+            "TensorParallel_Layer",
+            "AutoTP (tp_model_init, init_inference) has split it over ranks that have different tokens: give"
+            " ds_ring.initialize the model as it was built",
+        ),
+        (
+            "deepspeed.inference.engine",
+            "InferenceEngine",
+            "init_inference replaces the layers that attend on the ring: give the model as it was built",
+        ),
+        (
+            "deepspeed.moe.layer",
+            "MoE",
+            "its experts drop tokens by what one rank has, so that the sharded model is another one: use a"
+            " transformers MoE model",
+        ),
+    ):
+        kind = getattr(sys.modules.get(file), name, None)
+        if kind is not None and any(isinstance(part, kind) for part in model.modules()):
+            yield f"a {name} of {file}", why
+    if getattr(sys.modules.get("deepspeed.runtime.tensor_parallel.init_utils"), "_TP_MODEL_INIT_ARGS", None):
+        yield (
+            "one beside deepspeed.tp_model_init",
+            "AutoTP's ranks need the same tokens, and those of a ring have different ones: do not call it",
+        )
+    functions = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
+    for name in dict(functions):
+        if str(getattr(functions[name], "__module__", "")).startswith("deepspeed."):
+            yield (
+                f"one whose attn_implementation {name!r} is DeepSpeed's Ulysses",
+                "UlyssesSPAttentionHF.register_with_transformers shards the sequence a second time: do not"
+                " call it, set ulysses_size in the section",
+            )
+
+
+# An engine without an optimizer: DeepSpeed 0.19.8 does not start at ZeRO 1 and 2, has no checkpoints at ZeRO
+# 3, and fails an assertion in a backward pass.
+
+_ADD_ONE = 'pass optimizer=..., or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}} to the JSON'
+
+
+def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON for an engine that only evaluates: ZeRO 1 and 2 have nothing to shard."""
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") not in (1, 2):
+        return config
+    log.info("no optimizer: ZeRO %s would shard its state only, and is 0 here", zero["stage"])
+    return config | {"zero_optimization": {"stage": 0}}
+
+
+def only_evaluates(engine: Any) -> dict[str, Any]:
+    """Return the features that make what needs an optimizer raise a typed error, on every rank alike."""
+
+    def refuse(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+        raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {_ADD_ONE}")
+
+    def refuse_files(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+        raise RingCheckpointError(
+            f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
+            " (load_module_only=True leaves its states), or load the weights into the model before"
+            " ds_ring.initialize"
+        )
+
+    found = {"evaluation": SimpleNamespace(around_backward=refuse, around_step=refuse, around_call=refuse)}
+    if engine.checkpoint_engine is None:  # ZeRO 3
+        found["no_checkpoints"] = SimpleNamespace(around_save=refuse_files, around_load=refuse_files)
+    return found
+
+
+class RingUse:
+    """Check the first forward pass of an engine's model in each mode (training, evaluation).
+
+    The graph of a compiled model is not examined: the backend has read it.
+    """
+
+    def __init__(self, session: RingSession, engine: Any) -> None:
+        self._session, self._engine, self._seen = session, engine, set[bool]()
+
+    def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        training = bool(self._engine.module.training)
+        if self._session.batches.is_off:
+            if training and torch.is_grad_enabled():
+                raise RingConfigError(_TRAINS_OFF)
+            return forward(*args, **kwargs)
+        if training in self._seen:
+            return forward(*args, **kwargs)
+        sharding = self._session.batches.current
+        is_alone = sharding.mesh.sequence_size == 1
+        if is_alone and sharding.patterns.pattern == Causal() and not sharding.groups:
+            return forward(*args, **kwargs)  # the model's own attention would be right
+        before = forward_passes()
+        with nullcontext() if is_alone or self._engine.is_compiled else _PlainAttention(sharding):
+            output = forward(*args, **kwargs)
+        if forward_passes() == before:
+            documents = " with documents" if sharding.groups else ""
+            fault = f"the pattern {sharding.patterns.pattern}{documents} was not applied"
+            if sharding.mesh.sequence_size > 1:
+                tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
+                fault = f"attention saw {tokens}"
+            raise RingConfigError(
+                "expected the model to use ring attention, but no ring pass ran in its forward pass:"
+                f" {fault}; {_WHAT_TO_DO}"
+            )
+        self._seen.add(training)
+        return output
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Refuse attention outside the ring over exactly the tokens of this rank."""
+
+    # Between other lengths (a few latents, an encoder's output) attention may be meant as it is.
+
+    def __init__(self, sharding: BatchSharding) -> None:
+        super().__init__()
+        self._tokens = sharding.local_tokens
+        self._all_tokens = sharding.layout.tokens
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        given = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        tokens_dim = -2 if name in _PLAIN else 0 if name == _MULTIHEAD else None
+        local = tokens_dim is not None and all(
+            x.ndim >= 2 and x.shape[tokens_dim] == self._tokens
+            for x in given[:2]  # queries and keys
+        )
+        # Scores of attention written out: [(batch, heads,) ..., tokens, tokens].
+        scores = name in _SOFTMAX and given and given[0].ndim >= 3
+        if local or (scores and given[0].shape[-2:] == (self._tokens, self._tokens)):
+            raise RingConfigError(
+                f"expected ring attention, got {name} over the {self._tokens} tokens of this rank, of"
+                f" {self._all_tokens}: that part of the model would see no other rank's; {_WHAT_TO_DO}"
+            )
+        return func(*args, **(kwargs or {}))
