@@ -1,4 +1,4 @@
-"""launcher/demo/train_lm.py on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
+"""The training script on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
 
 from __future__ import annotations
 
