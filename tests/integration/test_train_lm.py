@@ -1,4 +1,4 @@
-"""The training script on two processes: what it leaves behind, and that a resumed run is the run it resumes."""
+"""The training script on two processes: what it leaves behind; a resumed run is the run that it resumes."""
 
 from __future__ import annotations
 
