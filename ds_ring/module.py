@@ -6,14 +6,15 @@ DeepSpeed run).
 
 Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring. With
 `queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
-lse) gives every rank the same bits. The gradient assumes that every rank computes the same loss from them,
-and counts it once: each rank gets the whole dq, and dk, dv of its own shard. If parameter gradients are
-summed over the ring, those upstream of q count P times: scale dq by 1 / P there.
+lse) gives every rank the same bits. The backward pass assumes that every rank computes the same loss from
+(out, lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its
+own shard. If parameter gradients are summed over the ring, those upstream of q are summed P times: scale dq
+by 1 / P there.
 
-Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. Their
-gradient on a rank is the part of the rank's own queries (with Ulysses: of the heads that it computed, 0 for
-the others). It must be summed over the sequence's ranks, as for other replicated parameters. With replicated
-queries it is whole on every rank, like dq.
+Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
+of the sinks on a rank covers the queries of this rank only. With Ulysses it covers the heads that the rank
+computed only, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
+parameters. With replicated queries every rank has the whole gradient, like dq.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ def ring_attention(
     that no rank holds more than its share plus two buffers. Rows of padding, and rows without a key, are 0.
 
     Args:
-        q: local queries [B, H, S, D]; S = layout.local_tokens (over the Ulysses size).
-        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may be another head_dim
-            than D, and is what travels; kernel "cpu" pads within its calls.
+        q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
+        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may differ from D; values
+            are sent unpadded.
         pattern: which query position attends to which key position, in global positions.
         layout: which position lies in which slot; a name builds that layout for ring_size * S tokens.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
@@ -67,19 +68,20 @@ def ring_attention(
         kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
             fast kernel.
         transport: "ring", or "all_gather" as the reference to measure the ring against.
-        overlap, prune: compute while sending; send only the tokens that are read. Set to False to
-            compare only.
+        overlap: compute while messages are in flight. Set to False only to measure the difference.
+        prune: send only the tokens that the receiver reads. Set to False only to measure the difference.
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
         check_finite: raise on NaN and infinities, which pass through otherwise, as in PyTorch.
         queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
-        q_positions: positions of replicated queries, [Q] integers, best on the CPU. None: the last Q
-            positions of the layout, and any Q for `Full`. If a cache is not full, pass the true ones.
+        q_positions: positions of replicated queries, [Q] integers, best on the CPU. None means the last Q
+            positions of the layout. If a cache is not full, pass the true positions. `Full` needs none: with
+            it, Q may exceed the length of the layout.
         sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
         return_lse: return the lse as well. Its gradient is exact.
         score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global
-            positions and the head's number in the model; batch counts this call's rows. Ranks compare its
-            code and captured values, as for `MaskMod`; captured tensors get no gradient. Kernel "auto" then
-            is "flex" on CUDA, and the slow "reference" on the CPU.
+            positions and the head's number in the model; batch is the index in this call's batch dimension.
+            Ranks compare its code and captured values, as for `MaskMod`; captured tensors get no gradient.
+            Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
         gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
             rank's part of them once.
 
@@ -118,7 +120,8 @@ class RingAttention(nn.Module):
     Args:
         config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
         mesh: this process's place in the grid of ranks.
-        layout: a layout, or a name for that layout of ring_size * S tokens; None takes the config's.
+        layout: a layout, or the name of one, which is built for ring_size * S tokens. None means the
+            config's layout, or "auto" with a `Pattern`.
         scale: factor of the scores; None is 1 / sqrt(D).
         pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
         score_mod: see `ring_attention`.
@@ -180,7 +183,7 @@ class RingAttention(nn.Module):
         why = why_not_honoured(batch_dim_idx, args, kwargs)
         if why is not None and not torch.compiler.is_compiling():
             refuse(self._mesh, RingConfigError(why))
-        # What is not a 4-D tensor cannot be permuted and is refused by its own name.
+        # `_attend` refuses an argument that is not a 4-D tensor, which could not be permuted here.
         if (
             why is not None
             or batch_dim_idx is None

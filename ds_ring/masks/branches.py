@@ -8,9 +8,10 @@ the number of branches in which the pair takes part. The kernels add log m to th
 m = 0 is masked. m > 1 occurs only in patterns that count a pair several times on purpose (LongNet).
 
 `a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` is the
-sum, after the pairs of both patterns were subtracted from one of them, so that they count once. A difference
-must again be a sum of branches. The complement of a range or of a band is one; the complement of a label is
-not. So `|` works only if ranges and bands alone describe the pairs that are subtracted.
+sum, after the pairs that both patterns have were subtracted from one of them, so that they count once. The
+difference must again be a sum of branches. The complement of a range or of a band is a sum of branches; the
+complement of a label is not. So `|` works only if ranges and bands alone describe the pairs that are
+subtracted.
 
 Tiles, FlexAttention's labels, the multiplicity and the tokens that a shard reads are derived from the
 branches, each by one function for all patterns. So a pattern cannot be right with one kernel and wrong with
@@ -35,8 +36,9 @@ LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 class Branch:
     """The pairs of equal label within a band of distances; see [Note: sum of branches].
 
-    Both sides have a range of positions and the same number of primitives, functions that label positions:
-    the n-th label of a query is compared with the n-th label of a key.
+    The queries and the keys each have a range of positions and a tuple of primitives, of equal length. A
+    primitive is a function that gives a label to a position. The label of a query by the n-th primitive of
+    the queries is compared with the label of a key by the n-th primitive of the keys.
     """
 
     queries: Partition = ALL
@@ -139,7 +141,7 @@ def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch
     if not overlapping(first, second).any():
         return first + second
     if counts_twice(first) or counts_twice(second):
-        return None  # a pattern with m > 1 has no defined m for a pair that is also in the other one
+        return None  # with m > 1 in one pattern, the m of a pair that both have is not defined
     kept = list(first)
     for branch in second:
         # first attempt: subtract from the new branch the pairs that other branches have already

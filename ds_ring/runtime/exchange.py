@@ -1,4 +1,4 @@
-"""Move tensors between ranks. This is the only file that does.
+"""Send and receive the tensors of attention. No other file does.
 
 Owns the point-to-point messages of a hop, the header that ranks compare before the first payload of a call,
 the all-gather (offered as a reference to measure the ring against), the Ulysses all-to-all, the deadlines on
@@ -33,12 +33,12 @@ BATCH_TIMEOUT_S = 1800.0  # for what runs once a batch: another rank may be savi
 
 
 class Route(NamedTuple):
-    """What is the same in all batches with the same messages, apart from the tensors; see [Note: routes].
+    """What `Exchange.start` needs besides the tensors; made once for equal batches. See [Note: routes].
 
     Attributes:
-        receives, sends: ranks in the group, in order.
-        peers: for each message the world ranks that it depends on: one.
-        all_peers: the same for one Work that stands for the whole batch (NCCL).
+        receives, sends: the group rank of the peer of each message, in order.
+        peers: for each message a tuple with the world rank of its peer.
+        all_peers: one tuple with all peers, for the case that one Work covers the whole batch (NCCL).
         sizes: what a batch adds to the counters.
         group: the process group that carries the messages; None for the world.
         streams: the streams that wait for the works; None if the host waits.
@@ -55,8 +55,8 @@ class Route(NamedTuple):
 
 # [Note: rules of the exchange]
 # Bare point-to-point communication hangs, corrupts data and aborts in known ways. These rules prevent it:
-# - One batch per hop holds every send and receive. (A blocking send before a receive deadlocks at one
-#   element.)
+# - One batch per hop holds every send and receive. (If all ranks block in a send before they receive, they
+#   deadlock even with messages of one element.)
 # - Only contiguous buffers are sent.
 # - Headers are compared before the first payload. Otherwise a message of another size or dtype is received as
 #   silent garbage.
@@ -273,8 +273,8 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
     return dist.batch_isend_irecv(operations)
 
 
-# What ranks agree on before the first payload of a call. The header has a digest; only ranks that disagree
-# send each other their reports, so that the error says which rank differs in what.
+# What ranks agree on before the first payload of a call. The header has a digest of the report. If any digest
+# differs, all ranks send each other their reports, so that the error says which rank differs in what.
 #
 # [Note: a header on every call]
 # The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
@@ -318,18 +318,18 @@ def agree(
     refused: RingError | None = None,
     patience_s: float = 0.0,
 ) -> None:
-    """Compare this call with the other ranks' of the sequence; nothing is sent but the header.
+    """Check that all ranks of the sequence make the same call. Only headers are sent, if all agree.
 
     Args:
-        exchange: of the mesh concerned, which from then on has the longest patience that a rank asked for.
-        operation: what is about to happen, "attention forward" say.
-        fields: what must be equal on all ranks, by the name for messages; compared as texts.
+        exchange: the exchange of the mesh. The longest `patience_s` of all ranks is set on this mesh.
+        operation: what is about to happen, for example "attention forward".
+        fields: what must be equal on all ranks, by the name that error messages use; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
         patience_s: the minimum duration of waits in seconds, if this rank asks for one (`context.py`).
 
     Raises:
         RingError: `refused`, on this rank.
-        RingMismatchError: on every other rank, and on all where fields differ; names ranks and fields.
+        RingMismatchError: another rank refused, or fields differ; names ranks and fields.
         RingPeerError: another rank did not take part before the deadline.
     """
     with exchange.mesh.in_call():
@@ -341,16 +341,16 @@ def compare_headers(
 ) -> Callable[[], None]:
     """Count the call and return the function that compares headers and raises what `agree` documents.
 
-    The caller is in a call on the mesh. It sends no payload before the function has returned. The function
+    The caller is inside `mesh.in_call()`, and sends no payload before the function has returned. The function
     may run in a thread (`Task`), so that the device computes meanwhile.
     """
     # Refused calls count as well: ranks that go on after one must still have equal numbers.
     exchange.call = number = next(exchange.mesh.calls)
     use = exchange.mesh.use
-    # The headers of the call before may still be on their way, or a rank may still compile: no less patience.
+    # Never reduce the patience here: headers of the last call may be in flight, or a rank may still compile.
     use.patience_s = max(use.patience_s, patience_s)
-    # Headers are compared lexicographically: least[0] is 1 only if all refuse, and where refusal and digest
-    # are equal the greatest has the most patience.
+    # Headers are compared lexicographically. So least[0] is 1 only if all ranks refuse. If all ranks have the
+    # same refusal and digest, the greatest header is that of the rank with the longest patience.
     header = torch.tensor([int(refused is not None), agreement.digest ^ number, math.ceil(patience_s)])
 
     def compare() -> None:

@@ -3,11 +3,12 @@
     lse = logaddexp(lse1, lse2),  out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
 
 (Liu et al. 2023, Ring Attention, section 3; Dao et al. 2022, FlashAttention, for the online softmax.)
-A row that saw no key has out 0 and lse -inf, and stays so without a NaN: the weights are computed against a
-finite stand-in, so that no (-inf) - (-inf) is ever formed. `logaddexp` subtracts the maximum first, so any
-gap between the two is exact and finite (the popular `log1p(exp(gap))` overflows at a gap of 89 in float32).
-`torch.lerp` would be one pass over memory, but its rounding depends on strides. The bits of a head must not
-depend on which other heads it is computed with.
+A row without keys has out 0 and lse -inf. If both parts have no key, the merged lse is -inf as well. To avoid
+the NaN of (-inf) - (-inf), the weights are computed with the least finite number in place of this lse.
+`logaddexp` subtracts the maximum first, so lse1 and lse2 may differ by any amount (the popular
+`log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32). `torch.lerp` would be one pass over
+memory, but its rounding depends on strides. The bits of a head must not depend on which other heads it is
+computed with.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def empty_results(
     Args:
         q_BHSD, v_BGSD: queries, and values for their head dimension.
         dtype: of the output.
-        sinks_H: a logit for each query head that is in the softmax's denominator alone: a part with out 0.
+        sinks_H: for each query head a logit that is added to the softmax's denominator only.
 
     Returns:
-        out 0; the lse -inf, or that of the sinks, in the accumulators' dtype.
+        out, filled with 0; lse, filled with -inf or with the sinks, in the accumulators' dtype.
     """
     out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], v_BGSD.shape[-1]), dtype=dtype)
     lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=accumulator_dtype(q_BHSD.dtype))
@@ -75,7 +76,7 @@ def merge_by_operators_(
     """Do what `merge_` does by torch's operators, on any device."""
     part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
     merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
-    # Changes rows without keys only: their weights are exp(-inf) = 0.
+    # Only rows without keys change here: their weights become exp(-inf) = 0.
     finite_BHS = merged_BHS.clamp_min(torch.finfo(merged_BHS.dtype).min)
     old_weight = torch.exp(lse_BHS - finite_BHS).unsqueeze(-1)
     new_weight = torch.exp(part_lse_BHS - finite_BHS).unsqueeze(-1)

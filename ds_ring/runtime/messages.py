@@ -1,6 +1,6 @@
 """Describe the messages of a hop, check them against the plan, and count them.
 
-Owns what real and virtual ranks have in common; `rank.py` sends, `simulation/rank.py` looks up.
+Owns what real and virtual ranks have in common. `exchange.py` sends; `simulation/rank.py` looks up.
 """
 
 from __future__ import annotations

@@ -107,10 +107,11 @@ class Accumulators:
 
 
 class ForwardChunk:
-    """The forward pass of a head chunk: merges the partial result of each hop into out and lse.
+    """The forward pass of a head chunk: merges the partial results of each hop into out and lse.
 
-    These are the results, [B, H, S, E] and [B, H, S], uninitialised. The sinks, [H] logits of these heads,
-    enter first, as a partial result over no key with out 0 and the logit as its lse; None for none.
+    Args:
+        out, lse: uninitialised tensors [B, H, S, E] and [B, H, S] that the results are written to.
+        sinks: [H] logits of these heads, or None. They are the first partial result: out 0, lse = sinks.
     """
 
     def __init__(
@@ -172,8 +173,8 @@ class BackwardChunk:
         """Compute the gradients of a step's tiles and add them to the accumulators."""
         grad_out, q, out, lse, grad_lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
-        # At hop 0 these are the accumulators of the own shard. Only one step computes into each accumulator,
-        # and nothing is added to it before that step.
+        # `grads` are accumulators of dK and dV, at hop 0 those of the own shard. Only one step computes into
+        # each of them, and nothing is added to it before that step.
         keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
         dk, dv, dq = grads.first, grads.second, self._dq
         of_keys = FirstParts(dk.shape[2], _zero, dk, dv)
@@ -181,7 +182,7 @@ class BackwardChunk:
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
             (where,) = rows.views(dq, heads=heads)
-            if tokens_first:  # the dimension order of the kernel's results
+            if tokens_first:  # the kernel returned tokens before heads
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
@@ -366,7 +367,7 @@ class RingPass:
             elif sent or received:
                 assert self.exchange is not None, "an agreement on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The messages just posted carry the keys of `hop`; the computation is that of the hop before.
+            # The messages of this batch carry the keys of `hop`. Meanwhile the hop before is computed.
             if trace is not None:
                 trace.enter("compute", hop - 1, self.buffers)
             for index, steps in rounds:
@@ -379,7 +380,8 @@ class RingPass:
                 pending, agreed = self._post_behind(mark, *posting), None
             if pending is not None:
                 pending.wait()
-            del sent, received, pending, posting  # else the buffers outlive the next allocation
+            # Drop the references, so that the next batch can allocate the memory of buffers that it frees.
+            del sent, received, pending, posting
         if trace is not None:
             trace.leave(self.buffers)
 

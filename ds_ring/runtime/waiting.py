@@ -387,12 +387,13 @@ class Pending:
     """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
 
     Attributes:
-        works, peers: of torch, and of each the world ranks it depends on.
-        timeout_s: seconds that it may take.
-        sent, received, group: the tensors concerned, and what they travel through.
-        watch, streams: takes over the deadline, on a device, and its streams; None where the host waits.
-        came, arrived: return whether the device has come to the wait, and has passed it, so that the works
-            are done or have failed.
+        works, peers: the Works of torch, and for each the world ranks that it depends on.
+        timeout_s: seconds that the batch may take.
+        sent, received, group: the tensors, and the process group that carries them.
+        watch: holds the deadline if a stream waits; None if the host waits.
+        streams: the streams that wait; None if the host waits.
+        came: returns whether the device has reached the wait.
+        arrived: returns whether the device has passed the wait: the works are done or have failed.
     """
 
     works: list[dist.Work]
@@ -417,7 +418,7 @@ class Pending:
         self.deadline = time.monotonic() + self.timeout_s
 
     def wait(self) -> None:
-        """Wait for every message of the batch: the host, or on a device the present stream.
+        """Wait for every message of the batch. The host waits, or on a GPU the current stream.
 
         Raises:
             RingPeerError: a rank failed, left, or did not come before the deadline; names it.

@@ -5,8 +5,9 @@ tokens of a shard come first; slots that are left over, because the length does 
 the end of the shard: no tile covers them, nobody attends to them, and `gather_sequence` strips them.
 `runtime/shard.py` applies layouts to tensors.
 
-Zigzag pairs chunk p with chunk 2P-1-p so that a causal mask gives every rank the same work (Zhu 2024,
-ring-flash-attention; Brandon et al. 2023, Striped Attention, for the striped form).
+The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
+(Zhu 2024, ring-flash-attention). The striped layout deals out single tokens for the same reason (Brandon et
+al. 2023, Striped Attention).
 """
 
 from __future__ import annotations
@@ -101,12 +102,13 @@ def _runs_of_pieces(starts: IntArray, ends: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class ChunkLayout(Layout):
-    """Describe the sequence cut into consecutive chunks, one for each rank or two (zigzag).
+    """Cut the sequence into consecutive chunks: one per rank (contiguous), or two per rank (zigzag).
 
-    Chunk lengths differ by at most one token, so that a ragged length leaves every rank the same work.
+    Chunk lengths differ by at most one token, so that all ranks have about the same work even if the number
+    of chunks does not divide the length.
 
     Raises:
-        RingLayoutError: any other number of chunks for each rank.
+        RingLayoutError: chunks_per_rank is neither 1 nor 2.
     """
 
     chunks_per_rank: int = 1

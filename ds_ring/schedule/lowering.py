@@ -23,9 +23,10 @@ A chunk receives no keys during its last hop, and its gradients return after tha
 all traffic would overlap with nothing. So the next chunk's first keys and values travel during that hop, and
 the gradients of the chunk before return while the next one computes. Only the first hop of the first chunk
 and the last gradients of the last chunk do not overlap: 1 / chunks of the traffic. In the backward pass this
-needs up to 14 buffers. With fewer chunks than `MANY_CHUNKS`, which have large buffers, a chunk starts one
-batch later. All ranks count hops by the plan's directions, not by their own hops, so the order of all
-messages is the same on every rank.
+needs up to 14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large, so each chunk
+of a backward pass starts one batch later. The distance between the starts of two chunks is the same on all
+ranks, also on a rank that reads nothing at the last hops. So all ranks start a chunk in the same batch, and
+the messages between two ranks have the same order on both.
 """
 
 from __future__ import annotations
@@ -177,12 +178,12 @@ class _Direction:
         self.keys = SHARD  # buffer of the current keys
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
-        self.parts: list[tuple[int, SlotRanges]] = []  # parts of the next keys: buffer, slots in them
-        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of own slots that are in flight
-        self.partial: tuple[int, SlotRanges] | None = None  # sum for the current keys that is in flight
+        self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
+        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
+        self.partial: tuple[int, SlotRanges] | None = None  # other ranks' gradients of the current keys
         self.across = SHARD  # buffer of the keys that go to the next node
         self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
-        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients return, with their buffers
+        self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients this rank sends to the owner
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def post(self, hop: int) -> list[Send | Recv]:
@@ -232,7 +233,7 @@ class _Direction:
         return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
-        """Return the messages with gradients computed in the hop before, and sums for the current keys."""
+        """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
         done, here = self.plan.at(hop - 1), self.plan.at(hop)
         steps: list[Send | Recv] = []
         # The gradients of the own shard stay in RESULTS.
@@ -283,7 +284,7 @@ class _Direction:
         return [Compute(hop, self.keys, here.tiles, gradients, here.origin, self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
-        """Return the steps after the batch that was posted before a hop has ended."""
+        """Return the steps that follow the computation of a hop and the wait for the messages meanwhile."""
         steps: list[Accumulate | Free] = []
         if self.plan.direction.crosses(hop + 1):
             # All parts were sent to the next node, and all parts of the next keys came from another node.
@@ -313,7 +314,7 @@ class _Direction:
     def _join(self) -> list[Accumulate | Free]:
         """Return the steps that combine the next keys from their parts: relayed ones and direct sends."""
         parts, self.parts = self.parts, []
-        # One message brought all of them: its buffer is the payload, without a copy.
+        # If one message brought all keys, its buffer is the payload, without a copy.
         if len(parts) == 1:
             self.keys = parts[0][0]
             return []

@@ -93,8 +93,8 @@ def head_classes(pattern: Pattern, query_heads: int, kv_heads: int) -> list[tupl
         classes[pattern.bind(sharing, query_heads, kv_heads)].append(head)
     found: list[tuple[slice, Pattern]] = []
     for bound, heads in classes.items():
-        # One slice, if the query heads that share these K/V heads are one, too: several groups are a slice
-        # only if the K/V heads are consecutive.
+        # Use one slice if the query heads that share these K/V heads are a slice as well. If a group has
+        # several query heads, this holds only for consecutive K/V heads.
         steps = set(np.diff(heads).tolist()) or {1}
         if len(steps) == 1 and (group == 1 or steps == {1}):
             found.append((slice(heads[0], heads[-1] + 1, steps.pop()), bound))
@@ -124,9 +124,10 @@ def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
     """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
 
-    The number of tokens sent is the same for all; [Note: relays and direct sends]. Two directions reach every
-    reader from its nearer side, which suits a pattern that is not causal. If nodes are known, the traffic of
-    the busiest network adapter counts first: two levels, unless little crosses between nodes.
+    All directions send the same number of tokens; [Note: relays and direct sends]. With two directions, a
+    shard reaches every reader by the shorter way around the ring. This suits patterns that are not causal. If
+    the nodes are known, the traffic of the busiest network adapter is compared first. Then two levels are
+    chosen, unless few tokens go from node to node.
     """
     size = reads.layout.ring_size
     if size <= 2:
@@ -249,7 +250,8 @@ def _built(
     bound = [
         (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)
     ]
-    # Classes differ in a dilated pattern's offsets, not in where their keys are: choose directions once.
+    # Choose the directions once: in all classes the keys are about equally far from the queries. The patterns
+    # of two classes differ in the offset of a dilation, for example.
     if directions is None and prune:
         directions = choose_directions(bound[0][1], ranks_per_node)
     elif directions is None:

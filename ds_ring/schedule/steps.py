@@ -3,12 +3,12 @@
 `lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it.
 
 [Note: batches]
-A pass is a sequence of batches. In each batch a rank (1) accumulates and frees what the messages of the batch
-before brought, (2) posts all sends and receives of this batch at once, (3) computes while they are in flight,
-(4) waits until all of them have completed. So a tensor received in batch b may be read from batch b + 1 on,
-and a tensor sent in batch b may be written or freed from batch b + 1 on. Heads are independent. They go
-around the ring in head chunks, each with its own buffers, and a chunk starts before the chunk before it has
-ended.
+A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the last batch
+brought and frees the buffers that are no longer used, (2) posts all sends and receives of this batch at once,
+(3) computes while they are in flight, (4) waits until all of them have completed. So a tensor received in
+batch b may be read from batch b + 1 on, and a tensor sent in batch b may be written or freed from batch b + 1
+on. Heads are independent. They go around the ring in head chunks, each with its own buffers, and a chunk
+starts before the chunk before it has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Payload(Enum):
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
-RESULTS = 1  # buffer: of the chunk's own tokens: out and lse, or dQ and the own shard's dK and dV
+RESULTS = 1  # buffer: out and lse of the chunk's heads; backward, their dQ and the own shard's dK and dV
 
 
 def name_of(buffer: int) -> str:
@@ -48,23 +48,23 @@ class Buffer(NamedTuple):
     """Memory for a pair of tensors, each [batch, heads of the chunk, slots, head_dim]."""
 
     payload: Payload  # which two tensors, and so their dtype
-    slots: int  # how many; of SHARD and RESULTS without padding
+    slots: int  # number of slots; padding is not counted in SHARD and RESULTS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
     """Send a part of a buffer: two messages to one rank."""
 
-    payload: Payload  # ROUNDED rounds the tensors of a buffer of GRADIENTS while it packs them
+    payload: Payload  # ROUNDED: the buffer has GRADIENTS, and packing rounds them to bfloat16
     buffer: int  # must not be written or freed before the batch has ended
-    part: SlotRanges  # of the buffer
+    part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
     origin: int  # ring rank that owns the tokens
-    slots: SlotRanges  # of the tokens in the shard of `origin`, as many as in `part`
+    slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part, if it is rounded or not contiguous in memory
-    needs: int  # batch of the chunk whose messages must have arrived before; -1 for none
+    needs: int  # the messages of this batch must have arrived, counted from the chunk's start; -1 for none
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
-    count: int = field(init=False)  # of slots
+    count: int = field(init=False)  # number of slots
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _numbers(self.part))
@@ -81,7 +81,7 @@ class Recv:
     payload: Payload
     buffer: int  # allocated by this step and filled when the batch has ended
     peer: int  # ring rank that sends
-    origin: int  # this and the next as in `Send`
+    origin: int  # origin and slots as in `Send`
     slots: SlotRanges
     count: int = field(init=False)
 
@@ -101,7 +101,7 @@ class Compute:
     tiles: Tiles  # their key slots are slots of the buffer
     gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
     origin: int  # ring rank that owns the keys
-    needs: int  # batch of the chunk that brought the keys; -1 for none
+    needs: int  # batch that brought the keys, as in `Send`; -1 for none
 
     def __str__(self) -> str:
         into = "" if self.gradients is None else f", dK/dV in {name_of(self.gradients)}"
@@ -112,10 +112,10 @@ class Compute:
 class Accumulate:
     """Add received gradients to a buffer, or copy received keys into one."""
 
-    buffer: int  # the target; for keys, the first part allocates it
+    buffer: int  # the target; if it is for keys, the step of the first part allocates it
     source: int  # buffer of the received tensors
-    part: SlotRanges  # of the target, as many slots as the source has
-    needs: int  # batch of the chunk that brought the source
+    part: SlotRanges  # the slots of the target, as many as the source has
+    needs: int  # batch that brought the source, as in `Send`
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
 
     def __post_init__(self) -> None:
@@ -151,9 +151,9 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """What one head chunk does in one batch, in this order; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # for the messages of the chunk's batch before
+    arrived: tuple[Accumulate | Free, ...] = ()  # for what this chunk received and sent in the last batch
     posted: tuple[Send | Recv, ...] = ()  # two ranks match the messages between them by order alone
-    computed: tuple[Compute, ...] = ()  # while they are in flight
+    computed: tuple[Compute, ...] = ()  # while the messages are in flight
 
     @property
     def steps(self) -> tuple[ScheduleStep, ...]:
@@ -165,14 +165,14 @@ class ChunkSteps(NamedTuple):
     """The steps of any head chunk of one class (K/V heads with equal patterns)."""
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
-    rounds: tuple[Round, ...]  # indexed by the chunk's batch; the last one posts and computes nothing
+    rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
 
 
 class HeadChunk(NamedTuple):
     """Heads that go around the ring together."""
 
-    kv_heads: slice  # of all that the rank has
-    query_heads: slice  # those that share them
+    kv_heads: slice  # of the K/V heads on this rank
+    query_heads: slice  # the query heads that share these K/V heads
     steps: ChunkSteps
     next_after: int  # number of batches from the start of this chunk to the start of the next one
 
@@ -181,8 +181,8 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # for which the youngest chunk's messages of this batch are
-    rounds: list[tuple[int, Round]]  # for every active chunk, its index and what it does
+    hop: int  # the chunk that started last receives the keys of this hop here
+    rounds: list[tuple[int, Round]]  # the index of every active chunk, and what it does
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: passes use it as a key of their caches
@@ -209,7 +209,7 @@ class Schedule:
                 for index, (at, end) in enumerate(zip(starts, ends, strict=True))
                 if at <= number < end
             ]
-            # batch b of a chunk brings the keys of its hop b + 1
+            # In its batch b, a chunk receives the keys of hop b + 1.
             youngest = max(at for at in starts if at <= number)
             found.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(found)
@@ -221,7 +221,7 @@ COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute m
 def format_schedule(schedule: Schedule) -> str:
     """Return a schedule as a table for people; `ds_ring/DESIGN.md` explains an example.
 
-    Copies that a send makes where its tokens do not lie side by side are left out.
+    The table leaves out the copies that a send makes of tokens that are not contiguous in memory.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for batch in schedule.batches:

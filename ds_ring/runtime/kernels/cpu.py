@@ -40,8 +40,9 @@ class Sizes:
     """Describe how tiles are cut.
 
     Attributes:
-        block: maximum number of queries of a call, and, `backward`, where it returns dK and dV, of keys.
+        block: maximum number of queries of a call; in a backward pass, also the maximum number of keys.
         triangle: side of the smallest triangle; see [Note: small triangles].
+        backward: whether the calls are those of a backward pass.
     """
 
     block: int = BLOCK
@@ -99,11 +100,11 @@ def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...
 
 # [Note: small triangles]
 # `is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
-# `TRIANGLE`: two triangles and one full square each time. What is computed beyond the triangle is then
-# TRIANGLE / side of the triangle. The squares of one size lie at a regular distance along the diagonal, and
-# so do the smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a
-# time, so that there are neither many small calls nor large workspaces. Other equal small tiles at a regular
-# distance are folded in the same way.
+# `TRIANGLE`: two triangles and one full square each time. The work on masked pairs is then TRIANGLE / side of
+# the work on the triangle. The squares of one size lie at a regular distance along the diagonal, and so do
+# the smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so
+# that there are neither many small calls nor large workspaces. Other equal small tiles at a regular distance
+# are folded in the same way.
 def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
     """Yield a tile as calls of the permitted sizes."""
     if tile.is_masked:  # small already, and its mask is its own
@@ -123,7 +124,7 @@ def _split(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 
 
 def _rectangles(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """Yield a full tile in pieces; forward, keys need no workspace and their number no bound."""
+    """Yield a full tile in pieces. Forward calls may have any number of keys, which need no workspace."""
     # With a bias for each pair a call has at most BIASED on a side, as the bias is cut from a square.
     most = sizes.block if tile.inside is None else min(sizes.block, BIASED)
     bounded = sizes.backward or tile.inside is not None
@@ -150,15 +151,16 @@ def _squares(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
 
 
 # [Note: strips of a band]
-# A window's triangles would be small ones only. Instead a band is cut into strips, each one masked rectangle
-# with a corner too many at both ends. Forward strips are of queries: a row is complete at once and nothing is
-# merged. Backward strips are of keys: aten is faster on many queries and few keys than the other way round,
-# dK and dV are complete at once, and only dQ is added up.
+# A narrow window has only small triangles, so it would need many calls. Instead a band is cut into strips. A
+# strip is one rectangle whose bias masks the two corners outside the band. In the forward pass a strip has
+# all keys of some queries, so these rows are complete after one call and nothing is merged. In the backward
+# pass it has all queries of some keys: dK and dV are complete after one call and only dQ is accumulated, and
+# aten is faster on many queries and few keys than on few queries and many keys.
 def _band(tile: Tile, sizes: Sizes) -> Iterator[Tile]:
-    """Cut a band, [Note: strips of a band]; wider than a block, or than it is long, as `_short_band` does."""
+    """Yield a band in strips, [Note: strips of a band]; if it is too wide for strips, see `_short_band`."""
     queries, width = tile.q_rows.length, tile.k_rows.length - tile.q_rows.length + 1
     strip = _strip(width, sizes)
-    # Strips would exceed a block: pieces as long as the band is wide are triangles and rectangles.
+    # If strips would exceed a block, cut pieces as long as the band is wide: triangles and rectangles.
     if width + strip > sizes.block:
         for first, length in _parts(queries, width):
             yield from _short_band(tile.part(first, length, first, length + width - 1), sizes)
@@ -415,7 +417,7 @@ class CpuKernel:
             # The same number added to every score of a call changes its lse and not its out.
             if log_weight:
                 lse = lse + log_weight
-            if masked:  # only here can a row have no key: its lse is about HIDDEN, far below any other
+            if masked:  # only in masked tiles may a row have no key; its lse is then about HIDDEN
                 empty = lse < HIDDEN / 10
                 out, lse = out.masked_fill(empty.unsqueeze(-1), 0), lse.masked_fill(empty, float("-inf"))
             if padded:
