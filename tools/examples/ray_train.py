@@ -8,13 +8,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.train import RunConfig, ScalingConfig, report
 from ray.train.torch import TorchConfig, TorchTrainer
 
 HERE = str(Path(__file__).parent)
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 2},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
@@ -23,7 +24,7 @@ CONFIG = {
 }
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, Any]) -> None:
     """Run on every worker: Ray has made the process group and its environment."""
     sys.path.insert(0, HERE)
     import text
@@ -34,6 +35,7 @@ def train(config: dict) -> None:
     engine, _, loader, _ = ds_ring.initialize(
         model=model, model_parameters=model.parameters(), training_data=text.samples(16, 120), config=config
     )
+    assert loader is not None, "training data were given"
     for batch in loader:
         loss = engine(**batch).loss
         engine.backward(loss)
