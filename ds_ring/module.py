@@ -8,12 +8,12 @@ Few queries against a long sharded K/V (decoding with a long cache, cross attent
 `queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
 lse) gives every rank the same bits. The backward pass assumes that every rank computes the same loss from
 (out, lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its
-own shard. If parameter gradients are summed over the ring, those upstream of q are summed P times: scale dq
-by 1 / P there.
+own shard. A sum of parameter gradients over the ring counts the parameters from which q is computed P times.
+Multiply dq by 1 / P if gradients are summed in this way.
 
 Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
-of the sinks on a rank covers the queries of this rank only. With Ulysses it covers the heads that the rank
-computed only, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
+of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the
+rank computed, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
 parameters. With replicated queries every rank has the whole gradient, like dq.
 """
 
@@ -212,7 +212,7 @@ class RingAttention(nn.Module):
 
 
 def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
-    """Return the options that the JSON section asks for; a key and an option of one name are the same."""
+    """Return the options that the JSON section asks for; a key and an option with the same name are equal."""
     names = {one.name for one in fields(Options)} & RingConfig.model_fields.keys()
     same = {name: getattr(config, name) for name in names}
     other: dict[str, Any] = {

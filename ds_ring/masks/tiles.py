@@ -150,7 +150,7 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One side of all tiles: row tokens i < length, at slot + i * slot_step, position + i * position_step."""
+    """One side of all tiles. Token i of a row has slot + i * slot_step and position + i * position_step."""
 
     slot: IntArray
     slot_step: IntArray
@@ -226,8 +226,8 @@ class Tiles:
 
     A query attends to a key of its tile if least <= query position - key position <= most. Where a bound cuts
     a tile, both sides have the same position step. A tile with a mask function has no band of its own: the
-    function includes it. `rule` describes the same pairs with the same m, so a kernel may read a window from
-    it instead of the tiles.
+    function includes it. `rule` is another description of the same pairs with the same m. A kernel may use it
+    instead of the tiles, for example to find a window.
     """
 
     q: Axis

@@ -325,7 +325,7 @@ def agree(
         operation: what is about to happen, for example "attention forward".
         fields: what must be equal on all ranks, by the name that error messages use; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
-        patience_s: the minimum duration of waits in seconds, if this rank asks for one (`context.py`).
+        patience_s: a lower bound in seconds for the deadline of a wait; 0 for none (`context.py`).
 
     Raises:
         RingError: `refused`, on this rank.

@@ -386,10 +386,10 @@ class RingPass:
             trace.leave(self.buffers)
 
     # [Note: the header while the first hop computes]
-    # In every other batch messages are posted before the hop's kernels are launched. In the first batch the
-    # kernels come first, so that ranks compare their headers while hop 0 computes. The payloads must not wait
-    # for those kernels. So an event is recorded before them, once all buffers are allocated and packed, and
-    # the messages wait for that event only (`device.py`).
+    # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU), the
+    # kernels of the first batch are launched first, so that ranks compare their headers while hop 0 computes.
+    # The payloads must not wait for those kernels. So an event is recorded before them, once all buffers are
+    # allocated and packed, and the messages wait for that event only (`device.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

@@ -6,15 +6,15 @@ hop. The relayed slots are those held slots that the rank before the reader read
 
 [Note: relays and direct sends]
 In a ring of P ranks and a direction of sign d, rank (o + d * s) mod P computes at hop s with the shard of
-rank o. It receives exactly the tokens that it reads, each once. If the rank before it on the shard's way
-reads the token as well, it sends the token (a relay). Otherwise the origin sends it (a direct send, which
-never waits for another message). So the traffic is minimal. Passing everything from neighbour to neighbour
-would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of many small
-pieces. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns, nor for
-zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag shards, and
-up to 30 % for a window on small pieces. If the network is only a ring of links, these tokens cross as many
-links as if they were relayed (LongNet), or 9 to 37 % more (windows). Both directions send the same bytes; we
-choose by the number of links that tokens cross (`links`).
+rank o. It receives exactly the tokens that it reads, each once. Some of these tokens are also read by the
+rank before it on the shard's way. That rank sends them on (a relay). The origin sends the others (a direct
+send, which never waits for another message). So the traffic is minimal. Passing everything from neighbour to
+neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of
+many small pieces. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
+nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
+shards, and up to 30 % for a window on small pieces. If the network is only a ring of links, these tokens
+cross as many links as if they were relayed (LongNet), or 9 to 37 % more (windows). Both directions send the
+same bytes; we choose by the number of links that tokens cross (`links`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own

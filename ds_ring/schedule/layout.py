@@ -25,7 +25,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, repeat_rows
 from ds_ring.registry import LAYOUTS, load
 
-Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty where nobody said
+Mix = tuple[tuple[Pattern, int], ...]  # patterns, and how many layers have each; empty if no pattern is given
 
 
 @dataclass(frozen=True)
@@ -254,8 +254,9 @@ def make_layout(
         pattern: what will be attended. Where layers differ, how many layers have each pattern:
             `{SlidingWindow(512): 5, Causal(): 1}`; the layout is chosen for all of them together.
         multiple_of: pad every shard to a multiple of this many slots.
-        block_size: side in slots of the blocks in which the kernel computes, for "auto", which takes what
-            executes least: that of the JSON with "flex"; 1 with kernels that compute pairs exactly.
+        block_size: side in slots of the blocks in which the kernel computes. Only "auto" uses it, to count
+            the pairs that are executed with each layout. Pass the block size of the JSON for "flex", and 1
+            for kernels that compute only the attended pairs.
 
     Raises:
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named

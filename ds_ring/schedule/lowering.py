@@ -19,14 +19,14 @@ network well: a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrin
 GPU.
 
 [Note: one chunk after another]
-A chunk receives no keys during its last hop, and its gradients return after that hop. With two ranks, half of
-all traffic would overlap with nothing. So the next chunk's first keys and values travel during that hop, and
-the gradients of the chunk before return while the next one computes. Only the first hop of the first chunk
-and the last gradients of the last chunk do not overlap: 1 / chunks of the traffic. In the backward pass this
-needs up to 14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large, so each chunk
-of a backward pass starts one batch later. The distance between the starts of two chunks is the same on all
-ranks, also on a rank that reads nothing at the last hops. So all ranks start a chunk in the same batch, and
-the messages between two ranks have the same order on both.
+A chunk receives no keys during its last hop, and its last gradients return after that hop. With two ranks,
+these are all gradients, and they would overlap with no computation. So the next chunk starts early: its first
+keys and values travel during the last hop of this chunk, and the gradients of this chunk return while the
+next chunk computes. Only the last gradients of the last chunk overlap with no computation. In the backward
+pass this needs up to 14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large, so
+each chunk of a backward pass starts one batch later. The distance between the starts of two chunks is the
+same on all ranks, also on a rank that reads nothing at the last hops. So all ranks start a chunk in the same
+batch, and the messages between two ranks have the same order on both.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class _Direction:
         return [Compute(hop, self.keys, here.tiles, gradients, here.origin, self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
-        """Return the steps that follow the computation of a hop and the wait for the messages meanwhile."""
+        """Return the steps after a batch: its hop is computed, and its messages have arrived."""
         steps: list[Accumulate | Free] = []
         if self.plan.direction.crosses(hop + 1):
             # All parts were sent to the next node, and all parts of the next keys came from another node.
@@ -292,7 +292,7 @@ class _Direction:
             gone, self.across = self.across, SHARD
             steps += [] if gone in (SHARD, self.keys) else [Free(gone)]
         if self.parts:
-            # The current keys were computed with and sent on in the batch that has ended.
+            # In the batch that has ended, this rank computed with the current keys and sent them on.
             steps += [*self._drop_keys(), *self._join()]
             if self.plan.direction.crosses(hop + 1):
                 self.across = self.keys

@@ -83,7 +83,7 @@ ALONE = Direction(1, 0)  # the direction of a ring of one rank
 
 @dataclass(frozen=True)
 class HopPlan:
-    """One hop on one rank: the tokens of the shard of `origin` that this rank reads are here."""
+    """One hop on one rank. At this hop, the rank has the tokens of the shard of `origin` that it reads."""
 
     hop: int  # s; at hop 0 the rank computes with its own shard, in place
     origin: int  # ring rank that owns these keys and values
@@ -95,8 +95,9 @@ class HopPlan:
     tiles: Tiles  # that this rank computes; key slots index the packed payload
     across: SlotRanges = field(default_factory=no_slots)  # with two levels, the subset sent to the next node
     across_to: int = 0  # the rank there
-    sums_in: SlotRanges = field(default_factory=no_slots)  # `came_from` sends a sum of their dK/dV
-    # this rank sends a sum of their dK/dV to `goes_to`; the others' dK/dV return from here to `origin`
+    # the subset for which `came_from` sends this rank a sum of dK/dV
+    sums_in: SlotRanges = field(default_factory=no_slots)
+    # the subset whose summed dK/dV this rank sends to `goes_to`; the dK/dV of the other slots go to `origin`
     sums_on: SlotRanges = field(default_factory=no_slots)
 
     @property

@@ -62,7 +62,7 @@ class Send:
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part, if it is rounded or not contiguous in memory
-    needs: int  # the messages of this batch must have arrived, counted from the chunk's start; -1 for none
+    needs: int  # last batch that the contents depend on, counted from the chunk's start; -1 for none
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
 
@@ -112,7 +112,7 @@ class Compute:
 class Accumulate:
     """Add received gradients to a buffer, or copy received keys into one."""
 
-    buffer: int  # the target; if it is for keys, the step of the first part allocates it
+    buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
     source: int  # buffer of the received tensors
     part: SlotRanges  # the slots of the target, as many as the source has
     needs: int  # batch that brought the source, as in `Send`

@@ -328,7 +328,8 @@ def drop_kept() -> None:
 def _computable(*tensors: Tensor) -> list[Tensor]:
     """Return float64 and float32 unchanged, lower dtypes in float32, all with a dense last dimension.
 
-    There the operators read neighbours in memory, whatever the stride (it is 0 in the gradient of a sum).
+    In the last dimension the operators read neighbours in memory, even if its stride is not 1 (it is 0 in
+    the gradient of a sum).
     """
     found = []
     for x in tensors:
@@ -434,7 +435,9 @@ class CpuKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, v_width = q.shape[-1], v.shape[-1]
         grad_out, q, k, v, out = _computable(grad_out, q, k, v, out)
-        if grad_lse is not None:  # append a column of ones to v: its gradient is the one of the lse
+        if grad_lse is not None:
+            # The gradient of a score is p * (grad_out . v - grad_out . out), plus p * grad_lse. A further
+            # column gives the last term: grad_lse in grad_out, 1 in v, and 0 in out (by the padding below).
             grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
             v = pad(v, (0, 1), value=1.0)
         padded = width != v.shape[-1] or grad_lse is not None
