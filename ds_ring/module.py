@@ -8,8 +8,8 @@ Few queries against a long sharded K/V (decoding with a long cache, cross attent
 `queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
 lse) gives every rank the same bits. The backward pass assumes that every rank computes the same loss from
 (out, lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its
-own shard. A sum of parameter gradients over the ring counts the parameters from which q is computed P times.
-Multiply dq by 1 / P if gradients are summed in this way.
+own shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
+that q is computed from. Multiply dq by 1 / P in this case.
 
 Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
 of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the

@@ -9,13 +9,13 @@ m = 0 is masked. m > 1 occurs only in patterns that count a pair several times o
 
 `a & b` is the product: one branch for each combination of a branch of a and a branch of b. `a | b` is the
 sum, after the pairs that both patterns have were subtracted from one of them, so that they count once. The
-difference must again be a sum of branches. The complement of a range or of a band is a sum of branches; the
-complement of a label is not. So `|` works only if ranges and bands alone describe the pairs that are
+difference must again be a sum of branches. The pairs outside a range or a band are a sum of branches; the
+pairs of unequal labels are not. So `|` works only if ranges and bands alone describe the pairs that are
 subtracted.
 
-Tiles, FlexAttention's labels, the multiplicity and the tokens that a shard reads are derived from the
-branches, each by one function for all patterns. So a pattern cannot be right with one kernel and wrong with
-another.
+The branches are the only description of a pattern. Its tiles, its multiplicity, its mask in FlexAttention and
+the tokens that a rank reads are each derived from the branches by one function for all patterns. So a pattern
+cannot be right with one kernel and wrong with another.
 """
 
 from __future__ import annotations

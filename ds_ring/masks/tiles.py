@@ -226,8 +226,8 @@ class Tiles:
 
     A query attends to a key of its tile if least <= query position - key position <= most. Where a bound cuts
     a tile, both sides have the same position step. A tile with a mask function has no band of its own: the
-    function includes it. `rule` is another description of the same pairs with the same m. A kernel may use it
-    instead of the tiles, for example to find a window.
+    function includes it. `rule` is the pattern, bound to its heads: it describes the same pairs and the same
+    multiplicities. A kernel may use it instead of the tiles, for example to find a window.
     """
 
     q: Axis

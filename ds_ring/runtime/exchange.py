@@ -58,8 +58,8 @@ class Route(NamedTuple):
 # - One batch per hop holds every send and receive. (If all ranks block in a send before they receive, they
 #   deadlock even with messages of one element.)
 # - Only contiguous buffers are sent.
-# - Headers are compared before the first payload. Otherwise a message of another size or dtype is received as
-#   silent garbage.
+# - Headers are compared before the first payload is posted. Otherwise a message of another size or dtype is
+#   received as silent garbage. (On a GPU, hop 0 may compute while headers are compared.)
 # - Buffers in flight are never written.
 # - Every Work is kept and waited for, with a deadline. On a GPU the stream waits and a thread holds the
 #   deadline (`waiting.py`).
@@ -349,8 +349,8 @@ def compare_headers(
     use = exchange.mesh.use
     # Never reduce the patience here: headers of the last call may be in flight, or a rank may still compile.
     use.patience_s = max(use.patience_s, patience_s)
-    # Headers are compared lexicographically. So least[0] is 1 only if all ranks refuse. If all ranks have the
-    # same refusal and digest, the greatest header is that of the rank with the longest patience.
+    # Headers are compared lexicographically. So least[0] is 1 only if all ranks refuse. If the first two
+    # integers are the same on all ranks, the greatest header has the longest patience of all ranks.
     header = torch.tensor([int(refused is not None), agreement.digest ^ number, math.ceil(patience_s)])
 
     def compare() -> None:

@@ -233,7 +233,7 @@ class RingPass:
         check: called with the hop and, by name, the tensors computed so far; None for no check.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
-        trace: records what happens when; None for no trace, which costs nothing.
+        trace: records the times of all phases of a pass; None for no trace, which costs nothing.
         host: holds q, k, v, out and lse for the backward pass if they are in host memory; None: on the
             device.
         agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
@@ -386,10 +386,10 @@ class RingPass:
             trace.leave(self.buffers)
 
     # [Note: the header while the first hop computes]
-    # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU), the
-    # kernels of the first batch are launched first, so that ranks compare their headers while hop 0 computes.
-    # The payloads must not wait for those kernels. So an event is recorded before them, once all buffers are
-    # allocated and packed, and the messages wait for that event only (`device.py`).
+    # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU, with
+    # overlap), the kernels of the first batch are launched first, so that ranks compare their headers while
+    # hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before them, once
+    # all buffers are allocated and packed, and the messages wait for that event only (`device.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

@@ -12,9 +12,10 @@ send, which never waits for another message). So the traffic is minimal. Passing
 neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of
 many small pieces. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
 nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
-shards, and up to 30 % for a window on small pieces. If the network is only a ring of links, these tokens
-cross as many links as if they were relayed (LongNet), or 9 to 37 % more (windows). Both directions send the
-same bytes; we choose by the number of links that tokens cross (`links`).
+shards, and up to 30 % for a window on small pieces. Suppose that only neighbours on the ring are linked. A
+direct send then crosses a link for each hop of its way. Compared with relaying, these tokens cross as many
+links for LongNet, and 9 to 37 % more for windows. Both directions send the same bytes; we choose by the
+number of links that tokens cross (`links`).
 
 [Note: where gradients are added]
 With a float32 payload, the sum of a token's dK and dV is passed on with its keys, and each rank adds its own

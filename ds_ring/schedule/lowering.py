@@ -12,21 +12,25 @@ K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_pla
 which sums are passed on.)
 
 [Note: head chunks]
-A chunk needs at most ten shard-sized buffers (in the backward pass: K/V in use and arriving, accumulators
-arriving, in use and leaving). So heads, which are independent, go around the ring in chunks, one after the
-other, and the buffers shrink by the number of chunks. A chunk must be large enough that its messages use the
-network well: a MiB on the CPU (2 MiB / P in larger rings, so that buffers shrink as shards do), 64 MiB on a
-GPU.
+A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
+sends: K/V in use and arriving, accumulators of dK/dV arriving, in use and leaving, and gradients of the own
+shard that return. So heads, which are independent, go around the ring in chunks, one after the other, and the
+buffers shrink by the number of chunks. A chunk must be large enough that its messages use the network well;
+`chunk_bytes_on` returns the least size.
 
 [Note: one chunk after another]
 A chunk receives no keys during its last hop, and its last gradients return after that hop. With two ranks,
-these are all gradients, and they would overlap with no computation. So the next chunk starts early: its first
-keys and values travel during the last hop of this chunk, and the gradients of this chunk return while the
-next chunk computes. Only the last gradients of the last chunk overlap with no computation. In the backward
-pass this needs up to 14 buffers. If there are fewer chunks than `MANY_CHUNKS`, their buffers are large, so
-each chunk of a backward pass starts one batch later. The distance between the starts of two chunks is the
-same on all ranks, also on a rank that reads nothing at the last hops. So all ranks start a chunk in the same
-batch, and the messages between two ranks have the same order on both.
+all gradients return then, and they would overlap with no computation. So the next chunk starts early: its
+first keys and values travel during the last hop of this chunk, and the gradients of this chunk return while
+the next chunk computes. Meanwhile the buffers of both chunks exist. If there are fewer chunks than
+`MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later: then its first
+keys and values travel while the gradients of the chunk before return.
+
+If every rank computes at every hop, only the last gradients of the last chunk overlap with no computation. A
+rank that reads nothing at some hops (with a narrow window, say) has nothing to compute in their batches. It
+may send and receive gradients there, in each chunk. The next chunk does not start earlier for it, because the
+distance between the starts of two chunks is the same on all ranks, whatever they read. So all ranks start a
+chunk in the same batch, and the messages between two ranks have the same order on both.
 """
 
 from __future__ import annotations

@@ -124,8 +124,8 @@ def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
     """Return the directions whose tokens cross the fewest links; on a tie one direction, upwards.
 
-    All directions send the same number of tokens; [Note: relays and direct sends]. With two directions, a
-    shard reaches every reader by the shorter way around the ring. This suits patterns that are not causal. If
+    The number of tokens sent is the same for every choice; see [Note: relays and direct sends]. With two
+    directions, a shard reaches every reader by the shorter way. This suits patterns that are not causal. If
     the nodes are known, the traffic of the busiest network adapter is compared first. Then two levels are
     chosen, unless few tokens go from node to node.
     """

@@ -181,7 +181,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the chunk that started last receives the keys of this hop here
+    hop: int  # the keys of this hop arrive in this batch, for the chunk that started last
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and what it does
 
 

@@ -1,10 +1,9 @@
 """The CPU kernel: call PyTorch's flash attention for CPU tile by tile, forward and backward.
 
-It does not use FlexAttention, because torch 2.13 has no FlexAttention backward on the CPU and returns no lse
-from it when it is compiled there. The aten operators take strided views (so a tile is never copied), grouped
-K/V heads and unequal lengths, and return the natural-log lse. Their backward is exact per tile if it is given
-the global out and lse. Inputs of lower precision are computed in float32: the bf16 backward is ten times
-slower.
+It does not use FlexAttention. On the CPU, FlexAttention of torch 2.13 has no backward, and once compiled it
+returns no lse. The aten operators take strided views (so a tile is never copied), grouped K/V heads and
+unequal lengths, and return the natural-log lse. Their backward is exact per tile if it is given the global
+out and lse. Inputs of lower precision are computed in float32: the bf16 backward is ten times slower.
 
 Terms: m is the number of a pattern's branches that contain a (query, key) pair; log m is added to its score.
 
