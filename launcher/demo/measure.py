@@ -40,7 +40,7 @@ class Measured:
     plan: Plan
 
 
-def measure(tokens: int = TOKENS) -> Measured:
+def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> Measured:
     """Run every ring on gloo ranks of this machine, one ring after the other.
 
     Raises:
@@ -52,7 +52,7 @@ def measure(tokens: int = TOKENS) -> Measured:
     traces = {}
     for transport in TRANSPORTS:
         this = replace(job, options=Options(transport=transport))
-        for size in RING_SIZES:
+        for size in ring_sizes:
             times = transport == "ring" and size == DRAWN_RING
             ranks = run_ranks(
                 measure_ring, size, (this, times), threads=1, deadline_s=DEADLINE_S, imported=True

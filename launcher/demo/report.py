@@ -17,7 +17,7 @@ from ds_ring.schedule.steps import format_schedule
 
 from ..profile.pictures import DPI, draw_timeline, new_figure
 from ..profile.plan_picture import draw_plan
-from .measure import DRAWN_RING, RING_SIZES, Measured
+from .measure import DRAWN_RING, Measured
 
 MIB = 2**20
 _PACKAGES = ("ds_ring", "torch", "deepspeed", "transformers", "numpy")
@@ -86,10 +86,11 @@ def _draw_memory(found: Measured, path: Path) -> None:
         axes.plot(list(peaks), sizes_mib, "o-", color=_COLOURS[transport], label=_NAMES[transport])
         for ring_size, size_mib in zip(peaks, sizes_mib, strict=True):
             axes.annotate(f"{size_mib:.0f}", (ring_size, size_mib), (4, 6), textcoords="offset points")
+    sizes = list(found.peaks_bytes["ring"])
     alone = found.peaks_bytes["ring"][1] / MIB
-    axes.plot(RING_SIZES, [alone / size for size in RING_SIZES], "--", color="black", label="1/P")
+    axes.plot(sizes, [alone / size for size in sizes], "--", color="black", label="1/P")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(RING_SIZES, [str(size) for size in RING_SIZES])
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set(xlabel="ring size P", ylabel="peak tensor memory of a rank, MiB")
     axes.set_ylim(0, 1.12 * max(max(peaks.values()) for peaks in found.peaks_bytes.values()) / MIB)
     axes.grid(alpha=0.3)
