@@ -17,5 +17,6 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
     tune/        a search on real ranks; `python -m ds_ring_launcher.tune` inside any launch
     profile/     pictures and timelines of real and virtual rings
+    demo/        the quick start's training script, and a report of a run (`ds-ring demo`)
     check/       a model on a ring against one process (model_check.py; small_model.py: model, batch)
 """
