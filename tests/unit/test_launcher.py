@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import socket
@@ -20,7 +21,7 @@ from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
-from ds_ring_launcher.run import agent, start
+from ds_ring_launcher.run import agent, process, start
 from ds_ring_launcher.run.job import Invocation, Job
 from tests.clock import unqueued_seconds
 
@@ -462,3 +463,21 @@ def test_a_hosts_switches_begin_with_the_top_one() -> None:
     found = slurm._switches(TOPOLOGY, lambda nodes: nodes.split(","))
     assert found == {f"gpu{n}": ["spine", f"leaf{leaf}"] for n, leaf in enumerate((0, 1, 1, 0))}
     assert slurm._switches("No topology information available", list) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"),
+    [
+        ("", process.ORPHAN_GRACE_SECONDS),
+        (f"\n{agent.END_AFTER_FAULT}\n", process.FAULT_GRACE_SECONDS),
+        (f"{agent.END}\n", 60.0),
+    ],
+)
+def test_an_agents_ranks_have_the_grace_of_what_ends_them(
+    said: str, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No launcher any more, a fault on another host, or a signal: then as long as the YAML says."""
+    monkeypatch.setattr(agent, "_end", lambda why: None)
+    grace = process.Grace(60.0)
+    agent._listen(io.StringIO(said), grace)
+    assert grace.seconds == seconds

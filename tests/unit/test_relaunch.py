@@ -13,6 +13,7 @@ from ds_ring_launcher.cluster.cluster import Host, Relaunch
 from ds_ring_launcher.run.rank import fault_of
 from ds_ring_launcher.run.relaunch import (
     Outcome,
+    convert,
     culprit_of,
     decide,
     hosts_for,
@@ -196,3 +197,18 @@ def test_the_newest_checkpoint_and_its_ranks(tmp_path: Path) -> None:
     found = newest_checkpoint(tmp_path)
     assert found is not None and found[0] == "global_step4"
     assert ranks_of(tmp_path / "global_step4") == 4
+
+
+def test_a_checkpoint_that_any_number_of_ranks_loads_is_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_ring.integrations.checkpoint import manifest, resize
+
+    monkeypatch.setattr(manifest, "verify_checkpoint", lambda *_: None)
+    monkeypatch.setattr(resize, "resize_checkpoint", lambda folder, tag, attempt: f"{tag} for others")
+    (tmp_path / "latest").write_text("global_step4")
+    (tmp_path / "global_step4").mkdir()
+    assert convert(tmp_path, 2, tmp_path) == "global_step4"  # ZeRO 0
+    (tmp_path / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").touch()
+    assert convert(tmp_path, 2, tmp_path) == "global_step4"
+    assert convert(tmp_path, 4, tmp_path) == "global_step4 for others"

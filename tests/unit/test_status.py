@@ -16,6 +16,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
+from ds_ring_launcher.status import page as page_module
 from ds_ring_launcher.status.page import (
     HEIGHT,
     MOST_POINTS,
@@ -27,6 +28,7 @@ from ds_ring_launcher.status.page import (
     write_page,
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
+from ds_ring_launcher.status.table import tables_of
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
 
@@ -228,3 +230,19 @@ def test_a_long_history_is_thinned_out_evenly(tmp_path: Path) -> None:
         assert len(lines) <= 8
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == list(range(1, 100, 16))
+
+
+def test_times_of_a_link_are_milliseconds(run: RunFolder) -> None:
+    links = next(one for one in tables_of(read_run(run.path), 16) if one.title.startswith("Hop times"))
+    assert [row[3:5] for row in links.rows] == [("10.00 ms", "1.00 ms")]
+
+
+def test_the_page_is_not_renewed_while_nothing_happens(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(page_module, "write_page", written.append)
+    monkeypatch.setattr(page_module, "_LOOK_SECONDS", 0.01)
+    with page_kept(run.path):
+        time.sleep(0.3)
+    assert len(written) == 2  # at the beginning and at the end

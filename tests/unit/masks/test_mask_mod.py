@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from ds_ring import RingPatternError
+from ds_ring import MaskMod, RingPatternError
 from ds_ring.masks.mask_mod import trace_mask
 from tests.masks import MaskFunction, causal
 
@@ -54,3 +54,21 @@ def test_a_mask_that_writes_to_what_is_not_its_own_is_refused(write: MaskFunctio
 
     with pytest.raises(RingPatternError, match="writes to no tensor but its own"):
         trace_mask(function)
+
+
+@pytest.mark.parametrize("where", ["default", "after a star"])
+def test_what_a_default_holds_is_captured(where: str) -> None:
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor, width: int = 9) -> Tensor:
+        return q - k <= width
+
+    def wide(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, width: int = 9) -> Tensor:
+        return q - k <= width
+
+    pattern = MaskMod(near if where == "default" else wide)
+    pattern.check(64, 1, 1, "cpu")
+    if where == "default":
+        near.__defaults__ = (8,)
+    else:
+        wide.__kwdefaults__ = {"width": 8}
+    with pytest.raises(RingPatternError, match="make a new MaskMod"):
+        pattern.check(64, 1, 1, "cpu")

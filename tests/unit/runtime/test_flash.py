@@ -25,9 +25,16 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels import KernelNeeds, get_kernel
 from ds_ring.runtime.kernels.flash import FlashKernel
-from ds_ring.runtime.kernels.flash_calls import OPEN, FlashCall, branch_form, flash_calls
+from ds_ring.runtime.kernels.flash_calls import (
+    OPEN,
+    FlashCall,
+    FlashWindow,
+    branch_form,
+    flash_calls,
+    join_windows,
+)
 from ds_ring.runtime.kernels.flash_executors import Cudnn, Executor, Flash
-from ds_ring.runtime.kernels.interface import each_tile
+from ds_ring.runtime.kernels.interface import Rows, each_tile
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, Shape, document_ids, layout_for, longnet, tensors
@@ -293,3 +300,12 @@ def test_what_is_refused_names_flex() -> None:
     _, tiles = next(hops_of(masked, "contiguous", 1, 93))
     with pytest.raises(RingConfigError, match='"kernel": "flex"'):
         list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
+
+
+def test_a_triangle_and_a_rectangle_whose_last_query_sees_all_stay_two_windows() -> None:
+    """Positions 0-3 and 8-9 attend to 0-3 and 5-9: query 8 sees 5-8, and 0-3 in the other one."""
+    first = FlashWindow(Rows(0, 1, 4), Rows(0, 1, 4), OPEN, 0, -1, 0.0)
+    below = FlashWindow(Rows(4, 1, 2), Rows(0, 1, 4), OPEN, OPEN, -1, 0.0)
+    last = FlashWindow(Rows(4, 1, 2), Rows(4, 1, 5), OPEN, 0, -1, 0.0)
+    assert len(join_windows([first, below, last])) == 3
+    assert len(join_windows([first, below, last._replace(k=Rows(4, 1, 2))])) == 1

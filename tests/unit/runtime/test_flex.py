@@ -27,7 +27,8 @@ from ds_ring.runtime import block_mask
 from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask
 from ds_ring.runtime.device import Kept
 from ds_ring.runtime.kernels import get_kernel
-from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.runtime.kernels.flex import FlexKernel, compiled_call
+from ds_ring.runtime.kernels.interface import Operands
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.merge import merge_
 from ds_ring.schedule.plan import build_plan
@@ -323,3 +324,23 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
         totals.append(found)
     for want, part in zip(*totals, strict=True):
         assert relative_error(part, want) < 5e-6
+
+
+def test_what_one_head_alone_attends_to_is_not_full_for_the_others() -> None:
+    """Of LongNet's heads the first one reads even tokens, the second one odd ones: here are even ones."""
+    evens = np.array([[0, 2, 4]])
+    tiles = Dilated((8,), (2,), causal=False).bind((0, 1), 2, 1).tiles(evens, evens)
+    tensors = hop_mask(tiles, 16, CPU).tensors
+    found = [seen(tensors, head) for head in range(2)]
+    assert found[0].all() and not found[1].any()
+
+
+def test_each_constant_has_code_of_its_own() -> None:
+    """Dynamo makes a number symbolic at the second value that it sees in one code object."""
+    q = torch.zeros(1, 2, 64, 16)
+    kernel, (tiles, *_) = FlexKernel(16, "eager"), list(hops_of(Causal(), "contiguous", 1))
+    codes = set()
+    for scale in (0.5, 1.0):
+        constants = kernel._constants_of_hop(Operands(q, q, q), tiles, scale)
+        codes.add(compiled_call("eager", constants, 16)._torchdynamo_orig_callable.__code__.co_name)
+    assert len(codes) == 2

@@ -12,7 +12,7 @@ import pytest
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, _snake, work_of_ranks
+from ds_ring.schedule.choose import EVEN, _best, _rated, _snake, bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LONG_PATTERNS, longnet
@@ -87,3 +87,14 @@ def test_a_mix_of_something_else_is_refused() -> None:
         make_layout("auto", tokens=64, ring_size=2, pattern={"causal": 1})  # type: ignore[dict-item]
     with pytest.raises(RingLayoutError, match="layers with Causal"):
         make_layout("auto", tokens=64, ring_size=2, pattern={Causal(): 0})
+
+
+def test_traffic_counts_every_layer() -> None:
+    layout = make_layout("zigzag", tokens=4096, ring_size=4)
+
+    def sent(**layers: int) -> int:
+        patterns = {"window": SlidingWindow(512), "whole": Causal()}
+        mix = tuple((bound_to_one_head(patterns[name]), count) for name, count in layers.items())
+        return _best(mix, [_rated(mix, layout)])[0].tokens_sent
+
+    assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
-from ds_ring.schedule.grid import BatchLengths, Division, divide
+from ds_ring.schedule.grid import BatchLengths, Division, _neighbours, divide
 
 RINGS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=24).map(tuple)
@@ -120,3 +120,7 @@ def test_nothing_is_divided_where_nothing_is_gained() -> None:
 def test_samples_without_tokens_are_refused(lengths: tuple[int, ...]) -> None:
     with pytest.raises(RingConfigError, match="at least one token each"):
         divide(BatchLengths(lengths, 10, False), 2, Machine())
+
+
+def test_neighbours_merge_all_rings_of_a_size_too() -> None:
+    assert (2, 2) in _neighbours((2, 1, 1), 4) and (4,) in _neighbours((2, 2), 4)

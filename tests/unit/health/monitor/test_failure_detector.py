@@ -230,3 +230,13 @@ def test_a_wait_for_a_rank_that_has_not_joined_is_no_crash() -> None:
     waits(detector, 0, 8, 1.0)
     accuses(detector, 0, 8, 1.0)
     assert culprit(detector, 2.0) == 8
+
+
+def test_where_waits_ended_is_forgotten_when_one_begins() -> None:
+    detector = detector_of()
+    detector.hear(3, {"kind": "bye"}, 0.5)  # from here on every look follows the waits
+    waits(detector, 1, 0, 1.0)
+    assert detector.look(1.0) is None
+    waits(detector, 0, 2, 1.1)
+    accuses(detector, 1, 0, 2.0)
+    assert culprit(detector, 2.0 + GRACE_S) == 2

@@ -58,9 +58,10 @@ def compiled(fn: Callable[..., Tensor], pattern: Any = None, **options: Any) -> 
     return torch.compile(fn, backend=backend, fullgraph=True, options={**known, "inner": "eager", **options})
 
 
-def documents_of(position_ids: Tensor) -> Tensor:
+def documents_of(position_ids: Tensor, first: Tensor | None = None) -> Tensor:
     """As transformers finds packed documents."""
-    diff = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
+    first = position_ids if first is None else first
+    diff = torch.diff(position_ids, prepend=first[:, :1] - 1, dim=-1)
     return (diff != 1).cumsum(-1)
 
 
@@ -153,6 +154,21 @@ def test_documents_in_the_pattern_are_those_of_the_mask() -> None:
     pattern = Causal() & Documents(position_ids=packed)
     expected = sdpa_with_mask(*tensors, packed)
     assert torch.allclose(compiled(sdpa_with_mask, pattern)(*tensors, packed), expected, atol=1e-6)
+
+
+def test_documents_that_begin_by_other_positions_are_not_read() -> None:
+    """Whether the first slot begins one is then no matter of the positions that are compared."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, others: Tensor) -> Tensor:
+        packed = documents_of(position_ids.expand(BATCH, -1), others.expand(BATCH, -1))
+        batch = torch.arange(BATCH)[:, None, None, None]
+        slots = torch.arange(TOKENS) + 0
+        q_at, k_at = slots[None, None, :, None], slots[None, None, None, :]
+        mask = (packed[batch, q_at] == packed[batch, k_at]) & (k_at <= q_at)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(BATCH, -1, TOKENS, TOKENS))
+
+    with pytest.raises(RingPatternError, match="cannot be honoured"):
+        compiled(fn)(*qkv(), POSITIONS, POSITIONS + 1)
 
 
 def test_gradients_of_a_checkpoint_are_the_same() -> None:

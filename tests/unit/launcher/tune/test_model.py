@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
-from ds_ring_launcher.tune.measurements import Links
+from ds_ring_launcher.tune.measurements import KernelSample, Links, _fit
 from ds_ring_launcher.tune.model import Model
 from tests.unit.launcher.tune.cases import machine, request
 
@@ -63,3 +63,10 @@ def test_every_candidate_of_a_dilated_pattern_has_a_prediction() -> None:
     asked = request(4, tokens=4096, kv_heads=2, section={"pattern": pattern})
     model = Model(asked, machine(asked))
     assert all(model(one, 4096) > 0 for one in candidates(asked))
+
+
+def test_each_way_is_fitted_to_its_own_seconds() -> None:
+    small = [KernelSample((1e6, 3e6), seconds) for seconds in ((1.5, 2.5), (1.6, 2.6))]
+    large = [KernelSample((4e6, 12e6), (4.5, 7.0))]
+    assert _fit(small, large, 0) == pytest.approx((1e6, 0.5))
+    assert _fit(small, large, 1) == pytest.approx((2e6, 1.0))
