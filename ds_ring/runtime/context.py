@@ -538,7 +538,8 @@ _handles = itertools.count()
 T = TypeVar("T")
 
 # Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
-operator = partial(torch.library.custom_op, mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+# torch 2.11 takes a sequence of tags only.
+operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
 def new_handle(owner: object) -> int:
