@@ -192,7 +192,7 @@ def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun"])
-@pytest.mark.day("torchrun")
+@pytest.mark.night  # by day two hosts meet by mpirun here, and by torchrun in test_relaunch.py
 def test_two_nodes_without_ssh(workplace: Workplace, engine: str, unused_port: int) -> None:
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh: false\n"
     master = f"master_address: 127.0.0.1\nmaster_port: {unused_port}\n"
