@@ -161,7 +161,7 @@ def on_a_ring(
 
 
 @pytest.mark.parametrize(("family", "layout", "inner", "ulysses_size"), CASES)
-@pytest.mark.day("Qwen3-contiguous-aot_eager-2")
+@pytest.mark.day("Qwen2-striped-aot_eager-1")
 def test_an_unmodified_family_equals_one_process(
     rank_pool: Pool, family: str, layout: str, inner: str, ulysses_size: int
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
 from tests.machine import skip_without
 
-STEPS = 10
+STEPS = 5
 EVEN = Size(hidden=32, layers=2, tokens=64, samples=2)
 RAGGED = Size(hidden=48, layers=3, tokens=83, samples=4)
 

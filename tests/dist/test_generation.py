@@ -151,6 +151,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.day(*(name for name in CASES if name != "windows in some layers, sinks"))  # gpt-oss twice
 def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) -> None:
     case = CASES[name]
     world_size = 4 if "x" in name else case.ring_size

@@ -56,7 +56,7 @@ def errors(rank: int, world_size: int) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("ring_size", RINGS)
-@pytest.mark.day("2")
+@pytest.mark.day("1")  # test_registry.py and test_patterns.py have such masks on rings by day
 def test_masks_of_flex_attention_are_exact(rank_pool: Pool, ring_size: int) -> None:
     found = rank_pool(ring_size).run(errors, timeout_s=300)[0]
     assert len(found) == TURNS * len(MASKS)

@@ -71,7 +71,7 @@ def parity(
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-@pytest.mark.covering(1)
+@pytest.mark.day("1-511", "2-500", "3-511", "4-500", "8-511")
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, tokens: int) -> None:
     shape, dense, layouts = (
         Shape(tokens=tokens),
@@ -84,7 +84,7 @@ def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, toke
 
 
 @pytest.mark.parametrize(("ring_size", "layouts"), [(3, LAYOUTS), (8, ("zigzag", "auto"))])
-@pytest.mark.day("3-layouts0")
+@pytest.mark.night  # by day test_registry.py has every pattern on every layout, and bfloat16 all on three ranks
 def test_every_pattern_is_within_1e_5_of_float64(
     rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]
 ) -> None:
@@ -123,6 +123,7 @@ def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.day("4")
 def test_ulysses_around_the_ring(rank_pool: Pool, world_size: int) -> None:
     options = {"layouts": ("zigzag", "auto"), "ulysses_size": 2}
     errors = rank_pool(world_size).run(parity, Shape(tokens=203), torch.float32, **options)[0]
@@ -130,6 +131,7 @@ def test_ulysses_around_the_ring(rank_pool: Pool, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.day("1", "5")
 def test_fewer_tokens_than_ranks(rank_pool: Pool, tokens: int) -> None:
     shape = Shape(batch=1, tokens=tokens)
     errors = rank_pool(4).run(parity, shape, torch.float32, layouts=CHUNKS)[0]
@@ -232,7 +234,7 @@ MOST_SENT = {"full": 1.0, "window": 0.6, "dilated": 0.4, "documents, causal": 0.
 
 
 @pytest.mark.parametrize("pattern_name", PATTERNS)
-@pytest.mark.day("causal", *KINDS)
+@pytest.mark.day(*KINDS)
 def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: str) -> None:
     dtype = torch.bfloat16  # what travels forward and what comes home are of other dtypes then
     results = rank_pool(4).run(bytes_on_the_wire, pattern_name, dtype)

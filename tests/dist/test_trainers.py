@@ -89,7 +89,7 @@ SCRIPTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.day("hf_trainer.py", "deepspeed_loop.py")
+@pytest.mark.day("hf_trainer.py")
 def test_a_script_trains_and_resumes_as_on_one_process(rank_pool: Any, tmp_path: Path, script: str) -> None:
     pytest.importorskip("trl" if "trl" in script else "accelerate")
     ring_json = EXAMPLES / "ds_config.json"

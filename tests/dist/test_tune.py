@@ -22,9 +22,9 @@ from tests.dist.harness import RankPool
 @pytest.mark.slow
 def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, tuned, hardware = (tmp_path / name for name in ("ds.json", "tuned.json", "here.yaml"))
-    whole = {"zero_optimization": {"stage": 1}, "ring_attention": {"pattern": {"window": 512}}}
+    whole = {"zero_optimization": {"stage": 1}, "ring_attention": {"pattern": {"window": 256}}}
     source.write_text(json.dumps(whole))
-    sizes = ["--tokens", "2048", "--heads", "2", "--head-dim", "32", "--processes", "2"]
+    sizes = ["--tokens", "1024", "--heads", "2", "--head-dim", "32", "--processes", "2"]
     files = ["--config", str(source), "--output", str(tuned), "--hardware-output", str(hardware)]
     started = time.perf_counter()
     assert cli.main(["tune", *sizes, *files, "--json", "--deadline-seconds", "120"]) == 0
@@ -33,9 +33,9 @@ def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     report = json.loads(capfd.readouterr().out)
     print(f"{seconds:.1f} s: {report['chosen']}: {report['measured_s']:.4f} s")
     config = RingConfig.from_deepspeed(tuned)
-    request = request_from(whole, tokens=2048, heads=2, head_dim=32, world_size=2)
+    request = request_from(whole, tokens=1024, heads=2, head_dim=32, world_size=2)
     by_name = {str(one): one for one in candidates(request)}
-    assert config == config_of(by_name[report["chosen"]], request, 2048)
+    assert config == config_of(by_name[report["chosen"]], request, 1024)
     assert 0 < report["measured_s"] < 10 and report["expected_s"] > 0
     assert report["passes"] < 3 * report["candidates"] and report["default"] in by_name
 

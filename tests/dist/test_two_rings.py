@@ -149,7 +149,7 @@ def two_rings(rank: int, world_size: int, second: tuple[int, int]) -> list[str]:
 @pytest.mark.parametrize(
     ("world", "second"), [(2, (2, 1)), (2, (1, 2)), (4, (4, 1)), (4, (2, 2)), (4, (2, 1))]
 )
-@pytest.mark.day("2-second0", "2-second1", "4-second3")
+@pytest.mark.day("2-second0", "4-second3")
 def test_two_rings_at_once_are_exact(rank_pool, world, second):
     """The second is the same ring again, one with Ulysses, or two rings of data replicas."""
     assert rank_pool(world).run(two_rings, second, timeout_s=150) == [[]] * world
@@ -204,5 +204,6 @@ def two_models(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.day("2")
 def test_two_models_train_at_once_as_they_do_alone(rank_pool, world):
     assert rank_pool(world).run(two_models, timeout_s=120) == [True] * world

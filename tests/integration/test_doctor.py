@@ -198,7 +198,13 @@ def write(folder: Path, number: int = 0, **keys: Any) -> Path:
 
 @pytest.mark.slow
 def test_an_all_gather_in_the_place_of_a_ring_is_found_out(tmp_path: Path) -> None:
-    path = write(tmp_path, hosts="local", slots=4, section={"transport": "all_gather"})
+    path = write(
+        tmp_path,
+        hosts="local",
+        slots=2,
+        section={"transport": "all_gather"},
+        top={"sequence_parallel_size": 2},
+    )
     status, found, errors = doctor(path)
     assert status == 1, errors
     assert found["ring"][0] == WRONG and "all_gather" in found["ring"][1], found

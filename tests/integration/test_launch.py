@@ -192,7 +192,7 @@ def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun"])
-@pytest.mark.day("torchrun")
+@pytest.mark.night  # by day two hosts meet by mpirun here, and by torchrun in test_relaunch.py
 def test_two_nodes_without_ssh(workplace: Workplace, engine: str, unused_port: int) -> None:
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh: false\n"
     master = f"master_address: 127.0.0.1\nmaster_port: {unused_port}\n"
@@ -330,7 +330,7 @@ def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, rea
     require_engine("mpirun")
     hosts, caller = by_ssh(workplace, "mpirun") if reach == "ssh" else (f"engine: mpirun\n{LOCAL}", {})
     path = workplace.write(hosts)
-    started = workplace.start([*DS_RING, str(path), "--", "--handler-seconds", "4", "--sleep"], **caller)
+    started = workplace.start([*DS_RING, str(path), "--", "--handler-seconds", "2", "--sleep"], **caller)
     deadline = time.monotonic() + DEADLINE_SECONDS
     while len(list(workplace.folder.glob("rank-*.ready"))) < 2:
         assert time.monotonic() < deadline
@@ -338,7 +338,7 @@ def test_sigterm_leaves_time_to_a_handler_under_mpirun(workplace: Workplace, rea
     started.send_signal(signal.SIGTERM)
     status, output = workplace.finish(started)
     assert status == 128 + signal.SIGTERM, output
-    assert "rank 0 handled" in output and "rank 1 handled" in output  # after 4 s and after 8 s
+    assert "rank 0 handled" in output and "rank 1 handled" in output  # after 2 s and after 4 s
     assert len(list(workplace.folder.glob("rank-*.handled"))) == 2
 
 

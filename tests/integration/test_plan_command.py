@@ -116,11 +116,11 @@ def test_what_would_make_a_run_fit_does_so_when_it_is_given(capsys, sizes, expec
 
 
 def test_transfers_that_do_not_hide_are_warned_of(capsys):
-    found = plan(capsys, *SIZES, *CPU, "--tokens", "2048", "--devices", "8")
+    found = plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "4")
     hides = found["hiding_tokens_per_rank"]
     assert hides > 256
     assert any(f"from T/P = {hides:,} on it hides" in warning for warning in found["warnings"])
-    enough = plan(capsys, *SIZES, *CPU, "--tokens", str(8 * hides), "--devices", "8")
+    enough = plan(capsys, *SIZES, *CPU, "--tokens", str(4 * hides), "--devices", "4")
     assert not any("do not hide" in warning for warning in enough["warnings"])
 
 

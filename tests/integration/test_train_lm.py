@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.demo.lm_compare import Comparison
+from tests.dist.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--sequence_length", "101", "--hidden_size", "16", "--layers", "1", "--evaluate_every", "2"]
@@ -103,9 +107,20 @@ def test_a_difference_is_seen_in_the_three_lines():
     assert third.endswith("one process 10 MiB, each rank 6, 5 MiB (60 %)")
 
 
+def help_of_the_script(rank: int, world_size: int) -> tuple[int | str | None, str]:
+    """Its exit status and what it prints."""
+    script = str(ROOT / "launcher/demo/train_lm.py")
+    sys.argv = [script, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as ended:
+            return ended.code, printed.getvalue()
+    return None, printed.getvalue()
+
+
 def test_help_has_an_example():
-    script = [sys.executable, str(ROOT / "launcher/demo/train_lm.py"), "--help"]
-    run = subprocess.run(script, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "ds-ring launch configs/quickstart.yaml" in run.stdout
-    assert "--deepspeed_config" in run.stdout
+    ((status, printed),) = run_ranks(help_of_the_script, 1)
+    assert status == 0
+    assert "ds-ring launch configs/quickstart.yaml" in printed
+    assert "--deepspeed_config" in printed
