@@ -24,7 +24,7 @@ DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Measured:
+class DemoRings:
     """Hold what was measured.
 
     Attributes:
@@ -40,7 +40,7 @@ class Measured:
     plan: Plan
 
 
-def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> Measured:
+def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> DemoRings:
     """Run every ring on gloo ranks of this machine, one ring after the other.
 
     Raises:
@@ -63,4 +63,4 @@ def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> M
     cores = len(os.sched_getaffinity(0))
     timeline = timeline_of(traces, where=f"one machine with {cores} cores")
     plan = build_plan(job.pattern, job.layout(DRAWN_RING), query_heads=HEADS, kv_heads=HEADS)
-    return Measured(job, peaks, timeline, plan)
+    return DemoRings(job, peaks, timeline, plan)

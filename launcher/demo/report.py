@@ -17,7 +17,7 @@ from ds_ring.schedule.steps import format_schedule
 
 from ..profile.pictures import DPI, draw_timeline, new_figure
 from ..profile.plan_picture import draw_plan
-from .measure import DRAWN_RING, Measured
+from .measure import DRAWN_RING, DemoRings
 
 MIB = 2**20
 _PACKAGES = ("ds_ring", "torch", "deepspeed", "transformers", "numpy")
@@ -35,7 +35,7 @@ pre { background: #f6f6f4; padding: .8rem; overflow-x: auto; font-size: 12px; li
 """
 
 
-def write_report(path: Path, log: Mapping[str, Any], found: Measured, ds_config: Mapping[str, Any]) -> Path:
+def write_report(path: Path, log: Mapping[str, Any], found: DemoRings, ds_config: Mapping[str, Any]) -> Path:
     """Write the report and return its path.
 
     Args:
@@ -50,7 +50,7 @@ def write_report(path: Path, log: Mapping[str, Any], found: Measured, ds_config:
     return path
 
 
-def _pictures(folder: Path, log: Mapping[str, Any], found: Measured) -> Iterator[tuple[str, str]]:
+def _pictures(folder: Path, log: Mapping[str, Any], found: DemoRings) -> Iterator[tuple[str, str]]:
     """Draw each picture; yield its name and an `img` element that holds it."""
     alternatives = {
         "loss": "the loss of each training step",
@@ -77,7 +77,7 @@ def _draw_loss(losses: list[float], path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
-def _draw_memory(found: Measured, path: Path) -> None:
+def _draw_memory(found: DemoRings, path: Path) -> None:
     """Draw measured peaks by ring size, and the line of 1/P."""
     figure = new_figure(10, 4.2)
     axes = figure.subplots()
@@ -99,7 +99,7 @@ def _draw_memory(found: Measured, path: Path) -> None:
 
 
 def _page(
-    log: Mapping[str, Any], found: Measured, ds_config: Mapping[str, Any], pictures: Mapping[str, str]
+    log: Mapping[str, Any], found: DemoRings, ds_config: Mapping[str, Any], pictures: Mapping[str, str]
 ) -> str:
     schedule = format_schedule(lower_pass(found.plan.rank(1).classes, found.plan.group, backward=False))
     sizes = found.job.sizes
