@@ -23,7 +23,7 @@ WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 _EXAMPLE = """\
 examples:
-  ds-ring demo                                             a minute on two CPU ranks, and a report
+  ds-ring demo                                             two CPU ranks, one to two minutes, a report
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here

@@ -16,8 +16,8 @@ _HELP = "train a small model on two CPU ranks, compare it with one process, writ
 _DESCRIPTION = (
     "Train a byte-level Llama on the sources of Python's standard library, sharded over two CPU ranks;"
     " compare loss and gradients with one process; measure the memory of real rings of 1, 2, 4 and 8 ranks"
-    " beside an all-gather of K/V; write everything into one HTML file. It takes about a minute, and needs"
-    " no checkout, no GPU and no network."
+    " beside an all-gather of K/V; write everything into one HTML file. It takes one to two minutes, and"
+    " needs no checkout, no GPU and no network."
 )
 _EXAMPLE = """\
 examples:
