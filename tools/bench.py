@@ -66,6 +66,16 @@ def llama(
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
+def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
+    """Return DeepSpeed's section of a ZeRO stage: buckets of so many elements, every parameter sharded."""
+    return {
+        "stage": stage,
+        "reduce_bucket_size": bucket,
+        "stage3_prefetch_bucket_size": bucket,
+        "stage3_param_persistence_threshold": 0,
+    }
+
+
 def engine_of(
     model: Any, ranks: int, section: Mapping[str, Any], zero: Mapping[str, Any], *, batch: int = 1,
     sgd: float | None = None, **more: Any,

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from bench import engine_of, in_turns, llama, parser_of, print_row
+from bench import engine_of, in_turns, llama, parser_of, print_row, zero_of
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
@@ -74,13 +74,7 @@ def start(run: Run) -> tuple[Any, dict[str, torch.Tensor]]:
     )  # fmt: skip
     if run.checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    bucket = SHAPE.largest_parameter
-    zero = {
-        "stage": run.stage,
-        "reduce_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": bucket,
-        "stage3_param_persistence_threshold": 0,
-    }
+    zero = zero_of(run.stage, SHAPE.largest_parameter)
     section = {
         "pattern": {"window": run.window},
         "layout": "contiguous",

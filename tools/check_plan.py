@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from bench import engine_of, llama, parser_of, print_row
+from bench import engine_of, llama, parser_of, print_row, zero_of
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
@@ -188,13 +188,7 @@ def training_rank(point: CheckedSetting) -> PeakAndTraffic:
     assert shape is not None
     sizes = (shape.vocab, shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads)
     ids = torch.randint(1, shape.vocab, (1, point.tokens), generator=torch.Generator().manual_seed(0))
-    bucket = bucket_of(point)
-    zero = {
-        "stage": point.stage,
-        "reduce_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": bucket,
-        "stage3_param_persistence_threshold": 0,
-    }
+    zero = zero_of(point.stage, bucket_of(point))
     section = {
         "pattern": PATTERNS[point.pattern][1],
         "long_sequence": {key: TILES.get(key, True) for key in point.long},
