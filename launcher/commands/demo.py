@@ -93,8 +93,6 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _write_inputs(folder: Path, steps: int) -> Path:
     """Write what the training needs; return the cluster YAML."""
-    from ..demo import train_lm_path
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ds_config.json").write_text(json.dumps(_DS_CONFIG, indent=2) + "\n")
     arguments = ["--steps", steps, "--evaluate_every", 0, "--output", str(folder)]
@@ -103,7 +101,7 @@ def _write_inputs(folder: Path, steps: int) -> Path:
         "device": "cpu",
         "hosts": "local",
         "slots": RANKS,
-        "script": str(train_lm_path()),
+        "script": str(Path(__file__).parents[1] / "demo/train_lm.py"),
         "deepspeed_config": "ds_config.json",
         "script_args": arguments,
         "engine_args": ["--log_level", "warning"],

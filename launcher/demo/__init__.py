@@ -3,10 +3,3 @@
 `train_lm.py` is the script, an ordinary DeepSpeed script; `lm_*.py` are its data, its comparison with one
 process and its log. `measure.py` measures rings on this machine, `report.py` writes the HTML file.
 """
-
-from pathlib import Path
-
-
-def train_lm_path() -> Path:
-    """Return the path of the training script, which an engine runs as a file."""
-    return Path(__file__).with_name("train_lm.py")
