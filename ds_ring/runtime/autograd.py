@@ -39,6 +39,7 @@ from ds_ring.runtime.checks import why_not_an_operand, why_not_this_derivative
 from ds_ring.runtime.context import (
     Options,
     RingContext,
+    constant_in_graphs,
     context_for,
     context_of,
     first_queries,
@@ -572,19 +573,7 @@ def _made_context(
     return context_for(pattern, layout, mesh, Options(*settings, score_mod=mod))  # type: ignore[misc]
 
 
-# [Note: handles in compiled code]
-# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
-# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
-# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
-# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
-# would arrive with its defaults.
-def _constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
-    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-@_constant_in_graphs
+@constant_in_graphs
 def handle_of(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
     score_mod: ScoreFunction | None, why_not: str | None,
@@ -607,7 +596,7 @@ def handle_of(
     return context.handle
 
 
-@_constant_in_graphs
+@constant_in_graphs
 def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
     """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
     context = refusing_context(mesh, error(why))
@@ -615,14 +604,14 @@ def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfi
     return context.handle
 
 
-@_constant_in_graphs
+@constant_in_graphs
 def _differentiable(handle: int) -> int:
     """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
     why = why_not_this_derivative()
     return handle if why is None else refusing_handle(context_of(handle).mesh, why)
 
 
-@_constant_in_graphs
+@constant_in_graphs
 def _refuse(handle: int, why: str) -> None:
     refuse(context_of(handle).mesh, RingShapeError(why))
 

@@ -558,6 +558,18 @@ def object_of(handle: int, kind: type[T]) -> T:
     return found
 
 
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
+def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 KEPT_DESCRIPTIONS = 8  # of tensors, per context
 KEPT_CONTEXTS = 64  # per mesh; an older context lives as long as something else refers to it
 
@@ -589,7 +601,10 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
             f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
             f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
         )
-    return _kept(mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options))
+    found: RingContext = kept(
+        mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options)
+    )
+    return found
 
 
 def first_queries(
@@ -622,12 +637,15 @@ def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
     There only an operator can raise an error unchanged. Eager calls raise at once (`refuse`).
     """
     key = (type(error), str(error))
-    return _kept(mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error))
+    found: RingContext = kept(
+        mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error)
+    )
+    return found
 
 
-def _kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], RingContext]) -> RingContext:
+def kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
-    table: OrderedDict[Any, RingContext] = mesh.contexts
+    table: OrderedDict[Any, Any] = mesh.contexts
     if key not in table:
         table[key] = make()
         if len(table) > KEPT_CONTEXTS:

@@ -97,6 +97,24 @@ class Exchange:
         sent, received = ([message.tensor for message in side] for side in (sends, receives))
         return self.start(self.route(sends, receives), sent, received, hop)
 
+    def post_in_sequence(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> Pending:
+        """Start messages between ranks of the sequence (ring x Ulysses): pairs of sequence rank and tensor.
+
+        Raises:
+            RingMismatchError: a tensor is not contiguous (a fault of this rank; nothing was sent).
+        """
+        sent, received = ([Message(tensor, peer) for peer, tensor in side] for side in (sends, receives))
+        check_messages(sent)
+        check_messages(received)
+        of, to = (
+            [self.mesh.global_rank_in_sequence(peer) for peer, _ in side] for side in (receives, sends)
+        )
+        sizes = sizes_of(sent, received)
+        route = self._route(of, to, (*receives, *sends)[0][1], self.mesh.sequence_group, sizes)
+        return self.start(route, [x for _, x in sends], [x for _, x in receives])
+
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
         """Return what all batches with these messages have in common; see [Note: routes].
 

@@ -1,0 +1,493 @@
+"""What a token gets from tokens before it without attention: `halo` and `ring_scan`.
+
+`halo` copies the few tokens beside each run of a shard, for short convolutions and token shifts. `ring_scan`
+computes the state with which each run begins, for layers that are linear in their state (linear attention,
+state-space models, gated delta rules). Both send messages between the ranks that hold neighbouring runs. The
+bytes of a scan do not depend on the length of the sequence.
+
+A recurrence maps a state S to M S + B over a run. Such maps compose associatively, so the states of all runs
+are an exclusive scan over the pairs (M, B) (Blelloch 1990, "Prefix sums and their applications"; Martin and
+Cundy 2018, "Parallelizing linear recurrent neural nets over sequence length").
+
+Owns both operators, `ds_ring::halo` and `ds_ring::scan`, and their gradients. The gradient of a copy is added
+at the token's owner; the gradient of a scan is the scan of the transposed maps in reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.checked_numbers import whole_number
+from ds_ring.errors import RingError, RingLayoutError, RingPatternError, RingShapeError, shown
+from ds_ring.masks.catalog import Documents
+from ds_ring.runtime.checks import why_not_an_operand
+from ds_ring.runtime.context import constant_in_graphs, kept, new_handle, object_of, operator, refuse
+from ds_ring.runtime.exchange import Exchange, agree
+from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.sequence_runs import SequenceRuns, halo_messages, pieces, sequence_runs
+
+Rows = dict[int, Tensor]  # by rank of the sequence
+
+
+@dataclass(eq=False)
+class Neighbours:
+    """The runs of a layout, and this rank's place among them.
+
+    Attributes:
+        layout, documents, mesh: of a call; without documents a state passes through the whole sequence.
+        hop_timeout_s: seconds that the messages of one round may take.
+        in_a_graph: True if a compiled graph carries the handle.
+        refused: an error in the arguments, raised by every call after telling the other ranks.
+        handle: the integer by which the operators find this object.
+        exchange: sends and receives; None if the sequence has one rank.
+    """
+
+    layout: Layout
+    documents: Documents | None
+    mesh: RingMesh
+    hop_timeout_s: float = 60.0
+    in_a_graph: bool = False
+    refused: RingError | None = None
+    handle: int = field(init=False)
+    exchange: Exchange | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh.sequence_size > 1:
+            self.exchange = Exchange(self.mesh, self.hop_timeout_s)
+        self.handle = new_handle(self)
+
+    @property
+    def runs(self) -> SequenceRuns:
+        """Return the runs of all ranks of the sequence."""
+        return sequence_runs(self.layout, self.mesh.ulysses_size)
+
+    @property
+    def pieces(self) -> Any:
+        """Return this rank's pieces (`sequence_runs.Piece`), in slot order."""
+        return pieces(self.layout, self.mesh.ulysses_size, self.mesh.sequence_rank, self.documents)
+
+    @property
+    def own_runs(self) -> int:
+        """Count this rank's runs."""
+        return len(self.runs.of_rank(self.mesh.sequence_rank))
+
+    def masks(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 for runs in which no document begins, and 1 for runs whose first token begins none.
+
+        Both are [R, 1, ...] with the dimensions of `like`, and 0 for the other runs.
+        """
+        shape = (-1, *[1] * (like.dim() - 1))
+        through, continues = (torch.ones(self.own_runs, dtype=like.dtype) for _ in range(2))
+        if self.documents is not None:
+            through, continues = torch.zeros_like(through), torch.zeros_like(continues)
+            for piece in self.pieces:
+                through[piece.run] += piece.continues and piece.is_last
+                continues[piece.run] += piece.continues
+        return through.to(like.device).view(shape), continues.to(like.device).view(shape)
+
+    def agree(self, operation: str, fields: Mapping[str, object], refused: RingError | None = None) -> None:
+        """Compare a call with the other ranks; see `exchange.agree`."""
+        if self.exchange is not None:
+            told = {"layout": self.layout, "documents": self.documents, **fields}
+            agree(self.exchange, operation, told, refused)
+        elif refused is not None:
+            raise refused
+
+    def swap(self, sends: Rows, receives: Rows) -> None:
+        """Send and receive contiguous tensors, and wait for them."""
+        if self.exchange is not None and (sends or receives):
+            self.exchange.post_in_sequence([*sends.items()], [*receives.items()]).wait()
+
+
+def neighbours_of(
+    layout: Layout, mesh: RingMesh, documents: Documents | None = None, hop_timeout_s: float = 60.0
+) -> Neighbours:
+    """Return the neighbours of a call; made on first use, and dropped with its mesh.
+
+    Raises:
+        RingLayoutError, RingPatternError: a layout whose runs have gaps or that is for another ring, or
+            documents of another length; raised on every rank.
+    """
+    check_mesh(mesh)
+
+    def make() -> Neighbours:
+        refused: RingError | None = None
+        try:
+            _check(layout, mesh, documents)
+        except RingError as error:
+            refused = error
+        return Neighbours(layout, documents, mesh, hop_timeout_s, refused=refused)
+
+    found: Neighbours = kept(mesh, (Neighbours, layout, documents, hop_timeout_s), make)
+    if found.refused is not None:
+        refuse(mesh, found.refused)
+    return found
+
+
+def _check(layout: object, mesh: RingMesh, documents: object) -> None:
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
+        )
+    if layout.ring_size != mesh.ring_size:
+        raise RingLayoutError(
+            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
+            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
+        )
+    sequence_runs(layout, mesh.ulysses_size)
+    if documents is not None and not isinstance(documents, Documents):
+        raise RingPatternError(
+            f"documents: expected ds_ring.Documents or None, got {shown(documents)}; pass"
+            " Documents(document_ids)"
+        )
+    if documents is not None and documents.tokens != layout.tokens:
+        raise RingPatternError(
+            f"documents: expected ids for {layout.tokens} tokens (the layout's), got {documents.tokens};"
+            " build both for one length"
+        )
+
+
+@constant_in_graphs
+def _handle_of(layout: Layout, mesh: RingMesh, documents: Documents | None, hop_timeout_s: float) -> int:
+    found = neighbours_of(layout, mesh, documents, hop_timeout_s)
+    found.in_a_graph = True
+    return found.handle
+
+
+def halo(
+    x: Tensor, before: int, after: int = 0, *, dim: int, layout: Layout, mesh: RingMesh,
+    documents: Documents | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the tokens beside each run of this rank's shard. Differentiable.
+
+    Args:
+        x: local shard, any dtype, with S slots in `dim`: layout.local_tokens over the Ulysses size.
+        before, after: how many tokens in front of each run, and behind it; their sum at least 1.
+        dim: the token dimension.
+        layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
+        mesh: this process's place; every rank of the sequence must call.
+        documents: tokens of another document are zeros, as are those outside the sequence.
+        hop_timeout_s: seconds after which a message that has not arrived raises.
+
+    Returns:
+        The shape of x with [R, before + after] in place of S, for the R runs of this rank in slot order
+        (`layout.runs`, cut where Ulysses ranks share a shard). The gradient of a copy is added at its owner.
+        Use the copies on every rank, even where they are zeros: each rank takes part in the backward pass.
+
+    Raises:
+        RingShapeError: a length that is not the layout's, or `before` and `after` are not whole numbers.
+        RingLayoutError: a layout whose runs have gaps (striped, residue), or for another ring.
+        RingPatternError: documents of another length.
+        RingMismatchError: ranks that call with different arguments; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    handle = _handle_of(layout, mesh, documents, hop_timeout_s)
+    if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
+        dim += x.dim()
+    return halo_op(x, dim, before, after, handle)
+
+
+def _mask_documents(near: Neighbours, before: int, after: int, copies: Tensor) -> None:
+    """Set the copies [R * (before + after), ...] of tokens of another document to 0."""
+    if near.documents is None:
+        return
+    runs, starts, outside = near.runs, np.array(near.documents.starts), []
+    for run in runs.of_rank(near.mesh.sequence_rank).tolist():
+        first, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
+        places = np.concatenate([np.arange(first - before, first), np.arange(end, end + after)])
+        borders = np.repeat([first, end - 1], [before, after])
+        documents = [np.searchsorted(starts, where, side="right") for where in (places, borders)]
+        outside.append(documents[0] != documents[1])
+    if outside:
+        index = np.flatnonzero(np.concatenate(outside))
+        copies.index_fill_(0, torch.from_numpy(index).to(copies.device), 0)
+
+
+@operator("ds_ring::halo")
+def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor:
+    """Return the copies of `halo`: [..., R, before + after, ...]."""
+    near = object_of(handle, Neighbours)
+    mesh, rank, refused = near.mesh, near.mesh.sequence_rank, None
+    fields: dict[str, object] = {}
+    try:
+        _check_halo(x, dim, before, after, near)
+        fields = {"before": before, "after": after, "shape": tuple(x.shape), "dim": dim, "dtype": x.dtype}
+    except RingError as error:
+        refused = error
+    with mesh.in_call():
+        near.agree("halo", fields, refused)
+        messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
+        rows = x.movedim(dim, 0)
+        count = near.own_runs
+        copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
+        slots, places = (torch.from_numpy(index).to(x.device) for index in messages.own)
+        copies[places] = rows[slots]
+        sends = {peer: rows[torch.from_numpy(index).to(x.device)] for peer, index in messages.sends.items()}
+        receives = {
+            peer: x.new_empty((len(index), *rows.shape[1:])) for peer, index in messages.receives.items()
+        }
+        near.swap(sends, receives)
+        for peer, index in messages.receives.items():
+            copies[torch.from_numpy(index).to(x.device)] = receives[peer]
+        _mask_documents(near, before, after, copies)
+    return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
+
+
+def _check_halo(x: Tensor, dim: int, before: int, after: int, near: Neighbours) -> None:
+    why = why_not_an_operand("halo: x", x)
+    if why is not None:
+        raise RingShapeError(why)
+    for name, value in (("before", before), ("after", after)):
+        if value:
+            whole_number(value, f"halo: {name}", RingShapeError)
+    if not before and not after:
+        raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
+    slots = near.runs.local_tokens
+    if not 0 <= dim < x.dim() or x.shape[dim] != slots:
+        raise RingShapeError(
+            f"halo: expected {slots} slots (this rank's part of the layout) in dim {dim}, got shape"
+            f" {tuple(x.shape)}; pass this rank's shard and its layout"
+        )
+
+
+@operator("ds_ring::halo_backward")
+def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int, handle: int) -> Tensor:
+    """Return dx [..., S, ...] of the gradient of the copies [..., R, before + after, ...]."""
+    near = object_of(handle, Neighbours)
+    mesh, rank = near.mesh, near.mesh.sequence_rank
+    with mesh.in_call():
+        shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
+        near.agree("halo backward", {"shape": shape, "dtype": grad.dtype})
+        messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
+        rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
+        _mask_documents(near, before, after, rows)
+        dx = grad.new_zeros((slots, *rows.shape[1:]))
+        own_slots, places = (torch.from_numpy(index).to(grad.device) for index in messages.own)
+        dx.index_add_(0, own_slots, rows[places])
+        sends = {
+            peer: rows[torch.from_numpy(index).to(grad.device)] for peer, index in messages.receives.items()
+        }
+        receives = {
+            peer: grad.new_empty((len(index), *rows.shape[1:])) for peer, index in messages.sends.items()
+        }
+        near.swap(sends, receives)
+        for peer, index in messages.sends.items():
+            dx.index_add_(0, torch.from_numpy(index).to(grad.device), receives[peer])
+    return dx.movedim(0, dim).contiguous()
+
+
+@halo_op.register_fake
+def _(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor:
+    runs = object_of(handle, Neighbours).own_runs
+    return x.new_empty((*x.shape[:dim], runs, before + after, *x.shape[dim + 1 :]))
+
+
+@halo_backward_op.register_fake
+def _(grad: Tensor, dim: int, before: int, after: int, slots: int, handle: int) -> Tensor:
+    return grad.new_empty((*grad.shape[:dim], slots, *grad.shape[dim + 2 :]))
+
+
+def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.before, ctx.after, handle = inputs
+    ctx.slots, ctx.near = x.shape[ctx.dim], object_of(handle, Neighbours)  # alive until the backward pass
+
+
+def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    dx = halo_backward_op(grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.near.handle)
+    return dx, None, None, None, None
+
+
+halo_op.register_autograd(_backward_halo, setup_context=_setup_halo)
+
+
+def ring_scan(
+    transition: Tensor, increment: Tensor, *, layout: Layout, mesh: RingMesh, matrix: bool = False,
+    documents: Documents | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the state with which each run of this rank begins. Differentiable.
+
+    A layer that is linear in its state ends a run with the state M S + B, where S is the state with which the
+    run begins, B the final state of the run if it begins with zeros, and M the transition over the whole run.
+
+    Args:
+        transition: M of this rank's R runs, in slot order. Elementwise: [R, ...], broadcast against
+            `increment` (a scalar for each head, or a diagonal). With `matrix`: [R, ..., K, K].
+        increment: B of this rank's runs: [R, ...], with `matrix` [R, ..., K, V]. Float32 or float64.
+        layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
+        mesh: this process's place; every rank of the sequence must call, also in the backward pass.
+        matrix: multiply states by the transition as matrices.
+        documents: the state is zero where a document begins. `increment` is then of the run's last document.
+        hop_timeout_s: seconds after which a message that has not arrived raises.
+
+    Returns:
+        States like `increment`: zeros for the first run of the sequence, and for runs that begin a document.
+        Use them on every rank, even where they are zeros: each rank takes part in the backward pass.
+
+    Raises:
+        RingShapeError: other shapes or dtypes than above.
+        RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
+    """
+    handle = _handle_of(layout, mesh, documents, hop_timeout_s)
+    return scan_op(transition, increment, matrix, handle)
+
+
+@operator("ds_ring::scan")
+def scan_op(transition: Tensor, increment: Tensor, matrix: bool, handle: int) -> Tensor:
+    """Return the states of `ring_scan`."""
+    near = object_of(handle, Neighbours)
+    refused: RingError | None = None
+    try:
+        _check_scan(transition, increment, matrix, near)
+    except RingError as error:
+        refused = error
+    with near.mesh.in_call():
+        near.agree("scan forward", {} if refused else _fields(transition, increment, matrix), refused)
+        passes, continues = near.masks(increment)
+        states = _exclusive_scan(near, transition * passes, increment, matrix, reverse=False)
+        return states if near.documents is None else states * continues
+
+
+@operator("ds_ring::scan_backward")
+def scan_backward_op(
+    grad: Tensor, transition: Tensor, states: Tensor, matrix: bool, handle: int
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of transition and increment; the states are those of the forward pass."""
+    near = object_of(handle, Neighbours)
+    with near.mesh.in_call():
+        near.agree("scan backward", _fields(transition, grad, matrix))
+        passes, continues = near.masks(grad)
+        transposed = (transition.mT if matrix else transition) * passes
+        # The gradient of a run's final state is what all later runs make of it.
+        of_increment = _exclusive_scan(near, transposed, grad * continues, matrix, reverse=True)
+        if matrix:
+            return (of_increment @ states.mT) * passes, of_increment
+        return (of_increment * states).sum_to_size(transition.shape) * passes, of_increment
+
+
+def _fields(transition: Tensor, increment: Tensor, matrix: bool) -> dict[str, object]:
+    """Return what ranks compare. The number of runs may differ by rank."""
+    shapes = {"transition": tuple(transition.shape[1:]), "increment": tuple(increment.shape[1:])}
+    return {"matrix": matrix, **shapes, "dtype": increment.dtype}
+
+
+def _check_scan(transition: Tensor, increment: Tensor, matrix: bool, near: Neighbours) -> None:
+    for name, x in (("transition", transition), ("increment", increment)):
+        why = why_not_an_operand(f"ring_scan: {name}", x)
+        if why is not None:
+            raise RingShapeError(why)
+        if x.dtype not in (torch.float32, torch.float64) or x.dtype != increment.dtype:
+            raise RingShapeError(
+                f"ring_scan: {name}: expected float32 or float64, the same for both, got {x.dtype}; call"
+                " .float()"
+            )
+    runs, shape = near.own_runs, tuple(increment.shape)
+    fits = transition.dim() == increment.dim() and len(transition) == len(increment) == runs
+    if fits and matrix:
+        fits = transition.shape == (*shape[:-1], shape[-2])
+    elif fits:
+        fits = all(m in (1, b) for m, b in zip(transition.shape[1:], shape[1:], strict=True))
+    if not fits:
+        form = "[R, ..., K, K] and [R, ..., K, V]" if matrix else "[R, ...] and [R, ...], broadcast"
+        raise RingShapeError(
+            f"ring_scan: expected transition and increment {form} for this rank's R = {runs} runs, got"
+            f" {tuple(transition.shape)} and {shape}; one entry for each run of the layout, in slot order"
+        )
+
+
+def compose(
+    later: tuple[Tensor, Tensor], earlier: tuple[Tensor | None, Tensor], matrix: bool
+) -> tuple[Tensor | None, Tensor]:
+    """Return the map (M, B) of two runs, one after the other; no M if the earlier one needs none."""
+    transition, increment = later
+    before, state = earlier
+    if matrix:
+        return None if before is None else transition @ before, transition @ state + increment
+    return None if before is None else transition * before, transition * state + increment
+
+
+def _exclusive_scan(
+    near: Neighbours, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
+) -> Tensor:
+    """Return the state before each of this rank's runs: `SequenceRuns.rounds`, then one shift by a run."""
+    runs, rank = near.runs, near.mesh.sequence_rank
+    count, ranks = len(runs.starts), runs.ranks.tolist()
+    if reverse:
+        ranks.reverse()
+    own = runs.of_rank(rank).tolist()
+    numbers = [count - 1 - run if reverse else run for run in own]
+    found: dict[int, tuple[Tensor | None, Tensor]] = {
+        number: (transition[place], increment[place]) for place, number in enumerate(numbers)
+    }
+
+    def arrivals(steps: Sequence[tuple[int, int, bool]]) -> dict[int, tuple[Tensor | None, Tensor]]:
+        """Return what arrives for each own run, by its number, in one batch of messages."""
+        arrived: dict[int, tuple[Tensor | None, Tensor]] = {}
+        sends: dict[int, list[Tensor]] = {}
+        due: dict[int, list[tuple[int, bool]]] = {}
+        for of, to, is_complete in steps:
+            if ranks[of] == rank == ranks[to]:
+                arrived[to] = (None if is_complete else found[of][0], found[of][1])
+            elif ranks[of] == rank:
+                before, state = found[of]
+                parts = [state] if is_complete or before is None else [before, state]
+                sends.setdefault(ranks[to], []).extend(part.reshape(-1) for part in parts)
+            elif ranks[to] == rank:
+                due.setdefault(ranks[of], []).append((to, is_complete))
+        sizes = transition[:1].numel() if own else 0, increment[:1].numel() if own else 0
+        receives = {
+            peer: increment.new_empty(sum(sizes[1] + (0 if complete else sizes[0]) for _, complete in runs_))
+            for peer, runs_ in due.items()
+        }
+        near.swap({peer: torch.cat(parts) for peer, parts in sends.items()}, receives)
+        for peer, runs_ in due.items():
+            rest = receives[peer]
+            for to, is_complete in runs_:
+                before = None
+                if not is_complete:
+                    before, rest = rest[: sizes[0]].view(transition.shape[1:]), rest[sizes[0] :]
+                arrived[to] = before, rest[: sizes[1]].view(increment.shape[1:])
+                rest = rest[sizes[1] :]
+        return arrived
+
+    for steps in runs.rounds():
+        for number, earlier in arrivals(steps).items():
+            before, state = found[number]
+            assert before is not None  # a run that has the whole state gets nothing more
+            found[number] = compose((before, state), earlier, matrix)
+    states = torch.zeros_like(increment)
+    shifted = arrivals([(number - 1, number, True) for number in range(1, count)])
+    for place, number in enumerate(numbers):
+        if number in shifted:
+            states[place] = shifted[number][1]
+    return states
+
+
+@scan_op.register_fake
+def _(transition: Tensor, increment: Tensor, matrix: bool, handle: int) -> Tensor:
+    return increment.new_empty(increment.shape)
+
+
+@scan_backward_op.register_fake
+def _(grad: Tensor, transition: Tensor, states: Tensor, matrix: bool, handle: int) -> tuple[Tensor, Tensor]:
+    return transition.new_empty(transition.shape), grad.new_empty(grad.shape)
+
+
+def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    transition, _, ctx.matrix, handle = inputs
+    ctx.save_for_backward(transition, output)
+    ctx.near = object_of(handle, Neighbours)  # alive until the backward pass
+
+
+def _backward_scan(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    transition, states = ctx.saved_tensors
+    return *scan_backward_op(grad, transition, states, ctx.matrix, ctx.near.handle), None, None
+
+
+scan_op.register_autograd(_backward_scan, setup_context=_setup_scan)

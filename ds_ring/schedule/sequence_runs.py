@@ -1,0 +1,198 @@
+"""The runs of all ranks in the order of positions: what a halo copies, and the rounds of a scan.
+
+A recurrence or a convolution passes from run to run, so it needs to know which run of which rank comes next.
+Owns this order and the messages that follow from it; pure data. Each run must be consecutive positions
+(step 1): the zigzag, contiguous and balanced layouts have such runs, the striped and residue layouts do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.errors import RingLayoutError, RingShapeError
+from ds_ring.masks.catalog import Documents
+from ds_ring.masks.tiles import IntArray
+from ds_ring.schedule.layout import Layout
+
+
+class HaloMessages(NamedTuple):
+    """The tokens that a rank copies, sends and receives for its halo, by the other rank.
+
+    Attributes:
+        own: (slots, places) of the tokens that the rank has itself: int64 [n] each. A place is an index into
+            the halos of the rank's runs, [runs * (before + after)].
+        sends: slots of the tokens that each reader gets.
+        receives: places of the tokens that each owner sends.
+    """
+
+    own: tuple[IntArray, IntArray]
+    sends: dict[int, IntArray]
+    receives: dict[int, IntArray]
+
+
+class ScanStep(NamedTuple):
+    """One message of a round: the run `to` gets what the run `of` has. Runs are numbered by position."""
+
+    of: int
+    to: int
+    is_complete: bool  # `of` has the state from the start of the sequence: its transition is not needed
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceRuns:
+    """All runs of a sequence in the order of positions; [N] int64 each.
+
+    Attributes:
+        starts, lengths: positions.
+        ranks: the rank of the sequence (ring rank * parts + part) that has the run.
+        slots: first local slot of the run on that rank.
+        local_tokens: slots of every rank.
+        tokens: length T of the sequence.
+    """
+
+    starts: IntArray
+    lengths: IntArray
+    ranks: IntArray
+    slots: IntArray
+    local_tokens: int
+    tokens: int
+
+    def of_rank(self, rank: int) -> IntArray:
+        """Return the numbers of a rank's runs, in slot order."""
+        mine = np.flatnonzero(self.ranks == rank)
+        return mine[np.argsort(self.slots[mine])]
+
+    def rounds(self) -> list[list[ScanStep]]:
+        """Return the messages of an inclusive scan over all runs, round by round.
+
+        Hillis and Steele (1986), "Data parallel algorithms": in round i run j gets what run j - 2^i has, so
+        ceil(log2 N) rounds suffice.
+        """
+        count, rounds, apart = len(self.starts), [], 1
+        while apart < count:
+            rounds.append([ScanStep(to - apart, to, to < 2 * apart) for to in range(apart, count)])
+            apart *= 2
+        return rounds
+
+
+@lru_cache(maxsize=64)
+def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
+    """Return the runs of a layout whose shards are cut into equal parts (for Ulysses).
+
+    Raises:
+        RingLayoutError: a run has gaps.
+        RingShapeError: shards cannot be cut into that many parts.
+    """
+    if layout.local_tokens % parts:
+        raise RingShapeError(
+            f"shards of {layout.local_tokens} slots cannot be split over {parts} Ulysses ranks; build the"
+            f" layout with multiple_of={parts}"
+        )
+    rows, part_slots = [], layout.local_tokens // parts
+    for ring_rank in range(layout.ring_size):
+        first = 0  # slot of the shard
+        for start, step, length in layout.runs(ring_rank).tolist():
+            if step != 1 and length > 1:
+                raise RingLayoutError(
+                    f"{layout}: expected shards of consecutive positions, since a recurrence or a convolution"
+                    f" passes from token to token, got one of ring rank {ring_rank} with every {step}th"
+                    ' token; use the layout "zigzag", "contiguous" or "balanced"'
+                )
+            done = 0
+            while done < length:
+                part, slot = divmod(first + done, part_slots)
+                count = min(length - done, part_slots - slot)
+                rows.append((start + done, count, ring_rank * parts + part, slot))
+                done += count
+            first += length
+    table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
+    return SequenceRuns(*np.ascontiguousarray(table.T), part_slots, layout.tokens)
+
+
+@lru_cache(maxsize=256)
+def halo_messages(layout: Layout, parts: int, rank: int, before: int, after: int) -> HaloMessages:
+    """Return what a rank of the sequence copies, sends and receives for its halos.
+
+    The halo of a run is the `before` positions in front of it and the `after` positions behind it; a halo may
+    cover several short runs. Places before the start and behind the end of the sequence stay empty.
+    """
+    runs, width = sequence_runs(layout, parts), before + after
+    own: tuple[list[IntArray], list[IntArray]] = ([], [])
+    sends: dict[int, list[IntArray]] = defaultdict(list)
+    receives: dict[int, list[IntArray]] = defaultdict(list)
+    number_of = {int(run): number for number, run in enumerate(runs.of_rank(rank))}
+    for reader, (start, length) in enumerate(zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True)):
+        end = start + length
+        reading = int(runs.ranks[reader])
+        for low, high, place in ((start - before, start, 0), (end, end + after, before)):
+            position, last = max(low, 0), min(high, runs.tokens)
+            run = int(np.searchsorted(runs.starts, position, side="right")) - 1
+            while position < last:
+                owner, until = int(runs.ranks[run]), int(runs.starts[run] + runs.lengths[run])
+                count = min(until, last) - position
+                slots = runs.slots[run] + position - runs.starts[run] + np.arange(count)
+                if reading == rank:
+                    places = number_of[reader] * width + place + position - low + np.arange(count)
+                    if owner == rank:
+                        own[0].append(slots)
+                        own[1].append(places)
+                    else:
+                        receives[owner].append(places)
+                elif owner == rank:
+                    sends[reading].append(slots)
+                position, run = position + count, run + 1
+    joined = tuple(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in own)
+    return HaloMessages(
+        (joined[0], joined[1]),
+        {reader: np.concatenate(parts_) for reader, parts_ in sorted(sends.items())},
+        {owner: np.concatenate(parts_) for owner, parts_ in sorted(receives.items())},
+    )
+
+
+class Piece(NamedTuple):
+    """Consecutive slots of a rank that lie in one run and one document.
+
+    Attributes:
+        slot, length: first slot, and number of slots.
+        run: number of its run among the rank's runs.
+        is_first, is_last: the piece begins, or ends, where the run does.
+        continues: the piece is the first, and its document has tokens before it.
+    """
+
+    slot: int
+    length: int
+    run: int
+    is_first: bool
+    is_last: bool
+    continues: bool
+
+
+@lru_cache(maxsize=256)
+def pieces(layout: Layout, parts: int, rank: int, documents: Documents | None) -> tuple[Piece, ...]:
+    """Return the pieces of a rank of the sequence, in slot order; without documents these are its runs."""
+    runs = sequence_runs(layout, parts)
+    breaks = np.array([0] if documents is None else documents.starts, dtype=np.int64)
+    found = []
+    for number, run in enumerate(runs.of_rank(rank).tolist()):
+        start, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
+        inside = breaks[(breaks > start) & (breaks < end)].tolist()
+        edges = [start, *inside, end]
+        begins_document = bool(np.isin(start, breaks))
+        for first, last in pairwise(edges):
+            found.append(
+                Piece(
+                    int(runs.slots[run]) + first - start,
+                    last - first,
+                    number,
+                    first == start,
+                    last == end,
+                    first == start and not begins_document,
+                )
+            )
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""`ring_scan` and `halo` against one process, in float64: outputs and gradients on several rings and layouts.
+
+The layers are written token by token: a delta rule, whose transitions are matrices, and a decay, whose
+transitions are diagonals, behind a short convolution and a look-ahead. Tokens do not divide by the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import (
+    Documents,
+    RingMesh,
+    gather_sequence,
+    halo,
+    make_layout,
+    ring_scan,
+    shard_sequence,
+)
+from ds_ring.runtime.scan import neighbours_of
+from tests.dist.harness import RankPool
+from tests.reference import relative_error
+
+B, T, K, V = 2, 46, 3, 4
+WIDTH = 4  # of the convolution
+IDS = [0] * 5 + [1] * 13 + [2] * 2 + [3] * 20 + [-1] * 6
+Pool = Callable[[int], RankPool]
+
+
+def inputs() -> dict[str, Tensor]:
+    """Return keys, values, decays and weights of the layer, float64."""
+    torch.manual_seed(0)
+    given = {
+        "k": torch.nn.functional.normalize(torch.randn(B, T, K, dtype=torch.float64), dim=-1),
+        "v": torch.randn(B, T, V, dtype=torch.float64),
+        "decay": torch.rand(B, T, K, dtype=torch.float64) * 0.3 + 0.7,
+        "weight": torch.randn(WIDTH + 1, dtype=torch.float64),
+    }
+    return {name: x.requires_grad_() for name, x in given.items()}
+
+
+def step(state: Tensor, k: Tensor, v: Tensor, decay: Tensor, matrix: bool) -> Tensor:
+    """Return the state [B, K, V] after one token: a delta rule or a decay."""
+    if not matrix:
+        return state * decay[..., None] + k[..., None] * v[:, None]
+    return state + k[..., None] * (v - torch.einsum("bk,bkv->bv", k, state))[:, None]
+
+
+def through(state: Tensor, x: dict[str, Tensor], tokens: range, matrix: bool) -> tuple[list[Tensor], Tensor]:
+    """Return the states after each of some tokens, and the last one."""
+    states = []
+    for t in tokens:
+        state = step(state, x["k"][:, t], x["v"][:, t], x["decay"][:, t], matrix)
+        states.append(state)
+    return states, state
+
+
+def alone(x: dict[str, Tensor], ids: list[int] | None, matrix: bool) -> Tensor:
+    """Return [B, T, V] on one process: convolve values and one token of look-ahead, then scan."""
+    ids = ids or [0] * T
+    v = torch.zeros_like(x["v"])
+    for t in range(T):
+        near = range(max(0, t - WIDTH + 1), min(T, t + 2))
+        terms = [x["weight"][WIDTH - 1 + u - t] * x["v"][:, u] for u in near if ids[u] == ids[t]]
+        v[:, t] = sum(terms)
+    state, out = torch.zeros(B, K, V, dtype=torch.float64), []
+    for t in range(T):
+        if t and ids[t] != ids[t - 1]:
+            state = torch.zeros_like(state)
+        state = step(state, x["k"][:, t], v[:, t], x["decay"][:, t], matrix)
+        out.append(torch.einsum("bk,bkv->bv", x["k"][:, t], state))
+    return torch.stack(out, dim=1)
+
+
+def layer(x: dict[str, Tensor], near: Any, matrix: bool) -> Tensor:
+    """Return the local [B, S, V] of `alone`, from shards."""
+    named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
+    beside = halo(x["v"], WIDTH - 1, 1, dim=1, **named)  # [B, R, WIDTH, V]
+    zeros, v = torch.zeros_like(x["v"][:, :1]), torch.zeros_like(x["v"])
+    for piece in near.pieces:
+        own = x["v"][:, piece.slot : piece.slot + piece.length]
+        front = beside[:, piece.run, : WIDTH - 1] if piece.is_first else zeros.expand(-1, WIDTH - 1, -1)
+        last = beside[:, piece.run, WIDTH - 1 :] if piece.is_last else zeros
+        whole = torch.cat([front, own, last], dim=1)
+        parts = [x["weight"][i] * whole[:, i : i + piece.length] for i in range(WIDTH + 1)]
+        v = torch.cat([v[:, : piece.slot], sum(parts), v[:, piece.slot + piece.length :]], dim=1)
+    x = x | {"v": v}
+    zero = torch.zeros(B, K, V, dtype=torch.float64)
+    maps: dict[int, tuple[Tensor, Tensor]] = {}
+    for piece in near.pieces:
+        tokens = range(piece.slot, piece.slot + piece.length)
+        if matrix:  # the map of the identity, without values
+            still = x | {"v": torch.zeros(B, x["v"].shape[1], K, dtype=torch.float64)}
+            move = through(torch.eye(K, dtype=torch.float64).expand(B, K, K), still, tokens, True)[1]
+        else:
+            move = x["decay"][:, list(tokens)].prod(dim=1)[..., None]
+        maps[piece.run] = move, through(zero, x, tokens, matrix)[1]
+    moves, finals = (torch.stack([pair[i] for pair in maps.values()]) for i in (0, 1))
+    starts = ring_scan(moves, finals, matrix=matrix, **named)
+    out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
+    for piece in near.pieces:
+        tokens = range(piece.slot, piece.slot + piece.length)
+        states = through(starts[piece.run] if piece.is_first else zero, x, tokens, matrix)[0]
+        found = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
+        out = torch.cat([out[:, : piece.slot], found, out[:, piece.slot + piece.length :]], dim=1)
+    return out
+
+
+def on_a_ring(
+    rank: int, world_size: int, name: str, packed: bool, matrix: bool, ulysses: int = 1, compiled: bool = False
+) -> dict[str, float]:
+    """Relative error of the output and of each gradient, by name."""
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    ids = IDS if packed else None
+    layout = make_layout(
+        name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=Documents(IDS)
+    )
+    near = neighbours_of(layout, mesh, Documents(ids) if ids else None)
+    whole = inputs()
+    expected = alone(whole, ids, matrix)
+    grad = torch.randn_like(expected)
+    expected.backward(grad)
+    shards = {
+        name: x.detach().clone().requires_grad_() if name == "weight" else
+        shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
+        for name, x in whole.items()
+    }  # fmt: skip
+    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    out = call(shards, near, matrix)
+    out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
+    errors = {"out": relative_error(gather_sequence(out, layout, mesh=mesh, dim=1), expected)}
+    for name, x in shards.items():
+        if x.grad is None:
+            continue
+        if name == "weight":
+            parts = x.grad.clone()
+            if world_size > 1:
+                torch.distributed.all_reduce(parts)
+            errors[name] = relative_error(parts, whole[name].grad)
+        else:
+            errors[name] = relative_error(gather_sequence(x.grad, layout, mesh=mesh, dim=1), whole[name].grad)
+    return errors
+
+
+@pytest.mark.parametrize("matrix", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "ulysses"),
+    [(1, "zigzag", 1), (2, "zigzag", 1), (3, "contiguous", 1), (4, "zigzag", 1), (4, "balanced", 1),
+     (4, "zigzag", 2)],
+)  # fmt: skip
+def test_exact(
+    rank_pool: Pool, world_size: int, layout: str, ulysses: int, packed: bool, matrix: bool
+) -> None:
+    for errors in rank_pool(world_size).run(on_a_ring, layout, packed, matrix, ulysses):
+        expected = {"out", "k", "v", "weight"} | (set() if matrix else {"decay"})
+        assert errors.keys() >= expected
+        assert all(error < 1e-12 for error in errors.values()), errors
