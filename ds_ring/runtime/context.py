@@ -372,7 +372,6 @@ class RingContext:
         )  # fmt: skip
         found = self._prepared.get(key)
         operation = "attention forward" if grad_out is None else "attention backward"
-        global _forward_passes_so_far
         if found is None:
             found = self._checked(operation, q, k, v, grad_out, sinks)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
@@ -401,7 +400,8 @@ class RingContext:
                 agreed = Task(compare).start().result
             else:
                 compare()
-        _forward_passes_so_far += grad_out is None
+        if grad_out is None:
+            count_forward_pass()
         return found.plan, found.kernel, found.scale, agreed
 
     def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
@@ -499,8 +499,8 @@ class RingContext:
             refused = error
         way = "forward" if grad_out is None else "backward"
         self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
-        global _forward_passes_so_far
-        _forward_passes_so_far += grad_out is None
+        if grad_out is None:
+            count_forward_pass()
         return tiles, kernel, self.exchange, scale
 
     def _values(self, **tensors: Tensor | None) -> dict[str, object]:
@@ -523,8 +523,14 @@ def _more_fields(v: Tensor, sinks: Tensor | None) -> dict[str, object]:
 _forward_passes_so_far = 0
 
 
+def count_forward_pass() -> None:
+    """Count a forward pass of ring attention, or a scan or halo that reads tokens of other ranks."""
+    global _forward_passes_so_far
+    _forward_passes_so_far += 1
+
+
 def forward_passes() -> int:
-    """Return the number of forward passes of ring attention in this process so far, on all of its meshes.
+    """Return the number of forward passes of the ring in this process so far, on all of its meshes.
 
     It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
     """

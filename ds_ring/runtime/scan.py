@@ -27,7 +27,15 @@ from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingError, RingLayoutError, RingPatternError, RingShapeError, shown
 from ds_ring.masks.catalog import Documents
 from ds_ring.runtime.checks import why_not_an_operand
-from ds_ring.runtime.context import constant_in_graphs, kept, new_handle, object_of, operator, refuse
+from ds_ring.runtime.context import (
+    constant_in_graphs,
+    count_forward_pass,
+    kept,
+    new_handle,
+    object_of,
+    operator,
+    refuse,
+)
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
@@ -223,6 +231,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         refused = error
     with mesh.in_call():
         near.agree("halo", fields, refused)
+        count_forward_pass()
         messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
         rows = x.movedim(dim, 0)
         count = near.own_runs
@@ -349,6 +358,7 @@ def scan_op(transition: Tensor, increment: Tensor, matrix: bool, handle: int) ->
         refused = error
     with near.mesh.in_call():
         near.agree("scan forward", {} if refused else _fields(transition, increment, matrix), refused)
+        count_forward_pass()
         passes, continues = near.masks(increment)
         states = _exclusive_scan(near, transition * passes, increment, matrix, reverse=False)
         return states if near.documents is None else states * continues

@@ -45,6 +45,7 @@ from ds_ring.integrations.transformers.positions import (
     numbering_of,
     rotary_length,
 )
+from ds_ring.integrations.transformers.recurrent import is_recurrent, told_sharding, wrap_functions
 
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
@@ -130,6 +131,7 @@ class Attached:
         )
         if numbering is not None:
             numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
+        wrap_functions(model)
         for module in model.modules():
             self.changes += self._put_on_part(module, numbering)
         needs.number_tokens = numbering_of(model) or needs.number_tokens
@@ -142,6 +144,9 @@ class Attached:
         if numbering is not None and module is not self.model and takes_positions:
             changes = TABLE.apply({"numbering.part": numbering.part}, self.session, part=module)
             numbering.changes += changes
+        if is_recurrent(module):
+            told = {"recurrence": told_sharding(self.session)}
+            changes += TABLE.apply(told, self.session, recurrent=module)
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
             changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)

@@ -70,10 +70,11 @@ def _choose_or_refuse(
     choose: Callable[..., str], model: Any, requested_attention: str | None, *args: Any, **kwargs: Any
 ) -> str:
     # A class that does not support the name: Falcon raises a KeyError, others ignore it.
-    if requested_attention == NAME and not model._supports_attention_backend:
-        from ds_ring.integrations.transformers.checks import bypasses
+    if requested_attention == NAME:
+        from ds_ring.integrations.transformers.checks import bypasses, uses_interface
 
-        raise bypasses(type(model))
+        if not uses_interface(type(model)):
+            raise bypasses(type(model))
     return choose(model, requested_attention, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.recurrent import file_is_recurrent, is_recurrent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,6 +94,8 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
 # Which models a ring can run at all: known from the class and the configuration, before any call.
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Layers that recurrent.py computes, or that mix no tokens.
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
 _TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
@@ -120,19 +123,23 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             " sequence such as Llama, Qwen or BERT, or call ds_ring.ring_attention in a model of your own:"
             ' queries="replicated" for cross attention to a long sequence'
         )
-    if not model._supports_attention_backend and not (as_is and works_as_is(type(model))):
+    if not uses_interface(type(model)) and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))
+    recurrent = any(map(is_recurrent, model.modules()))
     layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    layers -= _RECURRENT_LAYERS if recurrent else set()
     named = ", ".join(sorted(layers))
     reasons = {
         # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.
         f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
-        "it carries a recurrent state from token to token": model._is_stateful,
-        "it takes no position_ids": not takes_positions(type(model)),
+        "it carries a recurrent state from token to token": model._is_stateful and not recurrent,
+        "it takes no position_ids": not recurrent and not takes_positions(type(model)),
         "it convolves tokens": any(
             isinstance(part, nn.Conv1d) and part.kernel_size != (1,)
             for layer in _layers(model)
-            for part in layer.modules()
+            for owner in layer.modules()
+            if not is_recurrent(owner)
+            for part in owner.children()
         ),
     }
     for reason, applies in reasons.items():
@@ -170,6 +177,14 @@ def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
     return RingConfigError(
         f"{kind.__name__} cannot run on a ring with attn_implementation='ds_ring': {_BYPASSES}, so each rank"
         f" would see its own tokens only. {instead}"
+    )
+
+
+def uses_interface(kind: type[PreTrainedModel]) -> bool:
+    """Return whether all attention of a class goes through transformers' attention interface."""
+    # Models with states do not set the flag, though their attention layers use the interface.
+    return kind._supports_attention_backend or (
+        file_is_recurrent(kind) and kind._can_set_attn_implementation()
     )
 
 

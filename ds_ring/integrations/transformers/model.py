@@ -9,6 +9,16 @@ from __future__ import annotations
 
 from ds_ring.integrations.adapter import Patch, PatchTable
 
+# Functions of modeling files by which layers pass a state on, or look back a few tokens (recurrent.py).
+RECURRENT_FUNCTIONS = (
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "mamba2_chunk_scan",
+    "mamba_selective_scan",
+    "mamba2_split_conv1d_scan_combined",
+    "mamba_inner_fn",
+)
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
 TABLE = PatchTable(
@@ -31,6 +41,14 @@ TABLE = PatchTable(
         Patch(
             "transformers.AttentionMaskInterface", "at_import", "registered", "mask function",
             'attn_implementation="ds_ring"',
+        ),
+        *(
+            Patch(
+                f"modeling.{name}", "around_call", "wrapped", f"recurrence.{name}",
+                "adds what comes from tokens on other ranks; calls the original for other models",
+                when="a layer of the model calls it",
+            )
+            for name in RECURRENT_FUNCTIONS
         ),
         Patch(
             "model.set_attn_implementation", "at_initialize", "registered", "attention",
@@ -98,6 +116,15 @@ TABLE = PatchTable(
             "removes the row of that position", when="the rotary embedding depends on the length",
         ),
         Patch(
+            "recurrent", "before_forward", "hook", "recurrence",
+            "tells the functions that the layer calls how the batch is sharded",
+            when="the layer calls a function of the rows above",
+        ),
+        Patch(
+            "recurrent", "after_forward", "hook", "recurrence",
+            "ends that", when="the layer calls a function of the rows above", options=("always_call",),
+        ),
+        Patch(
             "scaling", "before_forward", "hook", "query scale",
             "switches the layer's own scaling off", when="attn_temperature_tuning (Llama 4)",
         ),
@@ -145,6 +172,8 @@ TABLE = PatchTable(
     ],
     classes={
         "loader": "",
+        "modeling": "",
+        "recurrent": "torch.nn.Module",
         "model": _PRETRAINED,
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",

@@ -1,0 +1,344 @@
+"""Layers that pass on a state or look back a few tokens: short convolutions, state-space models, delta rules.
+
+transformers' layers call functions of their modeling file by name (`causal_conv1d_fn`,
+`torch_chunk_gated_delta_rule`, ...), which run fla's, mamba-ssm's or causal-conv1d's kernels where these are
+installed, and torch otherwise. `model.py`'s table wraps these functions. On a ring, a wrapper calls the
+function itself for each piece of the shard (a run, or the part of a run in one document), and adds what comes
+from tokens on other ranks. So each kernel runs unchanged.
+
+A recurrence that is linear in its state S begins a piece with S0. Its outputs are out_t + reach_t(S0), where
+out_t are the outputs for S0 = 0, and its final state is M S0 + B. `ring_scan` computes S0 from M and B of all
+runs. For delta rules (Yang et al. 2024, "Gated Delta Networks"; Kimi Linear 2025), M is a matrix: one call
+of the kernel with K more value columns, which begin with the identity, gives out_t and reach_t, B and M. For
+state-space models (Gu and Dao 2023, Dao and Gu 2024), M is a product of decays.
+
+Shapes: B samples, S local slots, L tokens of a piece, H heads, K key dim, V value dim, N states, C channels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, TABLE
+from ds_ring.runtime.scan import Neighbours, halo, neighbours_of, ring_scan
+
+Original = Callable[..., Any]
+
+
+class Computed(NamedTuple):
+    """What one kernel call returns of `b` pieces of one length that begin with zeros.
+
+    Attributes:
+        out: outputs, [b, ..., L, ...].
+        final: B, the final states, [b, ...].
+        transition: M over each piece, [b, ...], as `ring_scan` takes it; any values where no state comes.
+        reach: S0 [b, ...] -> what the state before the pieces adds to the outputs; None where none comes.
+    """
+
+    out: Tensor
+    final: Tensor
+    transition: Tensor
+    reach: Callable[[Tensor], Tensor] | None
+
+
+Call = Callable[[Sequence[Tensor], bool], Computed]  # takes the pieces' tensors, and whether a state comes
+
+_active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
+
+
+def _sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
+    """Return the sharding of a call's tensors, and take it out of the arguments; None off the ring."""
+    told: BatchSharding | None = kwargs.pop(SHARDING, None)
+    return told if told is not None else _active[-1] if _active else None
+
+
+def _by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Return `run(neighbours, *tensors)` for the rows of each set of documents; dimension 0 is the batch."""
+    layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
+    if not sharding.groups:
+        return run(neighbours_of(layout, mesh, None, timeout), *tensors)
+    outs, order = [], []
+    for group in sharding.groups:
+        rows = list(group.rows)
+        outs.append(run(neighbours_of(layout, mesh, group.documents, timeout), *(x[rows] for x in tensors)))
+        order += rows
+    back = torch.tensor(order).argsort().to(tensors[0].device)
+    return torch.cat(outs)[back]
+
+
+def convolution(
+    original: Original, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Convolve [B, C, S] causally with weight [C, width], as `causal_conv1d_fn`."""
+    sharding = _sharding(kwargs)
+    if sharding is None:
+        return original(x, weight, bias, *args, **kwargs)
+    before = weight.shape[-1] - 1
+
+    def run(near: Neighbours, x: Tensor) -> Tensor:
+        named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
+        beside = halo(x, before, dim=2, **named, hop_timeout_s=near.hop_timeout_s)  # [B, C, R, before]
+        zeros = x.new_zeros((*x.shape[:2], before))
+        parts: list[Tensor] = []
+        for piece in near.pieces:
+            front = beside[:, :, piece.run] if piece.is_first else zeros
+            parts += [front, x[:, :, piece.slot : piece.slot + piece.length]]
+        if not parts:  # no tokens, but the backward pass is every rank's
+            return x + beside.flatten(2).sum()
+        convolved = original(torch.cat(parts, dim=2), weight, bias, *args, **kwargs)
+        found, first = [], 0
+        for piece in near.pieces:
+            found.append(convolved[:, :, first + before : first + before + piece.length])
+            first += before + piece.length
+        return _padded(torch.cat(found, dim=2), x.shape[2], 2)
+
+    return _by_rows(sharding, run, x)
+
+
+def _padded(x: Tensor, slots: int, dim: int) -> Tensor:
+    """Append zeros for the padding slots at the end of a shard."""
+    if x.shape[dim] == slots:
+        return x
+    shape = list(x.shape)
+    shape[dim] = slots - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim=dim)
+
+
+def _recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix: bool, dim: int) -> Tensor:
+    """Return the outputs of a recurrence over all pieces of this rank.
+
+    Args:
+        near: the neighbours of the rows.
+        tensors: [B, ..., S, ...] with the slots in dimension `dim`.
+        call: computes pieces of one length.
+        matrix: see `ring_scan`.
+        dim: 1 or 2.
+    """
+    batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
+    kinds: dict[tuple[int, bool], list[int]] = {}  # pieces by their length, and whether they get a state
+    for number, piece in enumerate(near.pieces):
+        kinds.setdefault((piece.length, piece.continues), []).append(number)
+    if not kinds:
+        raise RingConfigError(
+            f"{near.layout}: expected tokens on every rank of a model with recurrent layers, got none on rank"
+            f" {near.mesh.sequence_rank} of the sequence; use fewer ranks for so short a sequence"
+        )
+    outs: dict[int, Tensor] = {}
+    finals: dict[int, tuple[Tensor, Tensor]] = {}  # M and B by run
+    reaches: list[tuple[list[int], Tensor, Callable[[Tensor], Tensor]]] = []
+    for (length, continues), numbers in kinds.items():
+        first = [near.pieces[number].slot for number in numbers]
+        found = call([torch.cat([x.narrow(dim, slot, length) for slot in first]) for x in tensors], continues)
+        for place, number in enumerate(numbers):
+            rows = slice(place * batch, (place + 1) * batch)
+            outs[number] = found.out[rows]
+            if near.pieces[number].is_last:
+                finals[near.pieces[number].run] = found.transition[rows], found.final[rows]
+        if found.reach is not None:
+            reaches.append((numbers, found.out, found.reach))
+    moves, increments = (torch.stack([finals[run][i] for run in range(near.own_runs)]) for i in (0, 1))
+    named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
+    states = ring_scan(moves, increments, matrix=matrix, **named, hop_timeout_s=near.hop_timeout_s)
+    for numbers, out, reach in reaches:
+        reached = out + reach(torch.cat([states[near.pieces[number].run] for number in numbers])).to(
+            out.dtype
+        )
+        for place, number in enumerate(numbers):
+            outs[number] = reached[place * batch : (place + 1) * batch]
+    whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
+    if not reaches:  # every rank takes part in the backward pass of the scan
+        whole = whole + states.flatten()[:0].sum().to(whole.dtype)
+    return _padded(whole, slots, dim)
+
+
+def delta_rule(
+    original: Original, query: Tensor, key: Tensor, value: Tensor, *args: Any, g: Tensor, beta: Tensor,
+    initial_state: Tensor | None = None, output_final_state: bool = False, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute a gated delta rule or Kimi delta attention of q and k [B, S, H, K] and v [B, S, H, V]."""
+    sharding = _sharding(kwargs)
+    given = {"g": g, "beta": beta, "initial_state": initial_state, "output_final_state": output_final_state}
+    if sharding is None:
+        found: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **given, **kwargs)
+        return found
+    _refuse_states("delta rule", initial_state, output_final_state)
+    kwargs = {name: x for name, x in kwargs.items() if name != "cu_seqlens"}
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        q, k, v, g, beta = tensors
+        heads, (key_dim, value_dim) = v.shape[2], (k.shape[3], v.shape[3])
+        begin = None
+        if continues:
+            v = torch.cat([v, v.new_zeros((*v.shape[:3], key_dim))], dim=3)
+            # Not in the dtype of q: kernels keep states in float32.
+            zeros = torch.zeros(key_dim, value_dim, dtype=torch.float32, device=v.device)
+            identity = torch.eye(key_dim, dtype=torch.float32, device=v.device)
+            begin = torch.cat([zeros, identity], dim=1).expand(len(v), heads, -1, -1).contiguous()
+        told = {"g": g, "beta": beta, "initial_state": begin, "output_final_state": True}
+        out, final = original(q, k, v, *args, **told, **kwargs)
+        if not continues:
+            return Computed(out, final, final.new_zeros((*final.shape[:3], key_dim)), None)
+        reach = out[..., value_dim:].to(final.dtype)
+        return Computed(
+            out[..., :value_dim],
+            final[..., :value_dim].contiguous(),
+            final[..., value_dim:].contiguous(),
+            lambda state: torch.einsum("blhk,bhkv->blhv", reach, state),
+        )
+
+    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
+        return _recurrence(near, tensors, call, matrix=True, dim=1)
+
+    return _by_rows(sharding, run, query, key, value, g, beta), None
+
+
+def _refuse_states(name: str, initial_state: Tensor | None, output_final_state: bool) -> None:
+    if initial_state is not None or output_final_state:
+        raise RingConfigError(
+            f"{name}: expected a call without a cache on a ring, got one that passes a state on; pass"
+            " use_cache=False, or generate with engine.ring.off()"
+        )
+
+
+def mamba2(
+    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    *args: Any, D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
+    sharding = _sharding(kwargs)
+    told = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    if sharding is None:
+        told |= {"z": z, "initial_states": initial_states, "return_final_states": return_final_states}
+        return original(x, dt, A, B, C, chunk_size, *args, **told, **kwargs)
+    _refuse_states("Mamba 2", initial_states, return_final_states)
+    kwargs = {name: x for name, x in kwargs.items() if name != "seq_idx"}
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        x, dt, B, C = tensors
+        out, final = original(x, dt, A, B, C, chunk_size, *args, **told, return_final_states=True, **kwargs)
+        decays = torch.exp(_summed_steps(dt, A, dt_bias, dt_softplus, dt_limit))  # [b, L, H]
+        transition = decays[:, -1, :, None, None].to(final.dtype)
+
+        def reach(state: Tensor) -> Tensor:
+            of_heads = C.to(state.dtype).repeat_interleave(x.shape[2] // C.shape[2], dim=2)
+            return torch.einsum("blhn,bhpn->blhp", of_heads * decays[..., None].to(state.dtype), state)
+
+        return Computed(out, final, transition, reach if continues else None)
+
+    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
+        return _recurrence(near, tensors, call, matrix=False, dim=1)
+
+    out = _by_rows(sharding, run, x, dt, B, C)
+    return out if z is None else out * F.silu(z)
+
+
+def _summed_steps(
+    dt: Tensor, A: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float]
+) -> Tensor:
+    """Return A times the sum of the step sizes up to each token, [b, L, H], float32 at least."""
+    dt = dt if bias is None else dt + bias.to(dt.dtype)
+    dt = F.softplus(dt) if softplus else dt
+    dt = dt.clamp(min=limit[0], max=limit[1])
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    return (A.to(dtype) * dt.to(dtype)).cumsum(dim=1)
+
+
+def mamba1(
+    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any,
+    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
+    delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
+    sharding = _sharding(kwargs)
+    told = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+    if sharding is None:
+        told |= {"z": z, "return_last_state": return_last_state}
+        return original(x, dt, A, B, C, *args, **told, **kwargs)
+    _refuse_states("Mamba", None, return_last_state)
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        x, dt, B, C = tensors
+        out, final = original(x, dt, A, B, C, *args, **told, return_last_state=True, **kwargs)
+        dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
+        dt = F.softplus(dt) if delta_softplus else dt
+        dtype = torch.promote_types(final.dtype, torch.float32)
+        steps, rates = dt.to(dtype).cumsum(dim=2), A.to(dtype)  # [b, C, L], [C, N]
+
+        def reach(state: Tensor) -> Tensor:
+            # State by state, since [b, C, L, N] is N times an activation.
+            parts = [
+                torch.exp(rates[:, n, None] * steps) * (state[..., n, None] * C[:, n, None].to(dtype))
+                for n in range(rates.shape[1])
+            ]
+            return torch.stack(parts).sum(dim=0) if len(parts) == 1 else sum(parts[1:], parts[0])
+
+        transition = torch.exp(rates * steps[..., -1:])
+        return Computed(out, final.to(dtype), transition, reach if continues else None)
+
+    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
+        return _recurrence(near, tensors, call, matrix=False, dim=2)
+
+    out = _by_rows(sharding, run, x, dt, B, C)
+    return out if z is None else out * F.silu(z)
+
+
+def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Return None on a ring: the layer then calls the convolution and the scan one after the other."""
+    return original(*args, **kwargs) if _sharding(kwargs) is None else None
+
+
+_WRAPPERS = (convolution, delta_rule, delta_rule, mamba2, mamba1, not_fused, not_fused)
+FUNCTIONS: dict[str, Callable[..., Any]] = dict(zip(RECURRENT_FUNCTIONS, _WRAPPERS, strict=True))
+_wrapped_files: set[str] = set()  # the wrappers stay, and call the original for models without a ring
+
+
+def wrap_functions(model: nn.Module) -> None:
+    """Wrap the functions in the modeling files of a model's parts, once in a process."""
+    for name in {type(part).__module__ for part in model.modules() if is_recurrent(part)} - _wrapped_files:
+        file = sys.modules[name]
+        features = {
+            f"recurrence.{function}": SimpleNamespace(around_call=wrapper)
+            for function, wrapper in FUNCTIONS.items()
+            if hasattr(file, function)
+        }
+        TABLE.apply(features, modeling=file)
+        _wrapped_files.add(name)
+
+
+def file_is_recurrent(kind: type) -> bool:
+    """Return whether the modeling file of a class has functions of the table."""
+    return any(hasattr(sys.modules.get(kind.__module__), name) for name in FUNCTIONS)
+
+
+def is_recurrent(part: nn.Module) -> bool:
+    """Return whether a part of a model calls functions of the table."""
+    forward: Any = type(part).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return any(name in FUNCTIONS for name in names)
+
+
+def told_sharding(session: Any) -> SimpleNamespace:
+    """Return the hooks of a recurrent part that tell its functions the sharding of the batch."""
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        told = kwargs.get(SHARDING)
+        _active.append(session.batches.current if told is None else told)
+
+    def after(*_: Any) -> None:
+        _active.pop()
+
+    return SimpleNamespace(before_forward=before, after_forward=after)
