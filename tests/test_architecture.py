@@ -52,6 +52,7 @@ IMPORTERS = {
     "runtime.tiled": {"runtime.merge"},  # the accumulators' dtype
     "runtime.process_groups": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
+    "runtime.scan": {"runtime.exchange"},
     "integrations.deepspeed.batch_sharding": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
@@ -516,7 +517,7 @@ OWN_OBJECTS = {
         "runtime.kept_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
-    ("runtime.autograd", "function"): "a function of ours, which it marks for torch.compile",
+    ("runtime.context", "function"): "a function of ours, which it marks for torch.compile",
     ("runtime.mesh", "weakref.finalize(mesh, watch.leave)"): "its own finalizer",
     ("runtime.process_groups", "options"): "of a process group that is being made",
 }

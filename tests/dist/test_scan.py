@@ -112,7 +112,13 @@ def layer(x: dict[str, Tensor], near: Any, matrix: bool) -> Tensor:
 
 
 def on_a_ring(
-    rank: int, world_size: int, name: str, packed: bool, matrix: bool, ulysses: int = 1, compiled: bool = False
+    rank: int,
+    world_size: int,
+    name: str,
+    packed: bool,
+    matrix: bool,
+    ulysses: int = 1,
+    compiled: bool = False,
 ) -> dict[str, float]:
     """Relative error of the output and of each gradient, by name."""
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
