@@ -112,7 +112,8 @@ def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
                 done += count
             first += length
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
-    return SequenceRuns(*np.ascontiguousarray(table.T), part_slots, layout.tokens)
+    starts, lengths, ranks, slots = np.ascontiguousarray(table.T)
+    return SequenceRuns(starts, lengths, ranks, slots, part_slots, layout.tokens)
 
 
 @lru_cache(maxsize=256)

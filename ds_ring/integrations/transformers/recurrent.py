@@ -30,7 +30,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, TABLE
-from ds_ring.runtime.scan import Neighbours, halo, neighbours_of, ring_scan
+from ds_ring.runtime.scan import Neighbours, halo_op, neighbours_of, scan_op
 
 Original = Callable[..., Any]
 
@@ -86,8 +86,7 @@ def convolution(
     before = weight.shape[-1] - 1
 
     def run(near: Neighbours, x: Tensor) -> Tensor:
-        named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
-        beside = halo(x, before, dim=2, **named, hop_timeout_s=near.hop_timeout_s)  # [B, C, R, before]
+        beside = halo_op(x, 2, before, 0, near.handle)  # [B, C, R, before]
         zeros = x.new_zeros((*x.shape[:2], before))
         parts: list[Tensor] = []
         for piece in near.pieces:
@@ -147,8 +146,7 @@ def _recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix:
         if found.reach is not None:
             reaches.append((numbers, found.out, found.reach))
     moves, increments = (torch.stack([finals[run][i] for run in range(near.own_runs)]) for i in (0, 1))
-    named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
-    states = ring_scan(moves, increments, matrix=matrix, **named, hop_timeout_s=near.hop_timeout_s)
+    states = scan_op(moves, increments, matrix, near.handle)
     for numbers, out, reach in reaches:
         reached = out + reach(torch.cat([states[near.pieces[number].run] for number in numbers])).to(
             out.dtype
