@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,56 @@ def test_when_the_model_is_looked_at(rank_pool: Any) -> None:
         assert "the pattern SlidingWindow(window=5" in found.pop("replicas, a window")[0]
         assert NO_PASS in found.pop("another backend")[0]
         assert found == {"replicas": [""], "replicas, a window, the session's": [""]}
+
+
+class Losing(Own):
+    """Returns its mean over the local labels, as a loop without a ring wants it."""
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        return functional.cross_entropy(super().forward(input_ids).flatten(0, 1), shift_labels.flatten())
+
+
+def warned(rank: int, world_size: int) -> dict[str, list[str]]:
+    """The warnings of two steps of a model that gets these tensors of a batch."""
+    found: dict[str, list[str]] = {}
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found[case].append(record.getMessage())
+
+    handler = Kept(logging.WARNING)
+    logger = logging.getLogger("ds_ring.integrations.deepspeed.refusals")
+    logger.addHandler(handler)
+    everything = ("input_ids", "position_ids", "shift_labels", "num_items_in_batch")
+    for case, model, names in (
+        ("all", Own, everything),
+        ("no positions", Own, ("input_ids",)),
+        ("its loss", Losing, everything[:3]),
+        ("its loss, the items given", Losing, everything),
+        ("copies", Losing, ("input_ids", "shift_labels")),
+    ):
+        found[case] = []
+        engine = start(model(of_the_session))
+        for _ in range(2):
+            whole = build_batch(SIZE)
+            whole["labels"][:, SIZE.tokens // 2 :] = -100
+            batch = engine.ring.shard_batch(whole)
+            out = engine(**{name: batch[name].clone() if case == "copies" else batch[name] for name in names})
+            engine.backward(out if out.ndim == 0 else out.mean())
+            engine.step()
+    logger.removeHandler(handler)
+    return found
+
+
+def test_positions_and_a_loss_of_ones_own_are_a_warning(rank_pool: Any) -> None:
+    first, *others = rank_pool(2).run(warned, timeout_s=120)
+    (positions,) = first.pop("no positions")
+    assert positions.startswith("Own was called without the batch's position_ids")
+    assert "the 12 of each rank from 0 on, of 24" in positions
+    (loss,) = first.pop("its loss")
+    assert loss.startswith("Losing returned a loss of its own without num_items_in_batch")
+    assert not any(first.values())
+    assert not any(one for other in others for one in other.values()), "rank 0 says it"
 
 
 def through_the_backend(rank: int, world_size: int) -> tuple[Tensor, str]:

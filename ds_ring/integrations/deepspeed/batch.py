@@ -301,6 +301,7 @@ _AXES = "ds_ring_image_axes"  # [B, T, axes]
 
 def whole_tensors(batch: Mapping[str, Tensor], needs: ImageNeeds | None) -> tuple[Batch, Batch]:
     """Return a batch's tensors by token, and those that go whole to every rank."""
+    batch = _as_tensors(batch)
     names = frozenset[str]() if needs is None else needs.tensors & set(batch)
     return {key: x for key, x in batch.items() if key not in names}, {key: batch[key] for key in names}
 

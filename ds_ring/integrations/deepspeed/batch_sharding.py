@@ -155,7 +155,7 @@ class RecentBatches:
     """Keep where the latest batches lie, and which of them the model is working on."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[list[weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
+        self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
         self._current: BatchSharding | None = None
         self.is_off = False  # batches are each rank's own, and nothing is sharded
 
@@ -178,9 +178,9 @@ class RecentBatches:
             )
         return self._current
 
-    def record(self, local: Iterable[Tensor], sharding: BatchSharding) -> None:
+    def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
         """Remember where these local tensors lie."""
-        self._recent.append(([weakref.ref(tensor) for tensor in local], sharding))
+        self._recent.append(({name: weakref.ref(tensor) for name, tensor in local.items()}, sharding))
         self._current = sharding
 
     def work_on(self, sharding: BatchSharding) -> None:
@@ -191,13 +191,22 @@ class RecentBatches:
         """Find the sharding of the tensors that a model was called with, and make it the current one."""
         tensors = [tensor for tensor in local if tensor.ndim >= 2]
         for references, sharding in reversed(self._recent):
-            alive = [reference() for reference in references]
+            alive = [reference() for reference in references.values()]
             if any(tensor is one for tensor in tensors for one in alive):
                 self._current = sharding
                 return sharding
         # A loop may move or slice a batch: then its length has to tell, if only one fits.
         self._current = self._by_length(tensors)
         return self._current
+
+    def names_of(self, given: Iterable[Any]) -> set[str]:
+        """Return the names of the batch's tensors that a model was called with; empty for copies of them."""
+        called = {id(value) for value in given if isinstance(value, Tensor)}
+        for references, _ in reversed(self._recent):
+            names = {name for name, reference in references.items() if id(reference()) in called}
+            if names:
+                return names
+        return set()
 
     def _by_length(self, tensors: list[Tensor]) -> BatchSharding:
         lengths = sorted({tensor.shape[1] for tensor in tensors})
@@ -207,7 +216,7 @@ class RecentBatches:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
                 f" got {lengths or 'no tensor of [samples, tokens]'}; pass it through"
-                " engine.ring.shard_batch(batch)"
+                " engine.ring.shard_batch(batch), or its loader through engine.ring.wrap(loader)"
             )
         if len(fitting) > 1:
             totals = sorted(sharding.layout.tokens for sharding in fitting)

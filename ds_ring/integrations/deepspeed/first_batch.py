@@ -401,7 +401,9 @@ class FirstBatch:
         if verdict[0] is not None:
             raise RingVerifyError(
                 f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; do not train"
-                " with this: report the model, or set verify_first_batch to false if you know better"
+                " with this. Look at the first name: a model of your own takes the batch's position_ids"
+                " and shift_labels as they are, and its loss from engine.ring.loss; report a model of"
+                " transformers, or set verify_first_batch to false if you know better"
             )
 
     def _compare_with_one_process(

@@ -161,7 +161,7 @@ def _features(
     """Return what the rows of engine.py ask for, by feature."""
     features: dict[str, Any] = {
         "session": SimpleNamespace(at_initialize=session, before_forward=partial(_find_sharding, session)),
-        "ring_use": RingUse(session, engine),
+        "ring_use": RingUse(session, engine, is_own=not attached),
         "compile": SimpleNamespace(around_compile=partial(_compile, engine, session, attached)),
         "settled": Settled(engine, session.mesh),
     }

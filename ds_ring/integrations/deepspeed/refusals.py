@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -55,6 +55,14 @@ _WHAT_TO_DO = (
     'say engine.compile(backend="ds_ring") before the first batch (it rewrites scaled_dot_product_attention),'
     " call engine.ring.attention()(q, k, v) or ds_ring.RingAttention in the module, or use a transformers"
     ' model, which gets the ring\'s attention by itself unless the section says "attention": "as_is"'
+)
+_POSITIONS = (
+    "%s was called without the batch's position_ids: if it numbers tokens by itself, it numbers the %d of"
+    ' each rank from 0 on, of %d; give what uses positions batch["position_ids"], which are global'
+)
+_OWN_LOSS = (
+    "%s returned a loss of its own without num_items_in_batch: a mean over a rank's labels is weighed wrong"
+    " where ranks have unequally many; return logits, and call engine.ring.loss(logits, batch)"
 )
 _TRAINS_OFF = (
     "engine.ring.off(): expected a forward pass that evaluates, got one in training mode with gradients: each"
@@ -192,11 +200,12 @@ def only_evaluates(engine: Any) -> dict[str, Any]:
 class RingUse:
     """Check the first forward pass of an engine's model in each mode (training, evaluation).
 
-    The graph of a compiled model is not examined: the backend has read it.
+    The graph of a compiled model is not examined: the backend has read it. Of a module without transformers'
+    interface nobody knows how it numbers tokens and what its loss is: what looks wrong is a warning.
     """
 
-    def __init__(self, session: RingSession, engine: Any) -> None:
-        self._session, self._engine, self._seen = session, engine, set[bool]()
+    def __init__(self, session: RingSession, engine: Any, is_own: bool) -> None:
+        self._session, self._engine, self._is_own, self._seen = session, engine, is_own, set[bool]()
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = bool(self._engine.module.training)
@@ -223,8 +232,26 @@ class RingUse:
                 "expected the model to use ring attention, but no ring pass ran in its forward pass:"
                 f" {fault}; {_WHAT_TO_DO}"
             )
+        if self._is_own and not self._seen and not is_alone:
+            self._warn(self._session.batches.names_of((*args, *kwargs.values())), sharding, output)
         self._seen.add(training)
         return output
+
+    def _warn(self, names: set[str], sharding: BatchSharding, output: Any) -> None:
+        """Warn of a module's own positions and loss, on rank 0; from copies of a batch nothing is known."""
+        if not names or self._session.mesh.global_rank != 0:
+            return
+        name = type(self._engine.module).__name__
+        if "position_ids" not in names:
+            log.warning(_POSITIONS, name, sharding.local_tokens, sharding.layout.tokens)
+        results = output.values() if isinstance(output, Mapping) else output
+        results = (
+            results if isinstance(results, Iterable) and not isinstance(results, torch.Tensor) else [output]
+        )
+        if "num_items_in_batch" not in names and any(
+            isinstance(one, torch.Tensor) and one.ndim == 0 and one.requires_grad for one in results
+        ):
+            log.warning(_OWN_LOSS, name)
 
 
 class _PlainAttention(TorchFunctionMode):

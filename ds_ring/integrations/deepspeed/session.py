@@ -216,9 +216,9 @@ class RingSession:
             report = report._replace(first_rank=first, division_crc=assigned.crc)
         labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
         local, sharding = self._cut(prepared, mesh, longest)
-        self.batches.record(local.values(), sharding)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
+        self.batches.record(local, sharding)
         return local
 
     def loss(self, logits_BSV: Tensor | DeferredLogits, batch: Mapping[str, Tensor]) -> RingLoss:

@@ -32,22 +32,22 @@ def placed(tokens: int) -> tuple[torch.Tensor, BatchSharding]:
 def test_the_very_tensors_tell_batches_of_one_local_length_apart():
     book, batches = RecentBatches(), [placed(7), placed(8)]
     for local, sharding in batches:
-        book.record([local], sharding)
+        book.record({"input_ids": local}, sharding)
     for local, sharding in batches:
         assert book.select([local]) is sharding is book.current
 
 
 def test_copies_are_found_by_length():
     book, (long, long_sharding), (short, short_sharding) = RecentBatches(), placed(64), placed(8)
-    book.record([long], long_sharding)
-    book.record([short], short_sharding)
+    book.record({"input_ids": long}, long_sharding)
+    book.record({"input_ids": short}, short_sharding)
     assert book.select([long.clone()]) is long_sharding
 
 
 def test_a_copy_that_could_be_either_is_refused():
     book = RecentBatches()
     for local, sharding in (placed(7), placed(8)):
-        book.record([local], sharding)
+        book.record({"input_ids": local}, sharding)
     with pytest.raises(RingShapeError, match=r"may be of \[7, 8\] tokens"):
         book.select([local.clone()])
 
@@ -58,7 +58,7 @@ def test_a_batch_that_was_never_sharded_is_refused():
         book.select([local])
     with pytest.raises(RingShapeError, match="got none so far"):
         _ = book.current
-    book.record([local], sharding)
+    book.record({"input_ids": local}, sharding)
     with pytest.raises(RingShapeError, match=r"\(\[4\]\), got \[8\]"):
         book.select([torch.zeros(1, 8)])
 
@@ -66,7 +66,7 @@ def test_a_batch_that_was_never_sharded_is_refused():
 def test_only_the_latest_batches_are_remembered():
     book, (local, sharding) = RecentBatches(), placed(8)
     for _ in range(REMEMBERED + 1):
-        book.record([local], sharding)
+        book.record({"input_ids": local}, sharding)
     assert len(book._recent) == REMEMBERED
 
 

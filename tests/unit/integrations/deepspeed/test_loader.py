@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_ring import RingConfig, RingMesh
 from ds_ring.config.section import pattern_from_config
+from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.dynamic_ring import (
     Assigned,
     AssignedBatches,
@@ -140,3 +141,9 @@ def check_joined(batch: dict[str, Tensor], one: Assigned, texts: Texts, packed: 
 def test_a_ring_of_one_rank_takes_everything() -> None:
     (batches,) = assigned_to_ranks(Labelled(), 1, 6, False)
     assert {len(one.pieces) for one in batches} == {6} and {one.ring.ranks for one in batches} == {1}
+
+
+@pytest.mark.parametrize("batch", [torch.arange(8)[None], [torch.arange(8)], None])
+def test_batches_without_names_are_refused(batch):
+    with pytest.raises(RingShapeError, match=f"mapping of names to tensors, got {type(batch).__name__}"):
+        next(iter(session().wrap([batch])))
