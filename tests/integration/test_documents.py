@@ -81,6 +81,15 @@ q, k, v = (x[:, :, contiguous].transpose(1, 2).contiguous() for x in (q, k, v))
 """
 
 
+LOSSES = (
+    "losses = []\nprint = losses.append",
+    """
+assert len(losses) == (8 if rank == 0 else 0)  # one for each batch, near ln(256)
+result = max((abs(loss - 5.55) for loss in losses), default=0.0)
+""",
+)
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A fresh clone with the DeepSpeed JSON of README and the config.json of a small model in it."""
@@ -153,12 +162,20 @@ def own_run(place: Place, text: str) -> None:
 
 def own_script(place: Place, text: str) -> None:
     """On ranks that have torch loaded already; the command starts it at night."""
-    before = "losses = []\nprint = losses.append"
-    after = """
-assert len(losses) == (8 if rank == 0 else 0)  # one for each batch, near ln(256)
-result = max((abs(loss - 5.55) for loss in losses), default=0.0)
-"""
-    assert place.python(2, before, text, after) < 0.15
+    assert place.python(2, LOSSES[0], text, LOSSES[1]) < 0.15
+
+
+def own_model(place: Place, text: str) -> None:
+    """With "verify_first_batch", which raises unless the step is that of one process."""
+    before = f"""
+import json, os, pathlib
+config = json.loads(pathlib.Path("ds_config.json").read_text())
+config["ring_attention"]["verify_first_batch"] = True
+pathlib.Path(f"own{{rank}}").mkdir()
+os.chdir(f"own{{rank}}")
+pathlib.Path("ds_config.json").write_text(json.dumps(config))
+{LOSSES[0]}"""
+    assert place.python(2, before, text, LOSSES[1]) < 0.6  # an embedding of width 1
 
 
 def is_run_with_its_command(place: Place, text: str) -> None:
@@ -425,6 +442,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     # ds_ring/TUTORIAL.md
     "{": parse,
     "import torch": own_script,
+    "# a model in plain PyTorch": own_model,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
     "+import ds_ring": stands_in_the_examples,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples": only_reads(
