@@ -96,6 +96,15 @@ def lacks_pdoc() -> str:
     return "" if importlib.util.find_spec("pdoc") else "no pdoc here: pip install 'ds_ring[docs]' brings it"
 
 
+def lacks_ray() -> str:
+    """Return where to get Ray Train, or ""."""
+    return (
+        ""
+        if importlib.util.find_spec("ray")
+        else "no ray here, which no extra names: pip install 'ray[train]'"
+    )
+
+
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """Mount a file system of so many bytes on `folder`; OSError where that is not allowed."""
@@ -126,6 +135,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "mpirun": lacks_mpirun,
     "namespaces": lacks_namespaces,
     "pdoc": lacks_pdoc,
+    "ray": lacks_ray,
     "slurm": lacks_slurm,
     "sshd": lacks_sshd,
 }

@@ -50,6 +50,12 @@ class Finding(NamedTuple):
 def judge_hosts(cluster: Cluster, found: HostAnswers) -> list[Finding]:
     """Return the findings about hosts, in the order in which they should be read."""
     answers = found.answers
+    if not answers:
+        others = ("port", "interfaces", "versions", "devices", "script", "configuration", "folders")
+        return [
+            _presence(cluster, found),
+            *(Finding(one, NOT_LOOKED_AT, "no host answered") for one in others),
+        ]
     return [
         _presence(cluster, found),
         _port(answers),

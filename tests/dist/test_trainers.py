@@ -11,6 +11,9 @@ import contextlib
 import io
 import json
 import multiprocessing
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -292,3 +295,25 @@ def test_trl_on_preferences_has_the_losses_of_one_process(
         assert len(got) == len(expected) == 3
         for one, other in zip(got, expected, strict=True):
             assert one == pytest.approx(other, rel=2e-5, abs=2e-5)  # rewards are differences of sums
+
+
+def losses_under_ray(workers: int, output: Path) -> list[float]:
+    """What the example prints, by the real Ray; its workers' lines come twice."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "ray_train.py"), "--workers", str(workers), "--output", str(output)],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    found = [ast.literal_eval(line) for line in re.findall(r"\{'loss': [^}]*\}", done.stdout)]
+    assert {entry["ring_size"] for entry in found if "ring_size" in entry} == {workers}
+    return list(dict.fromkeys(entry["loss"] for entry in found))
+
+
+@pytest.mark.night
+@pytest.mark.needs("ray")
+@pytest.mark.timeout(600)
+def test_ray_trains_a_ring_of_two_as_one_worker(tmp_path: Path) -> None:
+    rings, alone = (losses_under_ray(workers, tmp_path / str(workers)) for workers in (2, 1))
+    assert len(alone) == 8 and alone[-1] < alone[0]
+    assert rings == pytest.approx(alone, rel=1e-5)

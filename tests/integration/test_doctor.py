@@ -88,6 +88,13 @@ def test_what_is_wrong_is_named_with_its_host(what: str, found: HostAnswers, say
     assert all(word in text for word in says), text
 
 
+def test_hosts_of_which_none_answers_are_missing_and_the_rest_is_not_looked_at() -> None:
+    found = states(HostAnswers({}, {"node-0": "no such name", "node-1": "no such name"}))
+    assert found.keys() == states(of_two()).keys()
+    assert found["hosts"][0] == WRONG and "node-1: no such name" in found["hosts"][1]
+    assert {state for what, (state, _) in found.items() if what != "hosts"} == {NOT_LOOKED_AT}
+
+
 def test_too_few_gpus_and_a_folder_that_is_not_shared() -> None:
     assert states(of_two(), device="cuda")["devices"][0] == WRONG
     devices = {"cores": 8, "memory": 1 << 34, "gpus": ["H100"] * 2}
