@@ -34,6 +34,8 @@ OF_THE_CODE = (
     *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")),
 )
 TEXTS = (*DOCUMENTS, *OF_THE_CODE)
+# arguments of launcher/demo/train_lm.py
+SMALL_RUN = "--steps 2 --sequence_length 64 --hidden_size 16 --layers 1 --evaluate_every 2"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"`((?:python tools/|python -m tools\.|pytest |ds-ring )[^`\n]+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -26,6 +26,7 @@ from tests.documents import (
     DOCUMENTS,
     OF_THE_CODE,
     ROOT,
+    SMALL_RUN,
     Block,
     Place,
     anchors,
@@ -38,7 +39,6 @@ from tests.documents import (
 pytestmark = pytest.mark.slow
 
 QUICK_START = "--steps 2 --sequence_length 512 --hidden_size 64 --layers 1 --evaluate_every 2"
-SMALL_RUN = "--steps 2 --sequence_length 64 --hidden_size 16 --layers 1 --evaluate_every 2"
 
 MODEL = """
 import copy, torch, ds_ring

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from ds_ring_launcher.cluster.checks import choose_free_port
+from tests.documents import SMALL_RUN, changed
 from tests.machine import skip_without
 
 DEADLINE_SECONDS = 120
@@ -216,6 +218,47 @@ def test_dry_run_is_the_run(workplace: Workplace) -> None:
     assert len(workplace.report(1)["environment"]["DS_RING_SECRET"]) == 64
     status, output = workplace.finish(workplace.start(["bash", "-c", script]))
     assert status != 0 and "GREETING: export it first" in output
+
+
+RECIPES = Path(__file__).resolve().parents[2] / "configs/recipes"
+# how a dry run says where the ranks are: one host's slots, a host of eight, a task of Slurm's
+RANKS_OF_A_RECIPE = {8: ("slots=8", 1), 64: ("--nproc-per-node=8 ", 8), 512: ("\nnode-", 512)}
+
+
+@pytest.mark.parametrize("world_size", RANKS_OF_A_RECIPE)
+def test_a_recipe_starts_all_its_ranks(workplace: Workplace, world_size: int) -> None:
+    recipe = RECIPES / f"{world_size}_gpus.yaml"
+    status, script = workplace.launch(recipe, "--dry-run")
+    assert status == 0, script
+    says, times = RANKS_OF_A_RECIPE[world_size]
+    assert script.count(says) == times
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.night
+def test_the_pods_of_the_jobset_are_one_ring(workplace: Workplace, unused_port: int) -> None:
+    """Two pods of one CPU rank by the manifest's own command; its first figures say how many there are."""
+    manifest = yaml.safe_load((RECIPES / "kubernetes_jobset.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    assert f"--nnodes={job['completions']} --nproc-per-node=8" in container["args"][0]
+    instead = {
+        "--nnodes=4 --nproc-per-node=8": "--nnodes=2 --nproc-per-node=1",
+        "ds-ring-ranks-0-0.ds-ring": "127.0.0.1",
+        "29511": str(unused_port),
+        "/job/train.py": str(RECIPES.parents[1] / "launcher/demo/train_lm.py"),
+        "/job/ds_config.json": f"{RECIPES.parent}/quickstart.json --output {workplace.folder} {SMALL_RUN}",
+    }
+    command = changed(container["args"][0], instead)
+    variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    variables |= {"DS_RING_SECRET": "ab" * 32, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    pods = [
+        workplace.start([*container["command"], command], JOB_COMPLETION_INDEX=str(index), **variables)
+        for index in range(2)
+    ]
+    for status, output in [workplace.finish(pod) for pod in pods]:
+        assert status == 0, output
+    assert json.loads((workplace.folder / "log.json").read_text())["comparison"]["exact"] is True
 
 
 def test_visible_devices_reach_the_ranks(workplace: Workplace) -> None:
