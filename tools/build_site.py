@@ -1,0 +1,179 @@
+"""Build the documentation as one site, by pdoc: the texts, tutorial first, and API pages from the docstrings.
+
+pdoc's frame, styles and Markdown make the texts look like its API pages. Headings get GitHub's anchors, so
+that a link works in both places. ds_ring imports a public name when it is first asked for, and pdoc does not
+ask; so this tool asks for all of them. A link inside the site that leads nowhere is an error.
+
+Example:
+    python tools/build_site.py --output runs/site    # then open runs/site/index.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import os
+import re
+import shutil
+import sys
+import warnings
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import ds_ring
+
+ROOT = Path(__file__).resolve().parents[1]
+# In the order in which a newcomer reads; index.html is README.
+TEXTS = {
+    "README.md": "ds_ring",
+    "ds_ring/TUTORIAL.md": "Tutorial",
+    "launcher/TROUBLESHOOTING.md": "Troubleshooting",
+    "ds_ring/README.md": "Programming",
+    "launcher/README.md": "Running",
+    "configs/README.md": "Configuration",
+    "MIGRATING.md": "Coming from elsewhere",
+    "tools/README.md": "Evidence and tools",
+    "ds_ring/DESIGN.md": "Design",
+    "ds_ring/READING.md": "Reading the code",
+    "ds_ring/NOTES.md": "Notes",
+    "ds_ring/integrations/README.md": "Integrations",
+    "CONTRIBUTING.md": "Contributing",
+    "CHANGELOG.md": "Changelog",
+}
+# `ds_ring` has a section for every public name. The others hold what these names take and return.
+MODULES = (
+    "ds_ring",
+    "ds_ring.integrations.deepspeed.session",  # RingSession: engine.ring
+    "ds_ring.masks.pattern",  # Pattern: what all patterns have in common
+    "ds_ring.module",  # AttentionResult
+    "ds_ring.schedule.layout",  # Layout: what make_layout returns
+    "ds_ring.schedule.plan",  # Plan: what build_plan returns
+    "ds_ring.simulation.simulate",  # SimulationResult
+)
+_PAGE = """{% extends "frame.html.jinja2" %}
+{% block title %}{{ title }}{% endblock %}
+{% block style %}{{ super() | safe }}<style>
+main.pdoc table {display: block; overflow-x: auto; margin: 1em 0}
+main.pdoc td, main.pdoc th {padding: .2em .7em; vertical-align: top}
+main.pdoc tr {border-bottom: 1px solid var(--accent2)}
+main.pdoc img {max-width: 100%; background: white}
+</style>{% endblock %}
+{% block nav %}<ul>
+{% for link, name in pages %}<li><a href="{{ link }}">{{ name }}</a></li>{% endfor %}
+</ul>{% endblock %}
+{% block content %}<main class="pdoc"><section class="module-info">
+{{ content | safe }}
+</section></main>{% endblock %}
+"""
+
+
+def build_api(output: Path) -> None:
+    """Write one HTML page for each module of MODULES, an index and a search index.
+
+    Raises:
+        UserWarning: a name of `__all__` does not resolve.
+    """
+    import pdoc  # only these functions need it
+
+    for name in ds_ring.__all__:
+        getattr(ds_ring, name)
+    pdoc.render.configure(docformat="google", show_source=False, search=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found .* does not resolve", UserWarning)
+        # In a NamedTuple typing keeps an annotation as text without its module; pdoc then shows that text.
+        warnings.filterwarnings("ignore", "Error parsing type annotation", UserWarning)
+        pdoc.pdoc(*MODULES, output_directory=output)
+
+
+def build_texts(root: Path, output: Path) -> None:
+    """Write one HTML page for each text of `root`, and copy the pictures and files that it links to."""
+    import markdown2
+    import pdoc
+
+    class Markdown(markdown2.Markdown):  # type: ignore[misc]  # it has no types
+        def header_id_from_text(self, text: str, prefix: str, n: int | None = None) -> str:
+            plain = html.unescape(re.sub(r"<[^>]+>", "", text)).lower()
+            return re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+
+    extras = {"fenced-code-blocks": {"cssclass": "pdoc-code codehilite"}} | dict.fromkeys(
+        ("header-ids", "tables", "code-friendly", "cuddled-lists", "strike")
+    )
+    template = pdoc.render.env.from_string(_PAGE)
+    for text, title in TEXTS.items():
+        place, folder = output / _page_of(text), root / Path(text).parent
+        content = str(Markdown(extras=extras).convert((root / text).read_text()))
+        for link in set(re.findall(r'href="([^":#]+\.md)["#]', content)):
+            page = _page_of(os.path.normpath(Path(text).parent / link))
+            content = content.replace(f'href="{link}', f'href="{os.path.relpath(page, Path(text).parent)}')
+        pages = [*((_page_of(one), name) for one, name in TEXTS.items()), ("api/index.html", "API")]
+        links = [(os.path.relpath(output / page, place.parent), name) for page, name in pages]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(template.render(title=title, pages=links, content=content))
+        for link in _links(place)[0]:
+            source = folder / link.partition("#")[0]
+            if source.is_file() and source.suffix not in (".md", ".html"):
+                copy = output / os.path.relpath(source.resolve(), root.resolve())
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+
+
+def _page_of(text: str) -> str:
+    return "index.html" if text == "README.md" else text.removesuffix(".md") + ".html"
+
+
+def _links(page: Path) -> tuple[set[str], set[str]]:
+    """Return the links of an HTML page that lead into the site, and its anchors."""
+    links, anchors = set[str](), set[str]()
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+            for name, value in attributes:
+                if name in ("href", "src") and value and not urlsplit(value).scheme:
+                    links.add(unquote(value))
+                elif name in ("id", "name") and value:
+                    anchors.add(value)
+
+    Reader().feed(page.read_text())
+    return links, anchors
+
+
+def broken_links(output: Path) -> list[str]:
+    """Return each link of the site that leads to no file, or to no anchor of its page."""
+    found = {page.resolve(): _links(page) for page in sorted(output.rglob("*.html"))}
+    broken = []
+    for page, (links, _) in found.items():
+        for link in sorted(links):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            known = found[target][1] if target in found else set[str]()
+            if not target.is_file() or (anchor and target in found and anchor not in known):
+                broken.append(f"{page.relative_to(output.resolve())}: {link}")
+    return broken
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build the site in a folder; return 1 where a link is broken."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/site"), help="folder (default runs/site)")
+    parser.add_argument("--root", type=Path, default=ROOT, help="where the texts are (default this checkout)")
+    options = parser.parse_args(arguments)
+    if (options.output / "api/search.js").exists():
+        shutil.rmtree(options.output)  # the site of yesterday, whose pages would keep a broken link whole
+    elif options.output.exists() and any(options.output.iterdir()):
+        parser.error(
+            f"--output: expected a new folder or one of this tool's, got {options.output} with files"
+        )
+    build_api(options.output / "api")
+    build_texts(options.root, options.output)
+    broken = broken_links(options.output)
+    for link in broken:
+        print(f"broken link: {link}", file=sys.stderr)
+    print(options.output / "index.html")
+    return int(bool(broken))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
