@@ -51,6 +51,7 @@ def ring_attention(
     prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
+    up_projection: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
@@ -85,6 +86,12 @@ def ring_attention(
         gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
             rank's part of them once.
 
+        up_projection: [H * (N + E), L], of multi-head latent attention. Then k is the latent [B, 1, S, L], v
+            the rotary key [B, 1, S, R] that all heads share, and q ends with its own rotary part: D = N + R.
+            Latents travel, and each rank expands those that arrive: for each head N numbers for the key,
+            then E for the value, as `kv_b_proj.weight` of DeepSeek's models. On each rank the gradient is
+            that of the rank's queries (with Ulysses also of its heads): sum it over the sequence's ranks.
+
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
         denominator (sinks included), [B, H, S], float32 or float64: -inf where a row has no key and no sink.
@@ -97,20 +104,21 @@ def ring_attention(
     """
     why, sharded = None, isinstance(queries, str) and queries == "sharded"
     if not sharded or q_positions is not None:
-        why = why_not_these_queries(queries, q_positions is not None, mesh, transport)
+        latents = up_projection is not None
+        why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload)
     if torch.compiler.is_compiling():
         settings = (constant(scale), kernel, transport, *flags)
         handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
         if sharded:
-            return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse)
+            return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse, up_projection)
         return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
     if why is not None:
         check_mesh(mesh)
         refuse(mesh, RingConfigError(why))
     context = context_of_call(pattern, layout, mesh, (scale, kernel, transport, *flags), score_mod)
     if sharded:
-        return attend(q, k, v, context, sinks, return_lse)
+        return attend(q, k, v, context, sinks, return_lse, up_projection)
     return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
 
 
@@ -164,7 +172,8 @@ class RingAttention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
-        sinks: Tensor | None = None, return_lse: bool = False, **kwargs: Any,
+        sinks: Tensor | None = None, return_lse: bool = False, up_projection: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Attend over local shards.
 
@@ -172,7 +181,7 @@ class RingAttention(nn.Module):
             query, key, value: [B, H, S, D], [B, G, S, D] and [B, G, S, E]; or, with `batch_dim_idx`, the
                 layouts of DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
             batch_dim_idx: None, 0 or 1.
-            sinks, return_lse: see `ring_attention`.
+            sinks, return_lse, up_projection: see `ring_attention`.
 
         Returns:
             out, in the layout of `query`; with `return_lse` (out, lse), the lse [B, H, S] in all layouts.
@@ -189,22 +198,23 @@ class RingAttention(nn.Module):
             or batch_dim_idx is None
             or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (query, key, value))
         ):
-            return self._attend(query, key, value, sinks, return_lse, why)
+            return self._attend(query, key, value, sinks, return_lse, why, up_projection)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        results = self._attend(q, k, v, sinks, return_lse, None)
+        results = self._attend(q, k, v, sinks, return_lse, None, up_projection)
         if isinstance(results, tuple):
             return results[0].permute(back), results[1]
         return results.permute(back)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
+        up: Tensor | None,
+    ) -> Any:  # fmt: skip
         if not torch.compiler.is_compiling():
-            return attend(q, k, v, self.context, sinks, return_lse)
+            return attend(q, k, v, self.context, sinks, return_lse, up)
         handle = self._handle if why is None else refusing_handle(self._mesh, why)
-        return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse)
+        return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
 
     def extra_repr(self) -> str:
         context = self.context

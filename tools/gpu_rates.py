@@ -123,7 +123,7 @@ def rank_of(shape: Shape, classes: Sequence[HeadClassPlan], local_tokens: int) -
 
 def attend(kernel: Kernel, rank: Rank) -> None:
     """Compute the forward pass of a rank's hops and merge them."""
-    total, sums = empty_results(rank.q, rank.q, rank.lse.dtype)
+    total, sums = empty_results(rank.q, rank.q.shape[-1], rank.lse.dtype)
     for hop in rank.hops:
         q, out, lse = (x[:, hop.heads] for x in (rank.q, total, sums))
         for part in kernel.forward(q, hop.k, hop.v, hop.tiles, q.shape[-1] ** -0.5):

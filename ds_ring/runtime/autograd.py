@@ -43,6 +43,7 @@ from ds_ring.runtime.context import (
     context_for,
     context_of,
     first_queries,
+    latent_value_dim,
     new_handle,
     object_of,
     operator,
@@ -52,6 +53,7 @@ from ds_ring.runtime.context import (
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.gather_pass import GatherPass
 from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host
+from ds_ring.runtime.latents import LatentKernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.replicated import ReplicatedPass
@@ -77,9 +79,10 @@ class Swap(NamedTuple):
     gradient: str
 
 
-# Two operations under four names: ranks agree on the name, so swaps of two places in a step cannot meet.
+# Two operations under five names: ranks agree on the name, so swaps of two places in a step cannot meet.
 _SWAPS = {
     "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+    "Ulysses of q and latents": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
     "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
     "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
     "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
@@ -92,10 +95,11 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     context, refused = context_of(handle), None
     mesh, swap = context.mesh, _SWAPS[name]
     with mesh.in_call():
-        if name == "Ulysses of q, k, v":  # what comes after them was made by this package
+        latents = name == "Ulysses of q and latents"
+        if latents or name == "Ulysses of q, k, v":  # what comes after them was made by this package
             try:
                 q, k, v = tensors
-                context.check(q, k, v, parts=mesh.ulysses_size)
+                context.check(q, k, v, parts=mesh.ulysses_size, latents=latents)
             except RingError as error:
                 refused = error
         context.agree(name, tensors[0], tensors[-1], refused)
@@ -152,13 +156,18 @@ swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
 
 def _over_heads(
     run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, handle: int,
-    ulysses_size: int, return_lse: bool,
+    ulysses_size: int, return_lse: bool, latents: bool = False,
 ) -> Any:  # fmt: skip
     """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile."""
     if ulysses_size == 1:
         out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
-    out, lse = run(*swap_op([q, k, v], "Ulysses of q, k, v", handle))
+    name = "Ulysses of q, k, v"
+    if latents:  # every rank needs those of all tokens: an all-to-all of copies
+        name = "Ulysses of q and latents"
+        # what is no latent is refused there
+        k, v = (x.expand(-1, ulysses_size, -1, -1) if x.shape[1:-2] == (1,) else x for x in (k, v))
+    out, lse = run(*swap_op([q, k, v], name, handle))
     if not return_lse:
         return swap_op([out], "Ulysses of out", handle)[0]
     out, lse = swap_op([out, lse.unsqueeze(-1)], "Ulysses of out", handle)
@@ -167,10 +176,14 @@ def _over_heads(
 
 def _pass_of(
     q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
-    sinks: Tensor | None = None, has_grad_lse: bool = False,
+    sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
 ) -> RingPass | GatherPass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse)
+    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse, up)
+    if up is not None:
+        assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
+        by_head = up.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
+        kernel = kernel.of(by_head[context.heads_here(q)], backward=grad_out is not None)
     ring_rank, options = context.mesh.ring_rank, context.options
     # The all-gather reference sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
@@ -203,14 +216,15 @@ def _run(made: RingPass | GatherPass | ReplicatedPass, work: Callable[..., Any],
 
 
 def _forward(
-    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
+    up: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) of a pass, or those that a checkpointed region has kept."""
     options, memory = context.options, context.mesh.host_memory
 
     def run(context: RingContext = context) -> tuple[Tensor, Tensor]:
         # A refused call sends nothing, so the mesh can still be used after it.
-        made = _pass_of(q, k, v, context, sinks=sinks)
+        made = _pass_of(q, k, v, context, sinks=sinks, up=up)
         here = sinks if sinks is None else sinks[context.heads_here(q)]
         out, lse = _run(made, made.forward, q, k, v, here)
         return out, lse
@@ -222,24 +236,30 @@ def _forward(
         if options.recompute:
             first, slots = first_queries(context, q.shape[2], q.device)
             rows = KeptRows(slots, lambda: run(first))
-        call = (context.handle, q.shape, k.shape, v.shape, q.dtype)
+        call = (context.handle, q.shape, k.shape, v.shape, q.dtype, up is None)
         return kept_or_run(call, run, memory if memory.enabled else None, rows)
 
 
 def _gradients(
     context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return (dq, dk, dv) of a pass; see `RingPass.backward`."""
+    grad_lse: Tensor | None = None, up: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return (dq, dk, dv) of a pass, see `RingPass.backward`; with latents also that of `up`."""
     with context.mesh.in_call():
         q_here, k_here, v_here = q, k, v
         if q.device != grad_out.device:  # shapes and dtypes, where they take no memory
             q_here, k_here, v_here = (
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
-        made = _pass_of(q_here, k_here, v_here, context, grad_out, has_grad_lse=grad_lse is not None)
+        has_grad_lse = grad_lse is not None
+        made = _pass_of(q_here, k_here, v_here, context, grad_out, has_grad_lse=has_grad_lse, up=up)
         dq, dk, dv = _run(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
-        return dq, dk, dv
+        if up is None:
+            return dq, dk, dv
+        assert isinstance(made.kernel, LatentKernel) and made.kernel.gradient is not None
+        gradient, of_up = made.kernel.gradient, torch.zeros(up.shape, dtype=up.dtype, device=up.device)
+        of_up.unflatten(0, (-1, gradient.shape[1]))[context.heads_here(q)].copy_(gradient)
+        return dq, dk, dv, of_up
 
 
 @operator("ds_ring::ring_attention")
@@ -266,12 +286,14 @@ def ring_attention_backward_op(
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
-    return _gradients(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
+    dq, dk, dv = _gradients(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
+    return dq, dk, dv
 
 
 def _save(
-    ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool
-) -> None:
+    ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool,
+    *, up: Tensor | None = None,
+) -> None:  # fmt: skip
     q, k, v, _, sinks = inputs
     ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
@@ -279,7 +301,7 @@ def _save(
     ctx.context = context  # keeps it alive until the backward pass
     if context.options.offload_on(q.device.type, q.shape[2]):
         saved = saved_on_host(saved, context.mesh.host_memory)
-    ctx.save_for_backward(*saved, sinks)
+    ctx.save_for_backward(*saved, sinks, *(() if up is None else (up,)))
     ctx.set_materialize_grads(False)
 
 
@@ -369,6 +391,68 @@ def _register(forward: Any, backward: Any, setup: Callable[..., None], gradients
 
 
 _register(ring_attention_op, ring_attention_backward_op, _setup, _backward)
+
+
+# [Note: latents on the wire]
+# With an up-projection, k and v of a pass are latents [B, 1, S, L] and rotary keys [B, 1, S, R]: one K/V
+# head, for which plan, schedule and exchange need nothing new. `LatentKernel` expands them where they arrive,
+# again in the backward pass. On each rank the gradient of the up-projection is the part of this rank's
+# queries: sum it over the sequence's ranks, as for other replicated parameters.
+@operator("ds_ring::latent_attention")
+def latent_attention_op(
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of q [B, H, S, N + R] over latents; `up` is that of all heads, [H * (N + E), L]."""
+    return _forward(context_of(handle), q, latent, rope, sinks, up)
+
+
+@latent_attention_op.register_fake
+def _(
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    width = latent_value_dim(q, rope, up, q.shape[1] * context_of(handle).mesh.ulysses_size)
+    return fake_results(q, rope.new_empty((0, max(width, 1))))  # what does not fit is refused by the operator
+
+
+@operator("ds_ring::latent_attention_backward")
+def latent_attention_backward_op(
+    grad_out: Tensor, q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, out: Tensor, lse: Tensor,
+    handle: int, grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, latent, rope and up."""
+    context = context_of(handle)
+    dq, d_latent, d_rope, d_up = _gradients(context, grad_out, q, latent, rope, out, lse, grad_lse, up)
+    return dq, d_latent, d_rope, d_up
+
+
+latent_attention_backward_op.register_fake(
+    lambda _, q, latent, rope, up, *more: tuple(x.new_empty(x.shape) for x in (q, latent, rope, up))
+)
+
+
+def _setup_latents(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, latent, rope, up, handle, sinks = inputs
+    _save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, up=up)
+
+
+def _backward_latents(
+    ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, latent, rope, out, lse, sinks, up = ctx.saved_tensors
+    if grad_out is None:  # as in `_backward`
+        grad_out = torch.zeros_like(out, device=up.device)
+    handle = ctx.context.handle
+    grads = latent_attention_backward_op(grad_out, q, latent, rope, up, out, lse, handle, grad_lse)
+    if sinks is None:
+        return (*grads, None, None)
+    heads = ctx.context.heads_here(q)
+    return (*grads, None, _sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse))
+
+
+latent_attention_op.register_autograd(_backward_latents, setup_context=_setup_latents)
+latent_attention_backward_op.register_autograd(
+    _refuse_second_derivative, setup_context=lambda ctx, inputs, output: None
+)
 
 
 @operator("ds_ring::replicated_attention")
@@ -617,11 +701,13 @@ def _refuse(handle: int, why: str) -> None:
 
 
 def _check_operands(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object,
+    up: Tensor | None = None,
+) -> None:  # fmt: skip
     """Refuse what the operator's body would not get to see, for all ranks to hear."""
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        why = None if x is None and name == "sinks" else why_not_an_operand(name, x)
+    optional = {"sinks": sinks, "up_projection": up}
+    for name, x in {"q": q, "k": k, "v": v, **optional}.items():
+        why = None if x is None and name in optional else why_not_an_operand(name, x)
         if why is not None:
             _refuse(handle, why)
     if not isinstance(return_lse, bool):
@@ -629,15 +715,17 @@ def _check_operands(
 
 
 def _check_eager(
-    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object
-) -> None:
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object,
+    up: Tensor | None = None,
+) -> None:  # fmt: skip
     """Do the checks of a compiled call; ordinary dense tensors pass at once."""
     usual = return_lse is True or return_lse is False
-    for x in (q, k, v) if sinks is None else (q, k, v, sinks):
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    for x in given if up is None else (*given, up):
         usual = usual and type(x) is Tensor and x.layout is torch.strided
         usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
     if not usual:
-        _check_operands(q, k, v, context.handle, sinks, return_lse)
+        _check_operands(q, k, v, context.handle, sinks, return_lse, up)
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         why = why_not_this_derivative()
         if why is not None:  # functorch would raise before the operator's body
@@ -645,31 +733,38 @@ def _check_eager(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool,
+    up: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse). Eager."""
-    _check_eager(context, q, k, v, sinks, return_lse)
+    _check_eager(context, q, k, v, sinks, return_lse, up)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if up is not None:
+            return latent_attention_op(q, k, v, up, context.handle, sinks)
         # By the operator if a transform, a mode or a subclass must see one node.
         if _sees_plain((q, k, v, sinks)):
             return _EagerAttention.apply(q, k, v, context, sinks)
         return ring_attention_op(q, k, v, context.handle, sinks)
 
-    return _over_heads(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
+    where = context.handle, context.mesh.ulysses_size
+    return _over_heads(run, q, k, v, *where, return_lse, latents=up is not None)
 
 
 def attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool,
+    up: Tensor | None = None,
+) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
     handle = _differentiable(handle)
-    _check_operands(q, k, v, handle, sinks, return_lse)
+    _check_operands(q, k, v, handle, sinks, return_lse, up)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if up is not None:
+            return latent_attention_op(q, k, v, up, handle, sinks)
         return ring_attention_op(q, k, v, handle, sinks)
 
-    return _over_heads(run, q, k, v, handle, ulysses_size, return_lse)
+    return _over_heads(run, q, k, v, handle, ulysses_size, return_lse, latents=up is not None)
 
 
 def attend_replicated(

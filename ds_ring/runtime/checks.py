@@ -72,7 +72,9 @@ def why_not_this_derivative() -> str | None:
     return None
 
 
-def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport: str) -> str | None:
+def why_not_these_queries(
+    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool = False
+) -> str | None:
     """Return why the `queries` argument cannot be honoured beside the others; None if it can."""
     if not isinstance(queries, str) or queries not in QUERIES:
         return f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}"
@@ -80,6 +82,11 @@ def why_not_these_queries(queries: str, placed: bool, mesh: RingMesh, transport:
         return (
             "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
             ' leave it out, or set queries="replicated"'
+        )
+    if queries == "replicated" and latents:
+        return (
+            'queries="replicated" sends no K/V: expected no up_projection, got one; expand k and v on their'
+            " rank and leave it out"
         )
     if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
         return (
@@ -119,8 +126,10 @@ def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[
     )
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, latents: bool = False) -> None:
     """Refuse what is no q, k and v of one attention call, whatever the layout.
+
+    With `latents`, k and v are latents and rotary keys, whose last dimensions are not those of q.
 
     Raises:
         RingShapeError: with the shapes, dtypes or devices expected and got.
@@ -152,7 +161,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k and v: expected equal batch, heads and tokens (dims 0 to 2), got {tuple(k.shape)} and"
             f" {tuple(v.shape)}; pad the shorter one"
         )
-    if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
+    if k.shape[0] != q.shape[0] or (k.shape[3] != q.shape[3] and not latents):
         raise RingShapeError(
             f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
             f" {tuple(k.shape)}; slice or expand one of them"
@@ -183,6 +192,35 @@ def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
         raise RingShapeError(
             f"sinks: expected a floating dtype (float64 to float16) on {q.device} like q, got {sinks.dtype}"
             f" on {sinks.device}; cast or move them"
+        )
+
+
+def check_latents(up: Tensor, q: Tensor, latent: Tensor, rope: Tensor, query_heads: int) -> None:
+    """Raise RingShapeError for an up-projection that does not make keys and values of latents.
+
+    Args:
+        up: [H * (N + E), L].
+        q, latent, rope: [B, H, S, N + R], [B, 1, S, L] and [B, 1, S, R], checked as tensors before.
+        query_heads: H, those of all Ulysses ranks.
+    """
+    if up.dtype != q.dtype or up.device != q.device:
+        raise RingShapeError(
+            f"up_projection: expected q's dtype and device, got {up.dtype} on {up.device}, and q is {q.dtype}"
+            f" on {q.device}; cast or move it"
+        )
+    nope = q.shape[3] - rope.shape[3]
+    if nope < 0:
+        raise RingShapeError(
+            f"v, the rotary key beside up_projection: expected at most q's head_dim {q.shape[3]}, got"
+            f" {rope.shape[3]}; q ends with its own rotary part"
+        )
+    fits = up.dim() == 2 and up.shape[1] == latent.shape[3]
+    if not fits or up.shape[0] % query_heads or up.shape[0] // query_heads <= nope:
+        raise RingShapeError(
+            f"up_projection: expected shape (H * (N + E), L) with H = {query_heads} query heads, N = {nope}"
+            f" (head_dim {q.shape[3]} of q less {rope.shape[3]} of the rotary key), E of at least 1 and L ="
+            f" {latent.shape[3]} of the latent, got {tuple(up.shape)}; pass kv_b_proj.weight, in which"
+            " the N rows of a head for keys stand before its E rows for values"
         )
 
 

@@ -28,6 +28,7 @@ from ds_ring.errors import (
     RingFiniteError,
     RingLayoutError,
     RingPatternError,
+    RingShapeError,
     shown,
 )
 from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
@@ -37,6 +38,7 @@ from ds_ring.runtime.checks import (
     as_array,
     check_heads,
     check_keys,
+    check_latents,
     check_not_captured,
     check_sinks,
     check_tensors,
@@ -47,6 +49,7 @@ from ds_ring.runtime.exchange import Agreement, Exchange, agree, compare_headers
 from ds_ring.runtime.kernels import Kernel, KernelNeeds, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
+from ds_ring.runtime.latents import LatentKernel, check_same_for_heads
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.waiting import Task
@@ -272,12 +275,16 @@ class RingContext:
         first = self.mesh.ulysses_rank * q.shape[1]
         return slice(first, first + q.shape[1])
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1) -> tuple[Layout, Kernel]:
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1, latents: bool = False
+    ) -> tuple[Layout, Kernel]:
         """Check this rank's tensors and return their layout and kernel.
 
         Args:
             q, k, v: [B, H, S, D] and [B, G, S, D].
             parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
+            latents: k and v are latents and rotary keys, [B, 1, S, L] and [B, 1, S, R], repeated for each of
+                the `parts`.
 
         Raises:
             RingError: the first fault found on this rank, in most cases a RingShapeError.
@@ -286,7 +293,12 @@ class RingContext:
             # The same error object is raised by all calls: without this each raise would lengthen its
             # traceback.
             raise self.refused.with_traceback(None)
-        check_tensors(q, k, v)
+        check_tensors(q, k, v, latents)
+        if latents and k.shape[1] != parts:
+            raise RingShapeError(
+                f"k beside up_projection: expected latents [batch, 1, tokens, L], got shape {tuple(k.shape)};"
+                " pass what the layer's up-projection takes, with unsqueeze(1)"
+            )
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
@@ -353,7 +365,7 @@ class RingContext:
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
-        has_grad_lse: bool = False,
+        has_grad_lse: bool = False, up: Tensor | None = None,
     ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
 
@@ -368,12 +380,12 @@ class RingContext:
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             q.is_inference(), grad_out is None,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            *(None if x is None else (x.shape, x.dtype, x.device) for x in (sinks, up)),
         )  # fmt: skip
         found = self._prepared.get(key)
         operation = "attention forward" if grad_out is None else "attention backward"
         if found is None:
-            found = self._checked(operation, q, k, v, grad_out, sinks)
+            found = self._checked(operation, q, k, v, grad_out, sinks, up)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
                 self._prepared.clear()
             if not self.pattern.masks:  # the values that a mask function captured may change between calls
@@ -381,7 +393,7 @@ class RingContext:
         elif q.is_cuda or self.options.check_finite:
             try:  # what may differ between tensors of one description
                 check_not_captured(q)
-                self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+                self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
             except RingError as error:
                 self.refuse(operation, q, error)
         exchange, agreed = self.exchange, None
@@ -410,17 +422,27 @@ class RingContext:
         raise error
 
     def _checked(
-        self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, sinks: Tensor | None
-    ) -> Prepared:
+        self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None,
+        sinks: Tensor | None, up: Tensor | None,
+    ) -> Prepared:  # fmt: skip
         """Check the tensors; return what a pass over tensors of this description needs."""
         try:
-            layout, kernel = self.check(q, k, v)
-            check_sinks(sinks, q, q.shape[1] * self.mesh.ulysses_size)
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+            layout, kernel = self.check(q, k, v, latents=up is not None)
+            heads = q.shape[1] * self.mesh.ulysses_size
+            check_sinks(sinks, q, heads)
+            if up is not None:
+                check_latents(up, q, k, v, heads)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
             plan, scale = self.plan(layout, q.shape[1], k.shape[1]), self._scale(q)
+            if up is not None:
+                check_same_for_heads(plan.classes[0].pattern, self.pattern)
+                chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
+                kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
         except RingError as error:
             self.refuse(operation, q, error)  # the other ranks wait for this header ([Note: refusals])
         fields = {**self._fields(q, k), **_more_fields(v, sinks)}
+        if up is not None:
+            fields |= {"head_dim of k": k.shape[-1], "up_projection": tuple(up.shape)}
         if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
             fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
         return Prepared(plan, kernel, scale, Agreement.on(operation, fields))
@@ -514,6 +536,11 @@ class RingContext:
 
     def _scale(self, q: Tensor) -> float:
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
+
+
+def latent_value_dim(q: Tensor, rope: Tensor, up: Tensor, query_heads: int) -> int:
+    """Return E of an up-projection [H * (N + E), L], given all H query heads."""
+    return up.shape[0] // query_heads - (q.shape[-1] - rope.shape[-1])
 
 
 def _more_fields(v: Tensor, sinks: Tensor | None) -> dict[str, object]:

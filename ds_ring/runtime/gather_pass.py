@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.kernels.interface import Kernel
+from ds_ring.runtime.kernels.interface import Kernel, value_dim
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
@@ -33,7 +33,7 @@ class GatherPass:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
-        out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks)
+        out, lse = empty_results(q, value_dim(self.kernel, v), accumulator_dtype(q.dtype), sinks)
         all_k, all_v = self._gather(k), self._gather(v)
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]

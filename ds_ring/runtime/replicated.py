@@ -49,7 +49,7 @@ class ReplicatedPass:
         """
         # Only the first rank adds the sinks, because the partial results of all ranks are merged.
         first = self.exchange is None or self.exchange.mesh.ring_rank == 0
-        out, lse = empty_results(q, v, accumulator_dtype(q.dtype), sinks if first else None)
+        out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype), sinks if first else None)
         for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
             operands = (q[:, heads], k[:, kv_heads], v[:, kv_heads])

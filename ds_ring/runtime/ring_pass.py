@@ -24,7 +24,7 @@ from ds_ring.runtime.buffers import (
     some_heads,
 )
 from ds_ring.runtime.kept_results import HeadStream, HostMemory
-from ds_ring.runtime.kernels.interface import Kernel, Rows
+from ds_ring.runtime.kernels.interface import Kernel, Rows, value_dim
 from ds_ring.runtime.merge import accumulator_dtype, assign_, merge_
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
@@ -267,7 +267,7 @@ class RingPass:
         Returns:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        out = q.new_empty((*q.shape[:-1], value_dim(self.kernel, v)))
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
         def begin(chunk: HeadChunk) -> Chunk:

@@ -182,6 +182,17 @@ def layout(name: str = "zigzag", **sizes: int) -> Callable[[Arguments], Any]:
     return change
 
 
+def latents(**changed: Callable[[Tensor], Any]) -> Callable[[Arguments], Any]:
+    """Latents and an up-projection that fit q, but for what is changed."""
+
+    def change(arguments: Arguments) -> None:
+        k, v = arguments["k"][:, :1], arguments["v"][:, :1, :, :4]  # L = 16, R = 4, so N = 12; E = 8
+        right = {"q": arguments["q"], "k": k, "v": v, "up_projection": k.new_ones((8 * (12 + 8), 16))}
+        arguments.update({name: changed.get(name, lambda x: x)(x) for name, x in right.items()})
+
+    return change
+
+
 def as_dtensor(x: Tensor) -> Tensor:
     """This rank's tensor as one of a mesh of the world."""
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -324,6 +335,60 @@ WRONG = {
     ),
     "quantized": Wrong(
         on("v", do=lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TYPED, ("dequantize",)
+    ),
+    "latents on one rank": Wrong(
+        lambda arguments: latents()(arguments) if arguments["mesh"].ring_rank else None,
+        MISMATCH,
+        ("K/V heads: ring rank 0 has 4, ring rank 1 has 1",),
+        ALL,
+    ),
+    "values of another width differ": Wrong(
+        lambda arguments: latents(
+            up_projection=(lambda x: torch.cat([x, x[:8]])) if arguments["mesh"].ring_rank else torch.clone
+        )(arguments),
+        MISMATCH,
+        ("up_projection: ring rank 0 has (160, 16), ring rank 1 has (168, 16)",),
+        ALL,
+    ),
+    "up-projection of another latent": Wrong(
+        latents(up_projection=lambda x: x[:, 1:]),
+        TYPED,
+        ("up_projection: expected shape", "(160, 15)", "L = 16"),
+    ),
+    "up-projection of another width": Wrong(
+        latents(up_projection=lambda x: x[1:]),
+        TYPED,
+        ("up_projection: expected shape", "(159, 16)", "N = 12"),
+    ),
+    "up-projection without values": Wrong(
+        latents(up_projection=lambda x: x[: 8 * 12]), TYPED, ("E of at least 1", "(96, 16)")
+    ),
+    "up-projection of another dtype, all": Wrong(
+        latents(up_projection=Tensor.half), TYPED, ("up_projection: expected q's dtype", "torch.float16"), ALL
+    ),
+    "up-projection no tensor": Wrong(
+        latents(up_projection=Tensor.tolist), TYPED, ("up_projection: expected a tensor, got list",)
+    ),
+    "latents of several heads": Wrong(
+        latents(k=lambda x: x.expand(-1, 2, -1, -1), v=lambda x: x.expand(-1, 2, -1, -1)),
+        TYPED,
+        ("expected latents [batch, 1, tokens, L]", "(2, 2, 32, 16)", "unsqueeze(1)"),
+    ),
+    "rotary key wider than queries": Wrong(
+        latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)
+    ),
+    "latents for replicated queries": Wrong(
+        lambda arguments: (latents()(arguments), arguments.update(queries="replicated")),
+        "RingConfigError",
+        ("expected no up_projection, got one",),
+    ),
+    "latents, and heads that differ": Wrong(
+        lambda arguments: (
+            latents()(arguments),
+            arguments.update(pattern=Dilated((16, 64), (1, 4), causal=True)),
+        ),
+        "RingPatternError",
+        ("the same for all heads", "head_offsets"),
     ),
     "no time at all": Wrong(put(hop_timeout_s=0.0), "RingConfigError", ("seconds > 0, got 0.0", "use 60")),
 }

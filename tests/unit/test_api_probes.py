@@ -329,6 +329,7 @@ CALLS: dict[str, Call] = {
             "check_finite": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "queries": Argument(NO_NAME, ("sharded",)),
+            "up_projection": Argument((0.5, "x", Hostile(), Q, Q[0, 0], Q.to("meta")), (None,)),
             "q_positions": Argument(([0], 3, "x", Hostile()), (None,)),
             "sinks": Argument(
                 (0.5, "x", Hostile(), [0.0] * Q.shape[1], Q, Q[0, 0, 0, :1].int(), Q.to("meta")),

@@ -335,6 +335,11 @@ class Operands(NamedTuple):
         return (*each, self.grad_out is None, self.has_grad_lse)
 
 
+def value_dim(kernel: Kernel, v: Tensor) -> int:
+    """Return E, the head_dim of the output: that of v, unless the kernel makes values of what it gets."""
+    return int(getattr(kernel, "value_dim", v.shape[-1]))
+
+
 def compiles(kernel: Kernel, operands: Operands, parts: Iterable[HeadsOfPass], scale: float) -> bool:
     """Return whether a pass will compile something; False for a kernel without a method `compiles`."""
     says = getattr(kernel, "compiles", None)
