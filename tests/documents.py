@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,9 @@ DOCUMENTS = (
     "launcher/TROUBLESHOOTING.md",
     "tools/README.md",
 )
-# About the code. Their commands, links and names of files are checked.
+# About the code: the names of files in them are checked, too.
 OF_THE_CODE = (
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")),
 )
@@ -38,6 +39,18 @@ TEXTS = (*DOCUMENTS, *OF_THE_CODE)
 SMALL_RUN = "--steps 2 --sequence_length 64 --hidden_size 16 --layers 1 --evaluate_every 2"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"`((?:python tools/|python -m tools\.|pytest |ds-ring )[^`\n]+)`")
+# what a section is made of: a fenced block, or lines up to an empty one
+_BLOCK = re.compile(r"^```.*?^```$|^[^\n].*?(?=\n\s*\n|\n```|\Z)", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^(?=- )", re.MULTILINE)
+_UNITS = "s|ms|us|seconds|minutes|hours|KiB|MiB|GiB|TiB|MB|GB|TB|%|tokens/s|units|times"
+# with a unit, an error like 1.2e-7, or a ratio below 2 with two decimals
+_FIGURE = re.compile(
+    rf"(?<![\w.])(?:\d[\d,.]*\s?(?:{_UNITS})(?![\w-])|\d(?:\.\d+)?e-\d+|[01]\.\d\d(?![\d.]\d))"
+)
+_RUNS = re.compile(r"python (?:tools/|-m tools\.)|ds-ring |deepspeed --num_gpus")
+_TEST = re.compile(r"pytest |\btest_\w+\.py")
+_EVIDENCE = re.compile(r"\]\((?:\.\./)*tools/README\.md#")
+_DATE = re.compile(r"\b\d{1,2} (?:November|December|January|February) 20\d\d\b")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALL = """#!/bin/sh
 echo "$@" >> pip.log
@@ -64,9 +77,9 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    """Every fenced block of the documents, in their order."""
+    """Every fenced block of the texts, in their order."""
     found = []
-    for document in DOCUMENTS:
+    for document in TEXTS:
         text = (ROOT / document).read_text()
         for match in _FENCE.finditer(text):
             found.append(Block(document, text[: match.start()].count("\n") + 1, match[1], match[2]))
@@ -95,6 +108,60 @@ def anchors(document: Path) -> set[str]:
     text = _FENCE.sub("", document.read_text())
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+class Figure(NamedTuple):
+    """A measured figure: its place, the paragraph, item or row with it, and that with its neighbours."""
+
+    document: str
+    line: int
+    text: str
+    nearby: str
+
+    def lacks(self) -> str:
+        """Return what does not stand next to it, "" for nothing.
+
+        A test holds its bound in each run, and needs no date. A link to a section of tools/README.md, where
+        each figure has both, does as well.
+        """
+        if _TEST.search(self.nearby) or _EVIDENCE.search(self.nearby):
+            return ""
+        if not _RUNS.search(self.nearby):
+            return "a command or a test"
+        return "" if _DATE.search(self.nearby) else "a date"
+
+
+def figures(document: str, text: str) -> list[Figure]:
+    """Every unit of a text (paragraph, list item, row of a table) with a number as of a measurement in it.
+
+    What stands next to a unit is the block before it and the one after it, within its section; of a row this
+    is what stands next to its table (two blocks above: a command and its words), and the table's head.
+    """
+    found = []
+    for section, line in _sections(text):
+        parts = list(_BLOCK.finditer(section))
+        for i, part in enumerate(parts):
+            if part[0].startswith("```"):
+                continue
+            is_table, start = part[0].startswith("|"), part.start()
+            places = (i - 2, i - 1, i + 1) if is_table else (i - 1, i + 1)
+            around = [parts[j][0] for j in places if 0 <= j < len(parts)]
+            for unit in part[0].splitlines(keepends=True) if is_table else _ITEM.split(part[0]):
+                if _FIGURE.search(re.sub(r"`[^`]*`", "", unit)):
+                    own = part[0].split("\n", 1)[0] + unit if is_table else unit
+                    number = line + section.count("\n", 0, section.index(unit, start))
+                    found.append(Figure(document, number, unit.strip(), "\n".join([own, *around])))
+    return found
+
+
+def _sections(text: str) -> Iterator[tuple[str, int]]:
+    """Yield each section of a text without its heading, and the number of its first line."""
+    plain = _FENCE.sub(lambda fence: fence[0].replace("\n#", "\n "), text)  # a comment is no heading
+    line = 1
+    for part in re.split(r"^(#+ .*\n)", plain, flags=re.MULTILINE):
+        if not part.startswith("#"):
+            yield part, line
+        line += part.count("\n")
 
 
 def changed(text: str, instead: Mapping[str, str]) -> str:

@@ -23,18 +23,20 @@ from ds_ring_launcher.cluster.checks import choose_free_port
 from ds_ring_launcher.cluster.cluster_file import read_cluster
 from tests.document_readers import read_command, read_python
 from tests.documents import (
-    DOCUMENTS,
     OF_THE_CODE,
     ROOT,
     SMALL_RUN,
+    TEXTS,
     Block,
     Place,
     anchors,
     blocks,
     changed,
+    figures,
     inline_commands,
     links,
 )
+from tools import build_site
 
 pytestmark = pytest.mark.slow
 
@@ -223,7 +225,7 @@ def verify_checkpoints(place: Place, text: str) -> None:
     """Those of the quick start, and a copy of one without its manifest."""
     quick = place.folder / "runs/train_lm/checkpoints"
     if not quick.exists():
-        run_block(place, block_of("python3.11 -m venv .venv && . .venv/bin/activate"))
+        run_block(place, block_of("python3.11 -m venv .venv && . .venv/bin/activate && pip"))
     mine = place.folder / "checkpoints/mine"
     shutil.copytree(quick / (quick / "latest").read_text(), mine)
     (mine / "ds_ring_manifest.json").unlink()
@@ -434,9 +436,43 @@ def only_reads(why: str) -> Callable[[Place, str], None]:
     return read
 
 
+def is_a_picture(why: str) -> Callable[[Place, str], None]:
+    """An entry of BLOCKS for text that nobody is to run."""
+    assert why
+    return lambda place, text: None
+
+
+def contributors_set_up(place: Place, text: str) -> None:
+    """Its installation is asked for; its tests are not run, and the files that they name must be there."""
+    lines = text.splitlines()
+    place.bash("\n".join(line for line in lines if line.startswith(("python", "pip"))))
+    check_installed(place)
+    assert (ROOT / ".pre-commit-config.yaml").is_file()
+    tests = [line.split("#")[0].split() for line in lines if line.startswith("pytest")]
+    assert len(tests) == 3
+    assert all((ROOT / word).exists() for words in tests for word in words if "/" in word)
+
+
+def summary_of_a_plan(place: Place, text: str) -> None:
+    """Its lines are those of `plan.summary()` for causal attention on four zigzag ranks."""
+    before = (
+        'plan = ds_ring.build_plan(ds_ring.Causal(), ds_ring.make_layout("zigzag", tokens=4096, ring_size=4))'
+    )
+    after = f"""
+printed = [line.split() for line in plan.summary().splitlines()]
+result = sum(line.split() not in printed for line in {text!r}.strip().splitlines())
+"""
+    assert place.python(1, "import ds_ring", before, after) == 0
+
+
+def tables_of_changes(place: Place, text: str) -> None:
+    output = place.bash(text)
+    assert all(name in output for name in ("deepspeed", "transformers", "accelerate"))
+
+
 BLOCKS: dict[str, Callable[[Place, str], None]] = {
     # README.md
-    "python3.11 -m venv .venv && . .venv/bin/activate": quick_start,
+    "python3.11 -m venv .venv && . .venv/bin/activate && pip": quick_start,
     "python3.11 -m venv .venv && .venv/bin/pip": pass_the_tests,
     "-import deepspeed": minimal_change,
     # ds_ring/TUTORIAL.md
@@ -493,6 +529,36 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring simulate --tokens 131072": only_reads("takes minutes"),
     "python tools/billion_tokens.py": only_reads("takes minutes; test_billion_tokens.py runs it, smaller"),
     "python -m tools.verify_cuda_kernels": only_reads("needs the CUDA wheel of torch"),
+    # CONTRIBUTING.md
+    "# once": contributors_set_up,
+    "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),
+    # ds_ring/DESIGN.md
+    "DeepSpeed JSON ->": is_a_picture("of the flow"),
+    "rank hop origin": summary_of_a_plan,
+    "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
+    # ds_ring/integrations/README.md
+    '.venv/bin/python -c "from ds_ring.integrations': tables_of_changes,
+}
+
+# Numbers of a measurement's kind that are none, by the words that their row or paragraph begins with.
+NOT_MEASURED: dict[tuple[str, str], str] = {
+    (
+        "configs/README.md",
+        "| `gradient_payload`",
+    ): "tests/unit/test_gradient_payload.py; config/section.py says it",
+    ("configs/README.md", "| `chunk_bytes`"): "a default",
+    ("configs/README.md", "| `tiled_loss`"): "a default",
+    ("configs/README.md", "| `tiled_mlp`"): "a default",
+    ("configs/README.md", "Each batch is divided"): "a threshold of the code",
+    ("configs/README.md", "`ds-ring tune ... --config"): "a default",
+    ("configs/README.md", "| `memory_bytes`"): "what the planner takes",
+    ("configs/README.md", "| `host_memory_bytes`"): "what the planner takes",
+    ("launcher/README.md", "`ds-ring doctor cluster.yaml`"): "a deadline",
+    ("tools/README.md", "| LongNet, 8 ranks"): "counted in a plan, the same everywhere; the row has the call",
+    ("ds_ring/NOTES.md", "| smallest segment"): "a summary of the note, which has it",
+    ("ds_ring/NOTES.md", "| the cost of a layout"): "a threshold of the code",
+    ("ds_ring/NOTES.md", "| head chunks"): "a default",
+    ("ds_ring/NOTES.md", "| how large tables are"): "a bound of the code",
 }
 
 
@@ -526,7 +592,7 @@ def test_entry_has_its_block(key: str) -> None:
 def test_no_fence_is_missed() -> None:
     fences = sum(
         line.startswith(("```", "~~~"))
-        for document in DOCUMENTS
+        for document in TEXTS
         for line in (ROOT / document).read_text().splitlines()
     )
     assert fences == 2 * len(blocks())
@@ -542,12 +608,61 @@ def test_inline_command_is_understood(document: str, command: str, monkeypatch: 
     read_command(command, monkeypatch)
 
 
-@pytest.mark.parametrize(("document", "target"), links())
-def test_link_leads_somewhere(document: str, target: str) -> None:
+def leads_somewhere(document: str, target: str) -> bool:
     path, _, anchor = target.partition("#")
     file = ((ROOT / document).parent / path).resolve() if path else ROOT / document
-    assert file.exists()
-    assert not anchor or anchor in anchors(file)
+    return file.exists() and (not anchor or anchor in anchors(file))
+
+
+@pytest.mark.parametrize(("document", "target"), links())
+def test_link_leads_somewhere(document: str, target: str) -> None:
+    assert leads_somewhere(document, target)
+
+
+@pytest.mark.parametrize("target", ["GONE.md", "TUTORIAL.md", "ds_ring/TUTORIAL.md#9-gone", "#gone"])
+def test_a_dead_link_is_noticed(target: str) -> None:
+    assert leads_somewhere("README.md", "ds_ring/TUTORIAL.md#3-your-own-model")
+    assert not leads_somewhere("README.md", target)
+
+
+def test_every_text_is_read() -> None:
+    assert sorted(TEXTS) == sorted(build_site.TEXTS), "test_build_site.py compares these with git's"
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_figure_has_its_command_and_date(document: str) -> None:
+    found = figures(document, (ROOT / document).read_text())
+    starts = [start for name, start in NOT_MEASURED if name == document]
+    assert all(any(one.text.startswith(start) for one in found) for start in starts), (
+        "no such figure any more"
+    )
+    lacking = [
+        f"{document}:{one.line} lacks {one.lacks()}: {one.text[:80]}"
+        for one in found
+        if one.lacks() and not one.text.startswith(tuple(starts))
+    ]
+    assert not lacking, "write it beside the figure, or the reason in NOT_MEASURED:\n" + "\n".join(lacking)
+
+
+RUN = "`python tools/soak.py`"
+FIGURES: dict[str, tuple[str, list[str]]] = {
+    "nothing": (f"It takes 3.2 s.\n\n## Next\n\n{RUN}, 1 November 2026\n", ["a command or a test"]),
+    "a command": (f"It takes 3.2 s ({RUN}).\n", ["a date"]),
+    "both": (f"It takes 3.2 s ({RUN}, 1 November 2026).\n", [""]),
+    "a test": ("Errors are below 2e-6 (`pytest tests/dist`).\n", [""]),
+    "a block": ("```bash\npython tools/soak.py\n```\n\n0.97 of it, 1 November 2026.\n", [""]),
+    "items": (f"- 12 MiB ({RUN}, 1 November 2026)\n- 13 MiB\n", ["", "a command or a test"]),
+    "rows": (f"| a |\n|---|\n| 5 %, {RUN}, 1 November 2026 |\n| 6 % |\n", ["", "a command or a test"]),
+    "a table": (f"{RUN}, 1 November 2026:\n\n| a |\n|---|\n| 5 % |\n", [""]),
+    "evidence": ("1.5e-7, [see](tools/README.md#memory).\n", [""]),
+    "none": ("Version 2.13.0, 2 ranks, `at 3 s`, torch 2.15, T = 512.\n", []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIGURES)
+def test_a_figure_without_its_command_or_date_is_noticed(case: str) -> None:
+    text, lacks = FIGURES[case]
+    assert [one.lacks() for one in figures("README.md", text)] == lacks
 
 
 @pytest.mark.parametrize("document", OF_THE_CODE)
