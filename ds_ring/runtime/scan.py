@@ -39,7 +39,7 @@ from ds_ring.runtime.context import (
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.sequence_runs import SequenceRuns, halo_messages, pieces, sequence_runs
+from ds_ring.schedule.sequence_runs import Piece, SequenceRuns, halo_messages, pieces, sequence_runs
 
 Rows = dict[int, Tensor]  # by rank of the sequence
 
@@ -55,6 +55,8 @@ class Neighbours:
         refused: an error in the arguments, raised by every call after telling the other ranks.
         handle: the integer by which the operators find this object.
         exchange: sends and receives; None if the sequence has one rank.
+        pieces: this rank's pieces in slot order.
+        own_runs: number of this rank's runs.
     """
 
     layout: Layout
@@ -65,26 +67,22 @@ class Neighbours:
     refused: RingError | None = None
     handle: int = field(init=False)
     exchange: Exchange | None = None
+    pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
+    own_runs: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
             self.exchange = Exchange(self.mesh, self.hop_timeout_s)
+        if self.refused is None:  # attributes, which torch.compile reads and need not trace
+            rank, parts = self.mesh.sequence_rank, self.mesh.ulysses_size
+            self.pieces = pieces(self.layout, parts, rank, self.documents)
+            self.own_runs = len(self.runs.of_rank(rank))
         self.handle = new_handle(self)
 
     @property
     def runs(self) -> SequenceRuns:
         """Return the runs of all ranks of the sequence."""
         return sequence_runs(self.layout, self.mesh.ulysses_size)
-
-    @property
-    def pieces(self) -> Any:
-        """Return this rank's pieces (`sequence_runs.Piece`), in slot order."""
-        return pieces(self.layout, self.mesh.ulysses_size, self.mesh.sequence_rank, self.documents)
-
-    @property
-    def own_runs(self) -> int:
-        """Count this rank's runs."""
-        return len(self.runs.of_rank(self.mesh.sequence_rank))
 
     def masks(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 for runs in which no document begins, and 1 for runs whose first token begins none.

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from ds_ring import (
     Documents,
+    RingLayoutError,
     RingMesh,
+    RingMismatchError,
+    RingPatternError,
+    RingShapeError,
     gather_sequence,
     halo,
     make_layout,
@@ -167,3 +171,73 @@ def test_exact(
         expected = {"out", "k", "v", "weight"} | (set() if matrix else {"decay"})
         assert errors.keys() >= expected
         assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
+    """The whole layer is one graph, forward and backward."""
+    for errors in rank_pool(2).run(on_a_ring, "zigzag", True, False, 1, True):
+        assert len(errors) == 5
+        assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def bytes_of(rank: int, world_size: int, tokens: int) -> int:
+    """Bytes that this rank sends in one scan of `tokens` tokens, forward and backward."""
+    mesh = RingMesh.from_world(world_size)
+    near = neighbours_of(make_layout("zigzag", tokens=tokens, ring_size=world_size), mesh)
+    moves = torch.rand(near.own_runs, 1, K, K, requires_grad=True)
+    finals = torch.rand(near.own_runs, 1, K, V, requires_grad=True)
+    ring_scan(moves, finals, matrix=True, layout=near.layout, mesh=mesh).sum().backward()
+    assert near.exchange is not None
+    return near.exchange.counters.bytes_sent
+
+
+def test_bytes_of_a_scan_do_not_depend_on_the_length(rank_pool: Pool) -> None:
+    few, many = (rank_pool(4).run(bytes_of, tokens) for tokens in (64, 1 << 20))
+    assert few == many
+    assert min(few) > 0
+
+
+def refused(rank: int, world_size: int, what: str) -> str:
+    """Return the error that this rank gets; rank 1 alone is at fault, or all ranks are."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("striped" if what == "striped" else "zigzag", tokens=T, ring_size=world_size)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    x = torch.zeros(B, layout.local_tokens, V)
+    moves, finals = torch.ones(2 - rank, B, 1, 1), torch.ones(2 - rank, B, K, V)
+    try:
+        if what in ("striped", "documents"):
+            halo(x, 3, dim=1, documents=Documents(IDS[:-1]) if what == "documents" else None, **named)
+        elif what == "slots":
+            halo(x[:, : layout.local_tokens - rank], 3, dim=1, **named)
+        elif what == "width":
+            halo(x, 3 + rank, dim=1, **named)
+        elif what == "nothing":
+            halo(x, 0, dim=1, **named)
+        elif what == "runs":
+            ring_scan(moves, torch.ones(2, B, K, V), **named)
+        elif what == "half":
+            ring_scan(moves.half() if rank else moves, finals.half() if rank else finals, **named)
+        elif what == "matrix":
+            ring_scan(moves, finals, matrix=True, **named)
+    except (RingShapeError, RingLayoutError, RingPatternError, RingMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+@pytest.mark.parametrize(
+    ("what", "of_both", "says"),
+    [
+        ("striped", True, "RingLayoutError: striped layout of 46 tokens over 2 ranks: expected shards of"),
+        ("documents", True, "RingPatternError: documents: expected ids for 46 tokens (the layout's), got 45"),
+        ("slots", False, "RingShapeError: halo: expected 23 slots"),
+        ("width", True, "RingMismatchError: the ranks of this sequence call ds_ring with different"),
+        ("nothing", True, "RingShapeError: halo: expected before or after above 0"),
+        ("runs", False, "RingShapeError: ring_scan: expected transition and increment [R, ...]"),
+        ("half", False, "RingShapeError: ring_scan: transition: expected float32 or float64"),
+        ("matrix", True, "RingShapeError: ring_scan: expected transition and increment [R, ..., K, K]"),
+    ],
+)
+def test_misfits_are_refused_on_every_rank(rank_pool: Pool, what: str, of_both: bool, says: str) -> None:
+    first, second = rank_pool(2).run(refused, what)
+    assert second.startswith(says), second
+    assert first.startswith(says if of_both else "RingMismatchError: ring rank 1 refused its own input"), first
