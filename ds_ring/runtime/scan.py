@@ -15,7 +15,7 @@ at the token's owner; the gradient of a scan is the scan of the transposed maps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ from ds_ring.runtime.context import (
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.sequence_runs import Piece, SequenceRuns, halo_messages, pieces, sequence_runs
+from ds_ring.schedule.sequence_runs import Piece, ScanStep, SequenceRuns, halo_messages, pieces, sequence_runs
 
 Rows = dict[int, Tensor]  # by rank of the sequence
 
@@ -420,61 +420,78 @@ def compose(
     return None if before is None else transition * before, transition * state + increment
 
 
-def _exclusive_scan(
-    near: Neighbours, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
-) -> Tensor:
-    """Return the state before each of this rank's runs: `SequenceRuns.rounds`, then one shift by a run."""
-    runs, rank = near.runs, near.mesh.sequence_rank
+def scan_messages(
+    runs: SequenceRuns, rank: int, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
+) -> Generator[tuple[Rows, Rows], None, Tensor]:
+    """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
+
+    Yields what the rank sends and receives in each round, by the other rank; goes on once the tensors to
+    receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them (simulation/scan.py).
+
+    Returns:
+        The states, like `increment`.
+    """
     count, ranks = len(runs.starts), runs.ranks.tolist()
     if reverse:
         ranks.reverse()
-    own = runs.of_rank(rank).tolist()
-    numbers = [count - 1 - run if reverse else run for run in own]
+    numbers = [count - 1 - run if reverse else run for run in runs.of_rank(rank).tolist()]
     found: dict[int, tuple[Tensor | None, Tensor]] = {
         number: (transition[place], increment[place]) for place, number in enumerate(numbers)
     }
-
-    def arrivals(steps: Sequence[tuple[int, int, bool]]) -> dict[int, tuple[Tensor | None, Tensor]]:
-        """Return what arrives for each own run, by its number, in one batch of messages."""
+    shapes = transition.shape[1:], increment.shape[1:]
+    sizes = shapes[0].numel(), shapes[1].numel()
+    states = torch.zeros_like(increment)
+    shift = [ScanStep(number - 1, number, True) for number in range(1, count)]
+    for steps in [*runs.rounds(), shift]:
         arrived: dict[int, tuple[Tensor | None, Tensor]] = {}
         sends: dict[int, list[Tensor]] = {}
-        due: dict[int, list[tuple[int, bool]]] = {}
-        for of, to, is_complete in steps:
-            if ranks[of] == rank == ranks[to]:
-                arrived[to] = (None if is_complete else found[of][0], found[of][1])
-            elif ranks[of] == rank:
-                before, state = found[of]
-                parts = [state] if is_complete or before is None else [before, state]
-                sends.setdefault(ranks[to], []).extend(part.reshape(-1) for part in parts)
-            elif ranks[to] == rank:
-                due.setdefault(ranks[of], []).append((to, is_complete))
-        sizes = transition[:1].numel() if own else 0, increment[:1].numel() if own else 0
+        due: dict[int, list[ScanStep]] = {}
+        for step in steps:
+            of, to = ranks[step.of], ranks[step.to]
+            if of == rank:
+                before, state = found[step.of]
+                if to == rank:
+                    arrived[step.to] = None if step.is_complete else before, state
+                else:
+                    parts = [state] if step.is_complete or before is None else [before, state]
+                    sends.setdefault(to, []).extend(part.reshape(-1) for part in parts)
+            elif to == rank:
+                due.setdefault(of, []).append(step)
         receives = {
-            peer: increment.new_empty(sum(sizes[1] + (0 if complete else sizes[0]) for _, complete in runs_))
-            for peer, runs_ in due.items()
+            peer: increment.new_empty(sum(sizes[1] + (not step.is_complete) * sizes[0] for step in due_steps))
+            for peer, due_steps in due.items()
         }
-        near.swap({peer: torch.cat(parts) for peer, parts in sends.items()}, receives)
-        for peer, runs_ in due.items():
+        yield {peer: torch.cat(parts) for peer, parts in sends.items()}, receives
+        for peer, due_steps in due.items():
             rest = receives[peer]
-            for to, is_complete in runs_:
+            for step in due_steps:
                 before = None
-                if not is_complete:
-                    before, rest = rest[: sizes[0]].view(transition.shape[1:]), rest[sizes[0] :]
-                arrived[to] = before, rest[: sizes[1]].view(increment.shape[1:])
+                if not step.is_complete:
+                    before, rest = rest[: sizes[0]].view(shapes[0]), rest[sizes[0] :]
+                arrived[step.to] = before, rest[: sizes[1]].view(shapes[1])
                 rest = rest[sizes[1] :]
-        return arrived
-
-    for steps in runs.rounds():
-        for number, earlier in arrivals(steps).items():
-            before, state = found[number]
-            assert before is not None  # a run that has the whole state gets nothing more
-            found[number] = compose((before, state), earlier, matrix)
-    states = torch.zeros_like(increment)
-    shifted = arrivals([(number - 1, number, True) for number in range(1, count)])
-    for place, number in enumerate(numbers):
-        if number in shifted:
-            states[place] = shifted[number][1]
+        for number, (before, state) in arrived.items():
+            if steps is shift:
+                states[numbers.index(number)] = state
+                continue
+            own, increment_ = found[number]
+            assert own is not None  # a run that has the whole state gets nothing more
+            found[number] = compose((own, increment_), (before, state), matrix)
     return states
+
+
+def _exclusive_scan(
+    near: Neighbours, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
+) -> Tensor:
+    """Run `scan_messages` over the exchange."""
+    rounds = scan_messages(near.runs, near.mesh.sequence_rank, transition, increment, matrix, reverse)
+    while True:
+        try:
+            sends, receives = next(rounds)
+        except StopIteration as end:
+            states: Tensor = end.value
+            return states
+        near.swap(sends, receives)
 
 
 @scan_op.register_fake

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import default_collate
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import ds_ring
 from ds_ring_launcher.demo.lm_compare import Comparison, compare
@@ -47,6 +47,9 @@ def parse_options() -> argparse.Namespace:
         "--steps", type=int, default=200, help="optimizer steps in all, resumed ones included"
     )
     parser.add_argument("--sequence_length", type=int, default=1024, help="tokens of a sample; any number")
+    parser.add_argument(
+        "--model_config", type=Path, help="a config.json of transformers, in place of a Llama of these sizes"
+    )
     parser.add_argument("--hidden_size", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers")
     parser.add_argument("--heads", type=int, default=4, help="query heads; there are half as many K/V heads")
@@ -75,6 +78,9 @@ def parse_options() -> argparse.Namespace:
 
 
 def build_model(options: argparse.Namespace) -> torch.nn.Module:
+    torch.manual_seed(options.seed)
+    if options.model_config is not None:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_config))
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.hidden_size,
@@ -84,7 +90,6 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
         num_key_value_heads=max(options.heads // 2, 1),
         max_position_embeddings=options.sequence_length,
     )
-    torch.manual_seed(options.seed)
     return AutoModelForCausalLM.from_config(config)
 
 
