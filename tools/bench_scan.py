@@ -161,7 +161,7 @@ class Hybrid:
         return out[0, :, 0], c * decay[:, None], final[0, 0], decay[-1]
 
     def exact(self, position: int, span: int = 4096) -> Tensor:
-        """Return the outputs [P] of one token by the recurrence in float64; what is older has decayed to 0."""
+        """Return the outputs [P] of one token by the recurrence in float64."""
         positions = np.arange(max(0, position - span), position + 1)
         x = torch.cat(
             [self.inputs(positions[0] - np.arange(WIDTH - 1, 0, -1)), self.inputs(positions)]
