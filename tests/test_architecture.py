@@ -6,6 +6,7 @@ A module is judged by its text, not by importing it: an import inside a function
 from __future__ import annotations
 
 import ast
+import json
 import fnmatch
 import os
 import re
@@ -329,7 +330,10 @@ def test_a_public_name_imports_what_it_needs(statements: tuple[str, ...], absent
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.json")), ids=lambda path: path.name)
 def test_json_configurations_parse(path: Path) -> None:
-    RingConfig.from_deepspeed(path)
+    if path.parent.name == "models":  # a config.json of transformers
+        assert json.loads(path.read_text())["model_type"]
+    else:
+        RingConfig.from_deepspeed(path)
 
 
 @pytest.mark.parametrize(
