@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -165,18 +165,23 @@ class Axis:
 
     def take(self, first: IntArray | int, length: IntArray | int, step: IntArray | int = 1) -> Axis:
         """Return `length` tokens of every row, starting at index `first`, every `step`-th token."""
-        return replace(
-            self,
-            slot=self.slot + first * self.slot_step,
-            slot_step=self.slot_step * step,
-            position=self.position + first * self.position_step,
-            position_step=self.position_step * step,
-            length=np.broadcast_to(np.asarray(length, dtype=np.int64), self.length.shape),
+        return Axis(
+            self.slot + first * self.slot_step,
+            self.slot_step * step,
+            self.position + first * self.position_step,
+            self.position_step * step,
+            length if isinstance(length, np.ndarray) else np.full(len(self.length), length),
         )
 
     def rows(self, index: IntArray) -> Axis:
         """Return a selection of rows (indices or a boolean mask)."""
-        return Axis(*(getattr(self, f.name)[index] for f in fields(self)))
+        return Axis(
+            self.slot[index],
+            self.slot_step[index],
+            self.position[index],
+            self.position_step[index],
+            self.length[index],
+        )
 
     def between(self, low: IntArray | int, high: IntArray | int) -> Axis:
         """Return the tokens of every row at positions low <= p < high; a length may become 0."""
@@ -208,7 +213,7 @@ class Axis:
     @staticmethod
     def concat(parts: list[Axis]) -> Axis:
         """Return the rows of several axes, one after the other."""
-        return Axis(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Axis)))
+        return Axis(*(np.concatenate([getattr(p, name) for p in parts]) for name in _SIDES))
 
     @staticmethod
     def from_runs(runs: IntArray) -> Axis:
@@ -217,6 +222,7 @@ class Axis:
         return Axis(np.cumsum(length) - length, np.ones_like(start), start, step, length)
 
 
+_SIDES = ("slot", "slot_step", "position", "position_step", "length")  # of `Axis`
 _COLUMNS = ("least", "most", "head_in_group", "multiplicity", "weight", "mask")  # of `Tiles`
 
 

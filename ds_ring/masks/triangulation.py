@@ -67,24 +67,29 @@ def triangulated(tiles: Tiles) -> Tiles:
     """
     low, high = tiles.band
     lower, upper = low > 1 - tiles.k.length, high < tiles.q.length - 1
-    parts = [tiles.rows(~lower & ~upper)]
+    is_cut = lower | upper
+    if not is_cut.any():
+        return tiles
+    parts = [tiles.rows(~is_cut)]
     # j <= i - low with low <= 0: columns that all rows see, the triangle, the rows below it
-    cut = tiles.rows(lower & ~upper)
-    rows, left = cut.q.length, -cut.band[0]
-    side = cut.k.length - left
-    parts += [
-        cut.take(0, rows, 0, left),
-        cut.take(0, side, left, side),
-        cut.take(side, rows - side, left, side),
-    ]
+    if (rest := lower & ~upper).any():
+        cut = tiles.rows(rest)
+        rows, left = cut.q.length, -low[rest]
+        side = cut.k.length - left
+        parts += [
+            cut.take(0, rows, 0, left),
+            cut.take(0, side, left, side),
+            cut.take(side, rows - side, left, side),
+        ]
     # j >= i - high with high >= 0: columns that all rows see, the triangle, the rows above it
-    cut = tiles.rows(~lower & upper)
-    rows, side = cut.q.length, cut.q.length - cut.band[1]
-    parts += [
-        cut.take(0, rows, side, cut.k.length - side),
-        cut.take(rows - side, side, 0, side),
-        cut.take(0, rows - side, 0, side),
-    ]
+    if (rest := ~lower & upper).any():
+        cut = tiles.rows(rest)
+        rows, side = cut.q.length, cut.q.length - high[rest]
+        parts += [
+            cut.take(0, rows, side, cut.k.length - side),
+            cut.take(rows - side, side, 0, side),
+            cut.take(0, rows - side, 0, side),
+        ]
     if (lower & upper).any():
         parts += _both_bounds(tiles.rows(lower & upper))
     return Tiles.concat(parts)
