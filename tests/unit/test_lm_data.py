@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 import pytest
 
 from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, PackedBytes, source_files
+
+
+@cache
+def packed(tokens: int, **arguments: Any) -> PackedBytes:
+    """The data of these arguments, which takes half a second to read."""
+    return PackedBytes(tokens, **arguments)
 
 
 def test_documents_are_the_standard_library_without_its_tests():
@@ -15,7 +24,7 @@ def test_documents_are_the_standard_library_without_its_tests():
 
 
 def test_samples_are_pieces_of_one_stream():
-    data = PackedBytes(1000)
+    data = packed(1000)
     first, second = data[0]["input_ids"], data[1]["input_ids"]
     assert first.shape == (1000,)
     assert np.array_equal(np.concatenate([first.numpy(), second.numpy()]), data.stream[:2000])
@@ -25,7 +34,7 @@ def test_samples_are_pieces_of_one_stream():
 
 
 def test_a_seed_is_an_order_of_the_documents():
-    one, again, other = PackedBytes(1000), PackedBytes(1000), PackedBytes(1000, seed=1)
+    one, again, other = packed(1000), PackedBytes(1000), PackedBytes(1000, seed=1)
     assert np.array_equal(one.stream, again.stream)
     assert not np.array_equal(one.stream, other.stream)
     assert np.array_equal(np.sort(one.stream), np.sort(other.stream))
@@ -36,13 +45,13 @@ def test_held_out_documents_are_others():
         ends = np.flatnonzero(data.stream == END_OF_DOCUMENT)
         return [part[part < 256].astype(np.uint8).tobytes() for part in np.split(data.stream, ends + 1)]
 
-    trained, held_out = (documents(PackedBytes(1000, held_out=flag)) for flag in (False, True))
+    trained, held_out = (documents(one) for one in (packed(1000), PackedBytes(1000, held_out=True)))
     assert 0.03 < len(held_out) / len(trained) < 0.08
     assert not {text for text in held_out if len(text) > 200} & set(trained)
 
 
 def test_every_token_is_told_its_document():
-    plain, data = PackedBytes(5000), PackedBytes(5000, document_ids=True)
+    plain, data = packed(1000), PackedBytes(5000, document_ids=True)
     assert set(plain[0]) == {"input_ids", "labels"}
     last = -1
     for index in range(20):

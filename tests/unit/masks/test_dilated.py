@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_ring import Dilated, RingPatternError, build_plan
@@ -109,6 +109,7 @@ def any_branches(draw: st.DrawFn) -> Branches:
     return Branches(tuple(lengths), tuple(rates), draw(st.booleans()), draw(st.sampled_from(RULES)))
 
 
+@settings(max_examples=settings.default.max_examples // 3)  # an example has up to six heads
 @given(branches=any_branches(), heads=st.sampled_from(HEADS), q=runs, k=runs)
 def test_tiles_of_random_runs_are_the_definition(
     branches: Branches, heads: tuple[int, int], q: list[tuple[int, int, int]], k: list[tuple[int, int, int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.unit.launcher.tune.cases import machine, request
 TOKENS = 32768
 
 
+@cache
 def field(world: int) -> tuple[list[TuningCandidate], Model]:
     asked = request(world, tokens=TOKENS)
     return candidates(asked), Model(asked, machine(asked))
