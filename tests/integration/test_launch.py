@@ -193,30 +193,43 @@ def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
     assert not workplace.left_behind()
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "torchrun"])
-@pytest.mark.night  # by day two hosts meet by mpirun here, and by torchrun in test_relaunch.py
-def test_two_nodes_without_ssh(workplace: Workplace, engine: str, unused_port: int) -> None:
+@pytest.mark.parametrize(
+    ("engine", "script"),
+    [("deepspeed", MEET), ("torchrun", MEET), ("torchrun", REPORT)],
+    ids=["deepspeed", "torchrun", "torchrun-report"],
+)
+@pytest.mark.day("torchrun-report")  # the agents of the two hosts meet; ranks meet over hosts by mpirun below
+def test_two_nodes_without_ssh(workplace: Workplace, engine: str, script: str, unused_port: int) -> None:
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh: false\n"
     master = f"master_address: 127.0.0.1\nmaster_port: {unused_port}\n"
-    path = workplace.write(f"engine: {engine}\n{hosts}{master}", MEET)
+    path = workplace.write(f"engine: {engine}\n{hosts}{master}", script)
     nodes = [workplace.start([*DS_RING, str(path), "--node-rank", str(rank)]) for rank in (0, 1)]
     for rank, (status, output) in enumerate([workplace.finish(node) for node in nodes]):
         assert status == 0, output
-        assert f"rank {rank} sums 3" in output
+        assert f"rank {rank} {'sums 3' if script == MEET else 'reports'}" in output
+        seen = workplace.report(rank)["environment"]
+        assert (seen["RANK"], seen["LOCAL_RANK"], seen["WORLD_SIZE"]) == (str(rank), "0", "2")
+        assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", str(unused_port))
 
 
 def test_dry_run_is_the_run(workplace: Workplace) -> None:
-    path = workplace.write(LOCAL + "environment: {GREETING: it's 2 words}\n")
-    greeting = {"GREETING": "it's 2 words"}  # a script holds no values of environment
-    planned = workplace.start([*DS_RING, str(path), "--dry-run"], TMPDIR=str(workplace.folder))
+    """With a device that is found, whose visible numbers reach the ranks."""
+    path = workplace.write(LOCAL + "environment: {GREETING: it's 2 words, DS_ACCELERATOR: cpu}\n")
+    path.write_text(path.read_text().replace("device: cpu", "device: auto"))
+    devices = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"}
+    values = {"GREETING": "it's 2 words", "DS_ACCELERATOR": "cpu"}  # a script holds none of environment
+    planned = workplace.start([*DS_RING, str(path), "--dry-run"], TMPDIR=str(workplace.folder), **devices)
     status, script = workplace.finish(planned)
     assert status == 0, script
     assert not list(workplace.folder.glob("rank-*.json"))
-    status, output = workplace.finish(workplace.start(["bash", "-c", script], **greeting))
+    status, output = workplace.finish(workplace.start(["bash", "-c", script], **values, **devices))
     assert status == 0, output
-    assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"
-    assert len(workplace.report(1)["environment"]["DS_RING_SECRET"]) == 64
-    status, output = workplace.finish(workplace.start(["bash", "-c", script]))
+    for rank in (0, 1):
+        seen = workplace.report(rank)["environment"]
+        assert (seen["GREETING"], seen["CUDA_VISIBLE_DEVICES"]) == ("it's 2 words", "3,5")
+        assert len(seen["DS_RING_SECRET"]) == 64
+    del values["GREETING"]
+    status, output = workplace.finish(workplace.start(["bash", "-c", script], **values, **devices))
     assert status != 0 and "GREETING: export it first" in output
 
 
@@ -259,19 +272,6 @@ def test_the_pods_of_the_jobset_are_one_ring(workplace: Workplace, unused_port: 
     for status, output in [workplace.finish(pod) for pod in pods]:
         assert status == 0, output
     assert json.loads((workplace.folder / "log.json").read_text())["comparison"]["exact"] is True
-
-
-def test_visible_devices_reach_the_ranks(workplace: Workplace) -> None:
-    path = workplace.write(LOCAL + "environment: {DS_ACCELERATOR: cpu}\n")
-    path.write_text(path.read_text().replace("device: cpu", "device: auto"))
-    status, output = workplace.finish(
-        workplace.start([*DS_RING, str(path)], CUDA_VISIBLE_DEVICES="3,5", OMP_NUM_THREADS="1")
-    )
-    assert status == 0, output
-    assert [workplace.report(rank)["environment"]["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)] == [
-        "3,5",
-        "3,5",
-    ]
 
 
 # Stands in for ssh, ours and mpirun's: drops the options and the host, and runs the rest here, in an
