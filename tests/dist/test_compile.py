@@ -63,14 +63,15 @@ class Block(nn.Module):
 
 
 class Graphs:
-    """A backend that counts the nodes of the graphs that Dynamo hands it, and leaves the rest to inductor."""
+    """A backend that counts the nodes of the graphs that Dynamo hands it, and leaves the rest to another one."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: str) -> None:
         self.nodes: list[int] = []
+        self._inner = torch._dynamo.lookup_backend(inner)
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.nodes.append(len(graph.graph.nodes))
-        return torch._inductor.compile(graph, inputs)  # type: ignore[no-any-return]
+        return self._inner(graph, inputs)  # type: ignore[no-any-return]
 
 
 class Compiled(NamedTuple):
@@ -101,14 +102,16 @@ def gradients(block: Callable[[Tensor], Tensor], parameters: dict[str, nn.Parame
     return {"out": out.detach(), "x": x.grad, **found}
 
 
-def compiled_block(rank: int, world_size: int, ulysses_size: int, steps: int = 2) -> Compiled:
-    """Some steps of a compiled block against the eager one, on this rank's shard."""
+def compiled_block(
+    rank: int, world_size: int, ulysses_size: int, inner: tuple[str, ...] = ("inductor",), steps: int = 2
+) -> Compiled:
+    """Some steps of a block compiled by inner[rank], or the last, against the eager one, on this rank's shard."""
     torch._dynamo.reset()
     counters.clear()
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
     block = Block(mesh).double()  # so that another order of summation does not matter
     parameters = dict(block.named_parameters())
-    graphs = Graphs()
+    graphs = Graphs(inner[min(rank, len(inner) - 1)])
     compiled = torch.compile(block, fullgraph=True, backend=graphs)
     errors: dict[str, float] = {}
     for step in range(steps):
@@ -121,12 +124,16 @@ def compiled_block(rank: int, world_size: int, ulysses_size: int, steps: int = 2
     return Compiled(counters["stats"]["unique_graphs"], breaks, graphs.nodes, errors)
 
 
+BY_DAY = ("inductor", "aot_eager")  # one rank compiles C++, which takes eight seconds
+
+
+@pytest.mark.parametrize("inner", [BY_DAY, ("aot_eager",), ("inductor",)], ids="-".join)
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(3, 1), (2, 2)])
-@pytest.mark.day("3-1")
+@pytest.mark.day("3-1-inductor-aot_eager", "2-2-aot_eager")
 def test_a_transformer_block_is_one_graph_with_eager_gradients(
-    rank_pool: Pool, world_size: int, ulysses_size: int
+    rank_pool: Pool, world_size: int, ulysses_size: int, inner: tuple[str, ...]
 ) -> None:
-    for found in rank_pool(world_size).run(compiled_block, ulysses_size, timeout_s=120):
+    for found in rank_pool(world_size).run(compiled_block, ulysses_size, inner, timeout_s=120):
         assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
         assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-10, found.errors
 
@@ -134,7 +141,7 @@ def test_a_transformer_block_is_one_graph_with_eager_gradients(
 @pytest.mark.night
 def test_the_graph_does_not_grow_with_the_ring() -> None:
     """On fresh ranks: what was compiled in a process before may make sizes symbolic, which adds nodes."""
-    two, three = (run_ranks(compiled_block, size, 1, 1, timeout_s=120) for size in (2, 3))
+    two, three = (run_ranks(compiled_block, size, 1, steps=1, timeout_s=120) for size in (2, 3))
     assert {tuple(found.nodes) for found in (*two, *three)} == {tuple(two[0].nodes)}
 
 

@@ -108,11 +108,13 @@ def test_nothing_of_a_hop_is_kept(rank_pool: Pool, shape: Shape) -> None:
         assert abs(found.after_forward) < 0.01 and abs(found.after_backward) < 0.01, found
 
 
-def test_fake_ranks_of_a_ring_of_64_need_what_those_of_8_need() -> None:
+@pytest.mark.parametrize("large", [32, 64])
+@pytest.mark.day("32")
+def test_fake_ranks_of_a_large_ring_need_what_those_of_8_need(large: int) -> None:
     """Rank 0 with 1 Mi tokens each: no process, no byte, the same walk. (A ring of 1024 takes minutes.)"""
     command = [sys.executable, "tools/measure_memory.py", "--fake", "--json", "--heads", "2"]
     done = subprocess.run(
-        [*command, "--local-tokens", str(1 << 20), "--ring-sizes", "8", "64"],
+        [*command, "--local-tokens", str(1 << 20), "--ring-sizes", "8", str(large)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -120,7 +122,7 @@ def test_fake_ranks_of_a_ring_of_64_need_what_those_of_8_need() -> None:
     )
     assert done.returncode == 0, done.stderr
     eight, many = (json.loads(line) for line in done.stdout.splitlines())
-    assert (eight["ring_size"], many["ring_size"]) == (8, 64)
+    assert (eight["ring_size"], many["ring_size"]) == (8, large)
     assert many["shard_units"] == pytest.approx(eight["shard_units"], rel=0.01)
     # Of two heads one goes round: 11 / 2 buffers, and as workspace a whole head's dq, dk and dv.
     assert TENSORS + 10 / 2 <= many["shard_units"] <= TENSORS + 11 / 2 + 3 / 2 + 0.1

@@ -240,15 +240,15 @@ def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     return float("inf") if worst != worst else worst / TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("ring_size", "batches"), [(1, 2), (2, 3), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("ring_size", "batches"), [(1, 1), (2, 2), (3, 2), (4, 1)])
 def test_any_pattern_on_any_layout_is_the_reference(
     request: pytest.FixtureRequest, rank_pool: Pool, ring_size: int, batches: int
 ) -> None:
-    """Cases are drawn ten at a time, so that ranks are not called for each: 100 by day, 1000 at night."""
+    """Cases are drawn ten at a time, so that ranks are not called for each: 60 by day, 1200 at night."""
     pool, done, batches = (
         rank_pool(ring_size),
         list[Case](),
-        batches * (10 if request.config.option.night else 1),
+        batches * (20 if request.config.option.night else 1),
     )
 
     # No shrinking: the message names the one case of the batch that is wrong, and ranks are slow to ask.
