@@ -48,6 +48,7 @@ IMPORTERS = {
     "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
     "runtime.autograd": {"runtime.exchange", "runtime.merge"},  # the all-to-all; the accumulators' dtype
     "runtime.replicated": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
+    "runtime.selection": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
     "runtime.kernels.flex": {"runtime.block_mask"},
     "runtime.context": {"runtime.exchange", "runtime.kernels"},  # makes both, uses neither
     "runtime.tiled": {"runtime.merge"},  # the accumulators' dtype

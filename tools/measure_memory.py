@@ -3,6 +3,12 @@
 Example:
     python tools/measure_memory.py --tokens 32768 --ring-sizes 1 2 4 8
     python tools/measure_memory.py --fake --local-tokens 1048576 --ring-sizes 8 64 1024
+    python tools/measure_memory.py --chosen 64 --tokens 65536 --ring-sizes 4 --heads 2 --head-dim 32
+
+With --chosen K each query attends to K keys that an indexer of one narrow head selects, and a row also has
+the bytes that ranks sent, forward and backward, beside those of causal attention to all keys. Two indexers:
+one whose queries choose independently of each other, so that a rank reads nearly every key of others, and one
+whose queries all prefer the same keys. Trained ones are between them.
 
 The unit of the last column is one local tensor [1, heads, tokens / P, head_dim]; q, k, v, their gradients,
 the output and its gradient are 8 units. A constant number of units is memory that falls as 1/P.
@@ -12,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 from bench import parser_of, print_row
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring import Causal, RingMesh, make_layout, ring_attention
+from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
 from ds_ring.runtime.autograd import _pass_of
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
@@ -39,6 +46,44 @@ def real_rank(options: argparse.Namespace, transport: str) -> int:
         result = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, transport=transport)
         result.backward(torch.randn_like(result))
     return memory.peak_bytes
+
+
+def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
+    """One gloo rank that attends to chosen keys: the peak of forward + backward, and bytes sent."""
+    size = dist.get_world_size()
+    mesh = RingMesh.from_world(size)
+    layout = make_layout("zigzag", tokens=options.tokens, ring_size=size)
+    shape, narrow = (1, options.heads, layout.local_tokens, options.head_dim), (1, layout.local_tokens, 16)
+    torch.manual_seed(mesh.ring_rank)
+    with measure_cpu_memory() as memory:
+        q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+        queries, keys = torch.randn(narrow), torch.randn(narrow)
+        if prefer == "alike":
+            queries[..., 0] = 100.0
+        chosen = ring_select(
+            lambda rows, some: queries[:, rows] @ some.mT, options.chosen, keys, layout=layout, mesh=mesh
+        )
+        result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)
+        result.backward(torch.randn_like(result))
+    exchanges = [one.exchange for one in mesh.contexts.values() if one.exchange is not None]
+    return memory.peak_bytes, sum(one.counters.bytes_sent for one in exchanges)
+
+
+def print_selecting(size: int, options: argparse.Namespace) -> None:
+    """Print a row for each indexer."""
+    layout = make_layout("zigzag", tokens=options.tokens, ring_size=size)
+    plan = build_plan(Causal(), layout, query_heads=options.heads, kv_heads=options.heads)
+    # K and V forward, K and V again and their gradients backward
+    of_all = 3 * plan.tokens_sent * 2 * options.head_dim * 4
+    unit = shard_unit_bytes(1, options.heads, layout.local_tokens, options.head_dim, torch.float32)
+    for prefer in options.queries:
+        start = time.monotonic()
+        found = run_ranks(selecting_rank, size, (options, prefer), threads=1, deadline_s=options.deadline)
+        peak, sent = max(peak for peak, _ in found), sum(sent for _, sent in found)
+        row = {"tokens": options.tokens, "ring_size": size, "chosen": options.chosen, "queries": prefer}
+        row |= {"peak_mib": round(peak / 2**20, 1), "shard_units": round(peak / unit, 2)}
+        row |= {"sent_mib": round(sent / 2**20, 1), "of_all_keys_mib": round(of_all / 2**20, 1)}
+        print_row(row | {"seconds": round(time.monotonic() - start)}, options.json)
 
 
 def measure_fake(size: int, options: argparse.Namespace) -> int:
@@ -72,14 +117,22 @@ def main(arguments: list[str] | None = None) -> int:
         local_tokens=(1 << 20, "tokens per rank of a fake run"), ring_sizes=[1, 2, 4, 8],
         transports=["ring", "all_gather"], json=(False, "one JSON row per line"),
         fake=(False, "rank 0 of a fake process group, nothing allocated"),
+        chosen=(0, "attend to so many keys of each query, selected by an indexer"),
+        queries=(["independent", "alike"], "with --chosen: how queries choose"),
+        deadline=(600, "seconds for a real run"),
     )  # fmt: skip
     options = parser.parse_args(arguments)
     for size in options.ring_sizes:
+        if options.chosen:
+            print_selecting(size, options)
+            continue
         for transport in ["ring"] if options.fake else options.transports:
             if options.fake:
                 peak, local = measure_fake(size, options), options.local_tokens
             else:
-                ranks = run_ranks(real_rank, size, (options, transport), threads=1, deadline_s=600)
+                ranks = run_ranks(
+                    real_rank, size, (options, transport), threads=1, deadline_s=options.deadline
+                )
                 peak, local = max(ranks), -(-options.tokens // size)
             unit = shard_unit_bytes(1, options.heads, local, options.head_dim, torch.float32)
             row = {"ring_size": size, "transport": transport, "peak_mib": round(peak / 2**20, 1)}

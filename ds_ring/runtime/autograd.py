@@ -322,7 +322,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         grads = ring_attention_backward_op(grad_out, *given, context.handle, grad_lse)
     if sinks is None:
         return (*grads, None, None)
-    return (*grads, None, _sinks_gradient(sinks, context.heads_here(q), grad_out, out, lse, grad_lse))
+    return (*grads, None, sinks_gradient(sinks, context.heads_here(q), grad_out, out, lse, grad_lse))
 
 
 class _EagerAttention(torch.autograd.Function):
@@ -349,7 +349,7 @@ def _sees_plain(tensors: Iterable[Tensor | None]) -> bool:
     return set(map(type, tensors)) <= _PLAIN
 
 
-def _sinks_gradient(
+def sinks_gradient(
     sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
 ) -> Tensor | None:
     """Return the gradient of the sinks from this rank's queries, whose heads are `heads`; 0 for other heads.
@@ -381,7 +381,7 @@ def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
     )
 
 
-def _register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
+def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
     """Register fake results and gradients of an operator, and those of the operator for its gradients."""
     # Fake results are contiguous, whatever the strides of q: they must have the strides of real ones.
     forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
@@ -390,7 +390,7 @@ def _register(forward: Any, backward: Any, setup: Callable[..., None], gradients
     backward.register_autograd(_refuse_second_derivative, setup_context=lambda ctx, inputs, output: None)
 
 
-_register(ring_attention_op, ring_attention_backward_op, _setup, _backward)
+register(ring_attention_op, ring_attention_backward_op, _setup, _backward)
 
 
 # [Note: latents on the wire]
@@ -446,7 +446,7 @@ def _backward_latents(
     if sinks is None:
         return (*grads, None, None)
     heads = ctx.context.heads_here(q)
-    return (*grads, None, _sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse))
+    return (*grads, None, sinks_gradient(sinks, heads, grad_out, out, lse, grad_lse))
 
 
 latent_attention_op.register_autograd(_backward_latents, setup_context=_setup_latents)
@@ -498,10 +498,10 @@ def _backward_replicated(
     if grad_out is None:
         grad_out = torch.zeros_like(out)
     grads = replicated_attention_backward_op(grad_out, *given, out, lse, ctx.context.handle, grad_lse)
-    return (*grads, None, None, _sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
+    return (*grads, None, None, sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse))
 
 
-_register(replicated_attention_op, replicated_attention_backward_op, _setup_replicated, _backward_replicated)
+register(replicated_attention_op, replicated_attention_backward_op, _setup_replicated, _backward_replicated)
 
 
 # Register the operator `ds_ring::placed_attention`: its context is data and no constant of the graph.
@@ -604,7 +604,7 @@ def _backward_placed(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None)
     return (*placed_attention_backward_op(grad_out, *saved), None)
 
 
-_register(placed_attention_op, placed_attention_backward_op, _setup_placed, _backward_placed)
+register(placed_attention_op, placed_attention_backward_op, _setup_placed, _backward_placed)
 
 
 # The calls behind `ring_attention` and `RingAttention`. An eager call carries its context, and a refused one

@@ -168,6 +168,14 @@ class Tile(NamedTuple):
         q, k = (first + step * torch.arange(n, device=device) for (first, step), n in sides)
         return q, k
 
+    def visible(self, samples: int, device: torch.device) -> Tensor:
+        """Return which pairs are attended: bool [queries, keys] or as `InsideTile.visible`."""
+        queries, keys = self.q_rows.length, self.k_rows.length
+        if self.inside is not None and self.inside.mask is not None:
+            return self.inside.visible(samples, queries, keys, device)
+        # key j of query i: i - high <= j <= i - low
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(-self.high).tril(-self.low)
+
     def heads(self, group: int) -> slice:
         """Return the slice of query heads, if `group` of them share a K/V head."""
         # Query head h uses K/V head h // group, so these are every group-th head.

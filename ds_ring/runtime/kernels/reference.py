@@ -15,14 +15,6 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 
 
-def _visible(tile: Tile, samples: int, device: torch.device) -> Tensor:
-    queries, keys = tile.q_rows.length, tile.k_rows.length
-    if tile.inside is not None and tile.inside.mask is not None:
-        return tile.inside.visible(samples, queries, keys, device)
-    # key j of query i: i - high <= j <= i - low
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(-tile.high).tril(-tile.low)
-
-
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return exp(scores - lse); 0 where a row sees nothing at all."""
     # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
@@ -83,7 +75,7 @@ class ReferenceKernel:
         k_t, v_t = (
             tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
-        visible = _visible(tile, len(q), q.device)
+        visible = tile.visible(len(q), q.device)
         # log m: what is constant in the tile here, what varies from pair to pair below.
         products = q_t @ k_t.mT * scale
         scores = products

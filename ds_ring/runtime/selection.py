@@ -1,0 +1,673 @@
+"""Choose keys by learned scores over the ring (`ring_select`), and attend to them (`selected_attention`).
+
+Owns both passes of attention whose keys an indexer selects (DeepSeek-V3.2's sparse attention and its
+relatives). Pass 1: the indexer's keys, which are narrow, go to every rank that sees them, and each query
+keeps its k best. Pass 2: each rank asks the owners for the rows of K and V that its queries chose, and
+attends to them, one owner at a time; the gradients of these rows return to the owners. A rank holds the
+shards of two ranks at a time, k numbers for each query and a few bytes for each position, so memory is
+O(T / P). Any layout will do: runs do not matter.
+
+[Note: a total order]
+Scores are often equal (those of a ReLU are 0 for half of the keys), and `torch.topk` says nothing about
+which of equal entries it returns. So keys are ordered by score, and equal scores by position, the smaller one
+first. This order is total: the k best of a union are the k best of the k best of its parts, whatever the
+layout and the number of ranks. A comparison with one process must use it there, too.
+
+[Note: what a query block reads]
+Queries that stand together choose similar keys. So a block of queries attends to the union of the rows that
+its queries chose, by one matrix product under a boolean mask of the pairs that were chosen. A gather of k
+rows for each query would take k times the memory.
+
+Shapes: B samples, C choices (heads that choose for themselves), H query heads, G key/value heads, S local
+tokens, D and E head dims of keys and values, N = B * C, R chosen rows of one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import Tiles, expand_ranges
+from ds_ring.runtime.autograd import register, sinks_gradient
+from ds_ring.runtime.checks import DTYPES, check_sinks, why_not_an_operand
+from ds_ring.runtime.context import (
+    Options,
+    RingContext,
+    context_for,
+    context_of,
+    count_forward_pass,
+    operator,
+    refuse,
+)
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.kernels.interface import each_tile
+from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.runtime.messages import Message
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.plan import one_way
+from ds_ring.schedule.rank_plan import HopPlan
+
+ScoresFunction = Callable[[slice, Tensor], Tensor]
+
+# Sides of a tile: scores [queries, keys] of all heads of an indexer exist for one tile at a time.
+QUERIES, KEYS = 128, 2048
+# Queries of a block in pass 2; see [Note: what a query block reads].
+BLOCK = 32
+
+
+def ring_select(
+    scores_fn: ScoresFunction, k: int, keys: Tensor, *, layout: Layout, mesh: RingMesh,
+    pattern: Pattern | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the positions of the k best keys of each local query: by score, the smaller position first.
+
+    Scores need no gradient: what is chosen is a set. `selected_attention` is differentiable.
+
+    Args:
+        scores_fn: called with a slice of this rank's query slots and some keys [B, n, ...] of any rank;
+            returns their scores [B, queries, n], or [B, C, queries, n] where C heads choose for themselves.
+            A key whose score is -inf or NaN is never chosen.
+        k: keys that a query chooses at most.
+        keys: what travels, this rank's [B, S, ...], of any dtype.
+        layout: which position lies in which slot.
+        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        pattern: which keys a query may choose, the same for all heads; None is `Causal()`.
+        hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
+
+    Returns:
+        int64 [B, S, min(k, T)] or [B, C, S, min(k, T)]: positions in the sequence, the best first; -1 where a
+        query sees fewer keys.
+
+    Raises:
+        RingConfigError, RingShapeError, RingLayoutError: arguments that do not fit each other or the layout.
+        RingMismatchError: ranks that call with other shapes or settings; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    check_mesh(mesh)
+    context = _context(Causal() if pattern is None else pattern, layout, mesh, hop_timeout_s)
+    refused: RingError | None = None
+    heads, dtype = torch.Size(), torch.float32
+    with mesh.in_call(), torch.no_grad():
+        try:
+            heads, dtype = _checked_scores(scores_fn, k, keys, context)
+        except RingError as error:
+            refused = error
+        described = keys.flatten(2).unsqueeze(1) if refused is None else torch.empty(0)
+        more = {"k": k, "shape and dtype of scores": (*heads, dtype)}
+        context.agree("selection of keys", described, described, refused, more)
+        with _guarded(context):
+            return _select(scores_fn, min(k, layout.tokens), keys, context, heads, dtype)
+
+
+def selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, layout: Layout, mesh: RingMesh,
+    scale: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+    hop_timeout_s: float = 60.0,
+) -> Any:  # fmt: skip
+    """Compute attention of each query over the keys that it chose, on a sharded sequence. Differentiable.
+
+    Args:
+        q: local queries [B, H, S, D].
+        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G.
+        chosen: what `ring_select` returned: positions [B, S, k], or [B, C, S, k] with C a divisor of G, where
+            choice c is that of K/V heads c * G / C and on. -1 is no key; a position counts once.
+        layout, mesh, hop_timeout_s: as `ring_select` had them.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        sinks: [H]; see `ring_attention`.
+        return_lse: return the lse as well. Its gradient is exact.
+
+    Returns:
+        out [B, H, S, E] in q's dtype, and the lse [B, H, S] with `return_lse`. A row that chose nothing has
+        out 0 and lse -inf (or its sink).
+
+    Raises:
+        RingConfigError, RingShapeError, RingLayoutError: arguments that do not fit each other or the layout.
+        RingMismatchError: ranks that call with other shapes or settings; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    check_mesh(mesh)
+    context = _context(Full(), layout, mesh, hop_timeout_s, scale)
+    for name, x in (("q", q), ("k", k), ("v", v), ("chosen", chosen)):
+        why = why_not_an_operand(name, x)
+        if why is not None:
+            refuse(mesh, RingShapeError(why))
+    out, lse = selected_attention_op(q, k, v, chosen, context.handle, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _context(
+    pattern: Pattern, layout: Layout, mesh: RingMesh, hop_timeout_s: float, scale: float | None = None
+) -> RingContext:
+    """Return the context of a call; refused arguments raise on all ranks."""
+    try:
+        if mesh.ulysses_size > 1:
+            raise RingConfigError(
+                f"ring_select: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
+                f" {mesh.sequence_size} for attention over chosen keys"
+            )
+        if not isinstance(layout, Layout):  # a name stands for different layouts beside different patterns
+            raise RingLayoutError(
+                f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
+                " ring_size=P)"
+            )
+        return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_s=hop_timeout_s))
+    except RingError as error:
+        refuse(mesh, error)
+
+
+@lru_cache(maxsize=16)
+def _head_class(pattern: Pattern, layout: Layout) -> HeadClass:
+    # Every owner sends to its readers directly, so the order of ranks is all that a direction says here.
+    reads = ReadsOfShards(pattern.bind((0,), 1, 1), layout)
+    return HeadClass(reads, slice(0, 1), one_way(layout.ring_size))
+
+
+@lru_cache(maxsize=16)
+def _hops(pattern: Pattern, layout: Layout, ring_rank: int) -> tuple[HopPlan | None, ...]:
+    """Return what a rank sees of each shard, by hop: at hop s that of rank `ring_rank` - s."""
+    return _head_class(pattern, layout).rank(ring_rank).directions[0].hops
+
+
+def _guarded(context: RingContext) -> Any:
+    return (context.exchange or Exchange(context.mesh)).guarded()
+
+
+class TotalOrder(TorchFunctionMode):
+    """Make `torch.topk` return what `ring_select` does, of equal entries those that come first.
+
+    For a model on one process with which one on a ring is compared: [Note: a total order].
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        return _first_of_equal(*args, **(kwargs or {}))
+
+
+def _first_of_equal(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    values, indices = x.sort(dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
+# Pass 1: each query keeps its k best.
+
+
+def _checked_scores(
+    scores_fn: ScoresFunction, k: int, keys: Tensor, context: RingContext
+) -> tuple[torch.Size, torch.dtype]:
+    """Check the arguments of `ring_select`; return the leading dimensions of scores, and their dtype."""
+    why = why_not_an_operand("keys", keys)
+    if why is not None:
+        raise RingShapeError(why)
+    layout = context.layout_for(0, keys.device.type)
+    if keys.dim() < 3 or keys.shape[1] != layout.local_tokens or 0 in keys.shape:
+        raise RingShapeError(
+            f"keys: expected this rank's [batch, {layout.local_tokens}, ...] (the layout's slots), got shape"
+            f" {tuple(keys.shape)}; shard them with ds_ring.shard_sequence(..., dim=1)"
+        )
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise RingConfigError(f"k: expected a number of keys, at least 1, got {shown(k)}")
+    context.pattern.check(layout.tokens, len(keys), 1, str(keys.device))
+    try:
+        scores = scores_fn(slice(0, 1), keys[:, :1])
+    except Exception as error:
+        raise RingConfigError(
+            f"scores_fn: expected scores of query slots slice(0, 1) and keys {tuple(keys[:, :1].shape)}, got"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    fits = isinstance(scores, Tensor) and scores.dtype in DTYPES and scores.dim() in (3, 4)
+    if not fits or shape[0] != len(keys) or shape[-2:] != (1, 1):
+        raise RingShapeError(
+            f"scores_fn: expected floating scores [{len(keys)}, 1, 1] or [{len(keys)}, C, 1, 1] of one query"
+            f" and one key, got {shape}"
+        )
+    return scores.shape[:-2], torch.promote_types(scores.dtype, torch.float32)
+
+
+class _Best(NamedTuple):
+    """The best keys so far of each query, in no order: scores (-inf for none) and positions, [.., S, k]."""
+
+    scores: Tensor
+    positions: Tensor
+
+
+def _select(
+    scores_fn: ScoresFunction,
+    k: int,
+    keys: Tensor,
+    context: RingContext,
+    heads: torch.Size,
+    dtype: torch.dtype,
+) -> Tensor:
+    layout, mesh, exchange = context.layout_for(0, keys.device.type), context.mesh, context.exchange
+    size, rank = mesh.ring_size, mesh.ring_rank
+    reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
+    shape = (*heads, layout.local_tokens, k)
+    best = _Best(
+        keys.new_full(shape, float("-inf"), dtype=dtype), keys.new_full(shape, -1, dtype=torch.int64)
+    )
+    arrived = keys
+    for hop in range(size):
+        following, received, pending = hop + 1, [], None
+        if following < size and exchange is not None:
+            leaving, plan = reads.slots(rank, following), _at(hops, following)
+            sent = []
+            if len(leaving):
+                rows = torch.from_numpy(expand_ranges(leaving)).to(keys.device)
+                sent = [Message(keys.index_select(1, rows), (rank + following) % size)]
+            if plan is not None:
+                buffer = keys.new_empty((len(keys), len(expand_ranges(plan.held)), *keys.shape[2:]))
+                received = [Message(buffer, plan.origin)]
+            pending = exchange.post(sent, received, following)
+        plan = _at(hops, hop)
+        if plan is not None:
+            positions = layout.positions(plan.origin)
+            held = positions if hop == 0 else positions[expand_ranges(plan.held)]
+            _keep_best(best, scores_fn, plan.tiles, arrived, torch.from_numpy(held).to(keys.device))
+        if pending is not None:
+            pending.wait()
+        if received:
+            arrived = received[0].tensor
+    return _in_order(best)
+
+
+def _at(hops: Sequence[HopPlan | None], hop: int) -> HopPlan | None:
+    return hops[hop] if hop < len(hops) else None
+
+
+def _keep_best(best: _Best, scores_fn: ScoresFunction, tiles: Tiles, keys: Tensor, held: Tensor) -> None:
+    """Merge the keys of one shard, whose positions are `held`, into the best ones."""
+    for whole in each_tile(tiles):
+        for q_first in range(0, whole.q_rows.length, QUERIES):
+            for k_first in range(0, whole.k_rows.length, KEYS):
+                sides = (
+                    min(QUERIES, whole.q_rows.length - q_first),
+                    min(KEYS, whole.k_rows.length - k_first),
+                )
+                tile = whole.part(q_first, sides[0], k_first, sides[1])
+                if tile.low > tile.high or tile.low >= sides[0] or tile.high <= -sides[1]:
+                    continue  # beside the band
+                rows, columns = (
+                    slice(one.start, one.start + (one.length - 1) * one.step + 1, one.step)
+                    for one in (tile.q_rows, tile.k_rows)
+                )
+                scores = scores_fn(rows, keys[:, columns]).to(best.scores.dtype)
+                if tile.is_masked or any(tile.edges):
+                    visible = tile.visible(len(keys), keys.device)
+                    if visible.dim() == 4 and scores.dim() == 3:
+                        visible = visible[:, 0]
+                    scores = scores.masked_fill(~visible, float("-inf"))
+                merge_best(_Best(*(x[..., rows, :] for x in best)), scores, held[columns])
+
+
+def merge_best(best: _Best, scores: Tensor, positions: Tensor) -> None:
+    """Merge scores [.., q, n] of keys at `positions` [n] into the best keys of q queries, in place.
+
+    See [Note: a total order].
+    """
+    k = best.scores.shape[-1]
+    # A tile has few candidates once many keys were seen, so only they are sorted.
+    least = best.scores.amin(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    candidates = (scores >= least).flatten(0, -2)
+    counts = candidates.sum(-1)
+    width = int(counts.max())
+    if not width:
+        return
+    new_scores, new_positions = scores.flatten(0, -2), positions.expand(len(counts), -1)
+    if 4 * width < len(positions):
+        row, column = candidates.nonzero(as_tuple=True)
+        place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
+        found, new_scores = new_scores[row, column], scores.new_full((len(counts), width), float("-inf"))
+        new_scores[row, place] = found
+        new_positions = positions.new_full((len(counts), width), -1)
+        new_positions[row, place] = positions[column]
+    else:
+        new_scores = new_scores.masked_fill(~candidates, float("-inf"))
+    rows = counts > 0
+    of_best = rows.view(scores.shape[:-1])  # `best` may be a view that cannot be flattened
+    both = torch.cat([best.scores[of_best], new_scores[rows]], dim=-1)
+    where = torch.cat([best.positions[of_best], new_positions[rows]], dim=-1)
+    top = both.topk(k, dim=-1)
+    last, index = top.values[:, -1:], top.indices
+    # Entries equal to the k-th best one that did not all fit: which of them topk took is not defined.
+    tied = ((both == last).sum(-1) > (top.values == last).sum(-1)) & (last[:, 0] > float("-inf"))
+    if bool(tied.any()):
+        some, worst = both[tied], last[tied]
+        order = where[tied].masked_fill(some < worst, torch.iinfo(torch.int64).max)
+        order = order.masked_fill(some > worst, -1)  # of a better score: before every position
+        index[tied] = order.topk(k, dim=-1, largest=False).indices
+    best.positions[of_best] = where.gather(-1, index)
+    best.scores[of_best] = both.gather(-1, index)
+
+
+def _in_order(best: _Best) -> Tensor:
+    """Return the positions, the best first; -1 at the end for none."""
+    chosen = best.positions.masked_fill_(best.scores == float("-inf"), -1)
+    for scores, positions in zip(
+        best.scores.flatten(0, -2).split(KEYS), chosen.flatten(0, -2).split(KEYS), strict=True
+    ):
+        positions_sorted, order = positions.sort(dim=-1)
+        order = scores.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices
+        positions.copy_(positions_sorted.gather(-1, order))
+    return chosen
+
+
+# Pass 2: attention over the rows that were chosen.
+
+
+class _Rows(NamedTuple):
+    """Chosen rows of one owner's K and V, of all items n, one item after the other."""
+
+    owner: int
+    slots: Tensor  # int64 [R]: n * S + slot, ascending
+    k: Tensor  # [R, G / C, D]
+    v: Tensor  # [R, G / C, E]
+
+
+class _Block(NamedTuple):
+    """Some queries of one item and rows that at least one of them chose: [Note: what a query block reads]."""
+
+    where: tuple[slice, slice, slice]  # sample, query heads, query slots
+    rows: Tensor  # int64, indices into the rows of the hop, each once
+    visible: Tensor  # bool [queries, rows]
+
+
+class _SelectedPass:
+    """Attend to the chosen rows of one owner after the other: at hop s to those of rank p - s."""
+
+    def __init__(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> None:
+        mesh, layout = context.mesh, context.layout_for(0, q.device.type)
+        self.exchange, self.size, self.rank = context.exchange, mesh.ring_size, mesh.ring_rank
+        self.scale = q.shape[-1] ** -0.5 if context.options.scale is None else context.options.scale
+        self.choices = 1 if chosen.dim() == 3 else chosen.shape[1]
+        self.slots, self.dtype = layout.local_tokens, accumulator_dtype(q.dtype)
+        self.queries = layout.valid_tokens(self.rank)  # slots of padding come last
+        # [N, S, k]: rank * S + slot of each chosen position
+        table = _slots_by_position(layout, q.device)
+        place = torch.where(chosen >= 0, table[chosen.clamp_min(0)], -1)
+        self.place = place.reshape(-1, *place.shape[-2:])
+        self.q, self.k, self.v = q, self._by_token(k), self._by_token(v)
+        # What this rank's queries chose of each rank, and what the queries of each rank chose here, as bits.
+        self.wanted = [_packed(self._wanted(owner)) for owner in range(self.size)]
+        self.asked = self.wanted
+        if self.exchange is not None:
+            self.asked = self.exchange.all_to_all(self.wanted, mesh.ring_group)
+
+    def _by_token(self, x_BGSD: Tensor) -> Tensor:
+        """Return [N * S, G / C, D]."""
+        return x_BGSD.unflatten(1, (self.choices, -1)).movedim(3, 2).flatten(0, 2)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """Return [B, G, S, D] of a tensor [N * S, G / C, D]."""
+        return x.unflatten(0, (-1, self.choices, self.slots)).movedim(2, 3).flatten(1, 2)
+
+    def _local(self, place: Tensor, owner: int) -> Tensor:
+        """Return the slots of chosen keys in the shard of `owner`; S for keys of other shards, or none."""
+        local = place - owner * self.slots
+        return torch.where((local >= 0) & (local < self.slots), local, self.slots)
+
+    def _wanted(self, owner: int) -> Tensor:
+        """Return which slots of a shard this rank's queries chose, bool [N, S]."""
+        wanted = self.place.new_zeros((len(self.place), self.slots + 1), dtype=torch.bool)
+        for part in self.place.split(KEYS, dim=1):
+            wanted.scatter_(1, self._local(part, owner).flatten(1), True)
+        return wanted[:, : self.slots]
+
+    def _index(self, bits: Tensor) -> Tensor:
+        return _unpacked(bits, self.slots).flatten().nonzero().squeeze(1)
+
+    def walk(
+        self, compute: Callable[[_Rows], Sequence[Tensor]],
+        add: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
+    ) -> None:  # fmt: skip
+        """Call `compute` with the rows of each hop, while those of the next one travel.
+
+        If there is `add`, what `compute` returns (gradients of K's and V's rows) returns to the owner, and
+        `add` gets what others return for rows of this rank, with their index; in the order of hops.
+        """
+        index = self._index(self.wanted[self.rank])
+        rows = _Rows(self.rank, index, self.k[index], self.v[index])
+        gradients: Sequence[Tensor] = ()
+        for hop in range(self.size + (add is not None and self.size > 1)):
+            sends, receives, following, asked = [], [], hop + 1, None
+            arriving, returned = rows, []
+            if following < self.size:
+                reader, owner = (self.rank + following) % self.size, (self.rank - following) % self.size
+                leaving = self._index(self.asked[reader])
+                index = self._index(self.wanted[owner])
+                arriving = _Rows(
+                    owner, index, *(x.new_empty((len(index), *x.shape[1:])) for x in (self.k, self.v))
+                )
+                sends += _messages([x[leaving] for x in (self.k, self.v)], reader, "K", "V")
+                receives += _messages([arriving.k, arriving.v], owner, "K", "V")
+            if add is not None and hop > 1:
+                # Those of the hop before: of rank p - hop + 1, and of this rank's rows at rank p + hop - 1.
+                reader, owner = (self.rank + hop - 1) % self.size, (self.rank - hop + 1) % self.size
+                asked = self._index(self.asked[reader])
+                shapes = [(len(asked), *x.shape[1:]) for x in (self.k, self.v)]
+                returned = [self.k.new_empty(shape, dtype=self.dtype) for shape in shapes]
+                sends += _messages(gradients, owner, "dK", "dV")
+                receives += _messages(returned, reader, "dK", "dV")
+            pending = self.exchange.post(sends, receives, hop) if self.exchange is not None else None
+            if hop < self.size:
+                gradients = compute(rows)
+                if add is not None and hop == 0:
+                    add(rows.slots, gradients)
+            if pending is not None:
+                pending.wait()
+            if add is not None and asked is not None:
+                add(asked, returned)
+            rows = arriving
+
+    def blocks(self, rows: _Rows) -> Iterator[_Block]:
+        """Yield the blocks of queries and rows of a hop."""
+        heads = self.q.shape[1] // self.choices
+        ends = torch.searchsorted(
+            rows.slots, self.slots * torch.arange(len(self.place) + 1, device=rows.slots.device)
+        )
+        for item, (first, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+            count = end - first
+            if not count:
+                continue
+            number = rows.slots.new_full((self.slots + 1,), count)  # of each slot among the item's rows
+            number[rows.slots[first:end] - item * self.slots] = torch.arange(count, device=rows.slots.device)
+            sample, choice = divmod(item, self.choices)
+            at = slice(sample, sample + 1), slice(choice * heads, (choice + 1) * heads)
+            for start in range(0, self.queries, BLOCK):
+                queries = slice(start, min(start + BLOCK, self.queries))
+                chosen = number[self._local(self.place[item, queries], rows.owner)]
+                used, place = chosen.unique(return_inverse=True)
+                visible = chosen.new_zeros((len(chosen), len(used)), dtype=torch.bool)
+                visible.scatter_(1, place, True)
+                used = used[used < count]  # `count` stands for no key of this owner, and is the last one
+                for first_used in range(0, len(used), KEYS):
+                    part = used[first_used : first_used + KEYS]
+                    seen = visible[:, first_used : first_used + len(part)]
+                    yield _Block((*at, queries), part + first, seen)
+
+    def _scores(self, block: _Block, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q [g, r * queries, D], k and v [g, R, ..], and masked scores [g * r, queries, R]."""
+        k, v = (x[block.rows].to(self.dtype).transpose(0, 1) for x in (rows.k, rows.v))
+        q = self.q[block.where][0].to(self.dtype)
+        q_of_group = q.reshape(len(k), -1, q.shape[-1])
+        scores = (q_of_group @ k.mT * self.scale).view(len(q), -1, k.shape[1])
+        return q_of_group, k, v, scores.masked_fill_(~block.visible, float("-inf"))
+
+    def forward(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (out, lse)."""
+        out, lse = empty_results(self.q, self.v.shape[-1], self.dtype, sinks)
+
+        def compute(rows: _Rows) -> Sequence[Tensor]:
+            for block in self.blocks(rows):
+                _, _, v, scores = self._scores(block, rows)
+                part_lse = scores.logsumexp(-1)
+                weights = _weights(scores, part_lse)
+                part = (weights.view(len(v), -1, v.shape[1]) @ v).view(*part_lse.shape, -1)
+                merge_(out[block.where], lse[block.where], part.unsqueeze(0), part_lse.unsqueeze(0))
+            return ()
+
+        self.walk(compute)
+        return out.to(self.q.dtype), lse
+
+    def backward(
+        self, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (dq, dk, dv)."""
+        delta = (out.to(self.dtype) * grad_out).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse
+        dq = torch.zeros_like(self.q, dtype=self.dtype)
+        totals = [torch.zeros_like(x, dtype=self.dtype) for x in (self.k, self.v)]
+
+        def compute(rows: _Rows) -> Sequence[Tensor]:
+            dk, dv = (torch.zeros_like(x, dtype=self.dtype) for x in (rows.k, rows.v))
+            for block in self.blocks(rows):
+                q, k, v, scores = self._scores(block, rows)
+                grad = grad_out[block.where][0].to(self.dtype)
+                grad_of_group = grad.reshape(len(v), -1, v.shape[-1])
+                weights = _weights(scores, lse[block.where][0])
+                products = (grad_of_group @ v.mT).view_as(weights)
+                of_scores = weights * (products - delta[block.where][0].unsqueeze(-1)) * self.scale
+                of_group, weights = (x.view(len(k), -1, k.shape[1]) for x in (of_scores, weights))
+                dq[block.where] += (of_group @ k).view(1, *grad.shape[:2], -1)
+                # Each row occurs once in a block, so the order of additions is that of the blocks.
+                dk.index_add_(0, block.rows, (of_group.mT @ q).transpose(0, 1))
+                dv.index_add_(0, block.rows, (weights.mT @ grad_of_group).transpose(0, 1))
+            return dk, dv
+
+        def add(index: Tensor, gradients: Sequence[Tensor]) -> None:
+            for total, part in zip(totals, gradients, strict=True):
+                total.index_add_(0, index, part)
+
+        self.walk(compute, add)
+        dk, dv = (self._by_head(x).to(self.q.dtype).contiguous() for x in totals)
+        return dq.to(self.q.dtype), dk, dv
+
+
+def _messages(tensors: Sequence[Tensor], peer: int, *what: str) -> list[Message]:
+    """Return the messages of K and V, or of their gradients; none if there are no rows."""
+    if not tensors or not len(tensors[0]):
+        return []
+    return [Message(x.contiguous(), peer, name) for x, name in zip(tensors, what, strict=True)]
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(scores - lse); 0 where a row sees nothing at all."""
+    return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
+
+
+@lru_cache(maxsize=16)
+def _slots_by_position(layout: Layout, device: torch.device) -> Tensor:
+    return torch.from_numpy(layout.slots_by_position()).to(device)
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Return bool [N, n] as bits, uint8 [N, ceil(n / 8)]."""
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8))
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(packed: Tensor, count: int) -> Tensor:
+    """Return the first `count` bits of each row, bool."""
+    shifted = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (shifted & 1).flatten(1)[:, :count].bool()
+
+
+def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, tokens: int) -> None:
+    """Raise RingShapeError for what is no choice of positions beside q and k."""
+    shape, groups = tuple(chosen.shape), k.shape[1]
+    fits = chosen.dim() in (3, 4) and shape[0] == len(q) and shape[-2] == q.shape[2] and shape[-1] > 0
+    if not fits or (len(shape) == 4 and (shape[1] < 1 or groups % shape[1])):
+        raise RingShapeError(
+            f"chosen: expected [{len(q)}, {q.shape[2]}, k] or [{len(q)}, C, {q.shape[2]}, k] with C a divisor"
+            f" of the {groups} K/V heads, got shape {shape}; pass what ring_select returned"
+        )
+    if chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
+        raise RingShapeError(
+            f"chosen: expected int64 or int32 on {q.device}, got {chosen.dtype} on {chosen.device}; cast or"
+            " move it"
+        )
+    least, most = int(chosen.min()), int(chosen.max())
+    if least < -1 or most >= tokens:
+        raise RingShapeError(
+            f"chosen: expected positions -1 to {tokens - 1} of the layout's {tokens} tokens, got {least} to"
+            f" {most}; pass what ring_select returned"
+        )
+
+
+def _agreed(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, sinks: Tensor | None, way: str
+) -> None:
+    """Check the tensors, and agree with the other ranks on the pass."""
+    refused: RingError | None = None
+    more: dict[str, object] = {}
+    try:
+        layout, _ = context.check(q, k, v)
+        check_sinks(sinks, q, q.shape[1])
+        _check_chosen(chosen, q, k, layout.tokens)
+        more = {
+            "head_dim of v": v.shape[-1],
+            "shape of chosen": (*chosen.shape[1:-2], chosen.shape[-1]),
+            "sinks": None if sinks is None else sinks.dtype,
+        }
+    except RingError as error:
+        refused = error
+    context.agree(f"attention over chosen keys {way}", q, k, refused, more)
+    if way == "forward":
+        count_forward_pass()
+
+
+@operator("ds_ring::selected_attention")
+def selected_attention_op(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of `selected_attention`."""
+    context = context_of(handle)
+    with context.mesh.in_call():
+        _agreed(context, q, k, v, chosen, sinks, "forward")
+        with _guarded(context):
+            return _SelectedPass(context, q, k, v, chosen).forward(sinks)
+
+
+@operator("ds_ring::selected_attention_backward")
+def selected_attention_backward_op(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, out: Tensor, lse: Tensor, handle: int,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of `selected_attention`."""
+    context = context_of(handle)
+    with context.mesh.in_call():
+        _agreed(context, q, k, v, chosen, None, "backward")
+        with _guarded(context):
+            return _SelectedPass(context, q, k, v, chosen).backward(grad_out, out, lse, grad_lse)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, chosen, handle, sinks = inputs
+    ctx.save_for_backward(q, k, v, chosen, *output, sinks)
+    ctx.context = context_of(handle)  # keep it alive until the backward pass
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, chosen, out, lse, sinks = ctx.saved_tensors
+    if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
+        grad_out = torch.zeros_like(out)
+    handle = ctx.context.handle
+    grads = selected_attention_backward_op(grad_out, q, k, v, chosen, out, lse, handle, grad_lse)
+    of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse)
+    return (*grads, None, None, of_sinks)
+
+
+register(selected_attention_op, selected_attention_backward_op, _setup, _backward)

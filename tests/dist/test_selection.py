@@ -1,0 +1,288 @@
+"""`ring_select` and `selected_attention` against one process in float64: chosen sets, outputs, gradients, bytes.
+
+The single process orders keys as the ring does: by score, and equal scores by position.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import (
+    Causal,
+    Documents,
+    Full,
+    MaskMod,
+    RingError,
+    RingMesh,
+    SlidingWindow,
+    gather_sequence,
+    make_layout,
+    ring_select,
+    selected_attention,
+    shard_sequence,
+)
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime import selection
+from tests.reference import relative_error, worst
+
+TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
+DOCUMENTS = Documents(document_ids=np.repeat([0, 1, 2], [70, 21, 112]))
+PATTERNS: dict[str, Pattern] = {
+    "causal": Causal(),
+    "full": Full(),
+    "documents": Causal() & DOCUMENTS,
+    "window": SlidingWindow(40),
+    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 3 != 1)),
+}
+
+
+def make(name: str, *shape: int) -> Tensor:
+    """A global tensor, the same on every rank."""
+    seed = sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """A lightning indexer's scores: sum over heads of weight * relu(q k), [B, queries, keys]."""
+    return (weights.unsqueeze(-2) @ (queries @ keys.mT.unsqueeze(1)).relu()).squeeze(-2)
+
+
+def tensors(choices: int) -> dict[str, Tensor]:
+    """Global tensors; those of an indexer have the tokens in dim 1, those of attention in dim 2.
+
+    Weights and keys of the indexer are small whole numbers, so that many scores are equal beside the zeros.
+    """
+    return {
+        "iq": make("iq", SAMPLES, TOKENS, INDEX_HEADS, INDEX_DIM).round(),
+        "iw": make("iw", SAMPLES, TOKENS, INDEX_HEADS).round(),
+        "ik": make("ik", SAMPLES, TOKENS, INDEX_DIM).round(),
+        "q": make("q", SAMPLES, HEADS, TOKENS, HEAD_DIM),
+        "k": make("k", SAMPLES, GROUPS, TOKENS, HEAD_DIM),
+        "v": make("v", SAMPLES, GROUPS, TOKENS, VALUE_DIM),
+        "grad": make("grad", SAMPLES, HEADS, TOKENS, VALUE_DIM),
+        "grad_lse": make("grad_lse", SAMPLES, HEADS, TOKENS),
+    }
+
+
+def scores_of(x: dict[str, Tensor], choices: int, rows: slice, keys: Tensor) -> Tensor:
+    """Scores of all choices; a second choice has the first one's with the other sign, so -0 and 0."""
+    one = index_scores(x["iq"][:, rows], x["iw"][:, rows], keys)
+    return one if choices == 0 else torch.stack([one, -one][:choices], dim=1)
+
+
+def alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor) -> dict[str, Any]:
+    """The chosen sets as a mask, out, lse and the gradients by dense mathematics."""
+    positions = np.arange(TOKENS)
+    visible = torch.from_numpy(pattern.mask(positions, positions))
+    scores = scores_of(x, choices, slice(None), x["ik"])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & visible
+    given = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
+    own = sinks.clone().requires_grad_()
+    keys, values = (given[name].repeat_interleave(HEADS // GROUPS, dim=1) for name in ("k", "v"))
+    by_head = mask.unsqueeze(1) if choices == 0 else mask.repeat_interleave(HEADS // choices, dim=1)
+    logits = given["q"] @ keys.mT / HEAD_DIM**0.5
+    logits = logits.masked_fill(~by_head, float("-inf"))
+    column = own[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
+    lse = torch.cat([logits, column], dim=-1).logsumexp(-1)
+    out = (logits - lse.unsqueeze(-1)).exp() @ values
+    torch.autograd.backward([out, lse], [x["grad"], x["grad_lse"]])
+    grads = {f"d{name}": one.grad for name, one in given.items()}
+    return {"mask": mask, "out": out.detach(), "lse": lse.detach(), **grads, "dsinks": own.grad}
+
+
+def on_the_ring(
+    mesh: RingMesh, x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor, name: str
+) -> dict[str, Any]:
+    """The same from a ring, gathered; also bytes sent."""
+    layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=pattern)
+    # NaN in padding slots must not matter
+    local = {
+        key: shard_sequence(one, layout, mesh=mesh, dim=1 if key[0] == "i" else 2, pad_value=float("nan"))
+        for key, one in x.items()
+    }
+    chosen = ring_select(
+        lambda rows, keys: scores_of(local, choices, rows, keys), k, local["ik"],
+        layout=layout, mesh=mesh, pattern=pattern,
+    )  # fmt: skip
+    own = sinks.clone().requires_grad_()
+    for key in ("q", "k", "v"):
+        local[key].requires_grad_()
+    padding = torch.from_numpy(layout.positions(mesh.ring_rank)) < 0
+    out, lse = selected_attention(
+        local["q"], local["k"], local["v"], chosen, layout=layout, mesh=mesh, sinks=own, return_lse=True
+    )
+    grads = [
+        local[key].masked_fill(padding.view(-1, *[1] * (local[key].dim() - 3)), 0)
+        for key in ("grad", "grad_lse")
+    ]
+    torch.autograd.backward([out, lse], grads)
+    assert own.grad is not None
+    if mesh.sequence_group is not None:
+        torch.distributed.all_reduce(own.grad, group=mesh.sequence_group)
+    dim = chosen.dim() - 2
+    every = gather_sequence(chosen, layout, mesh=mesh, dim=dim)
+    mask = torch.zeros((*every.shape[:-1], TOKENS + 1), dtype=torch.bool)
+    mask.scatter_(-1, torch.where(every < 0, TOKENS, every), True)
+    found = {"mask": mask[..., :TOKENS], "chosen": every, "dsinks": own.grad}
+    tokens = {"out": out, "lse": lse, "dq": local["q"].grad, "dk": local["k"].grad, "dv": local["v"].grad}
+    return found | {
+        key: gather_sequence(one.detach(), layout, mesh=mesh, dim=2) for key, one in tokens.items()
+    }
+
+
+CASES = [
+    # layout, pattern, k, choices
+    ("zigzag", "causal", 16, 0),
+    ("contiguous", "documents", 16, 0),
+    ("striped", "documents", 9, 2),
+    ("balanced", "window", 7, 1),
+    ("zigzag", "full", 5, 2),
+    ("contiguous", "mask_mod", 16, 0),
+    ("zigzag", "causal", 1000, 0),  # more than there are keys
+]
+
+
+def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, float]:
+    """The largest error of each result, over the cases; 1 for chosen sets that differ."""
+    mesh, errors = RingMesh.from_world(world_size), {}
+    # Smaller tiles than the sequence, so that they are merged within a shard, too.
+    for where, value in (("QUERIES", 32), ("KEYS", 24), ("BLOCK", 16)):
+        setattr(selection, where, value)
+    try:
+        for name, pattern, k, choices in cases:
+            x, sinks = tensors(choices), make("sinks", HEADS)
+            want = alone(x, PATTERNS[pattern], k, choices, sinks)
+            got = on_the_ring(mesh, x, PATTERNS[pattern], k, choices, sinks, name)
+            for key, one in want.items():
+                case = f"{name} {pattern} {k} {choices} {key}"
+                errors[case] = (
+                    float(bool((one != got[key]).any())) if key == "mask" else relative_error(got[key], one)
+                )
+            scores = scores_of(x, choices, slice(None), x["ik"])
+            ordered = scores.gather(-1, got["chosen"].clamp_min(0)).masked_fill(got["chosen"] < 0, -1e9)
+            errors[f"{name} {pattern} order"] = float(bool((ordered.diff(dim=-1) > 0).any()))
+        return errors
+    finally:
+        for where, value in (("QUERIES", 128), ("KEYS", 4096), ("BLOCK", 64)):
+            setattr(selection, where, value)
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
+    for errors in rank_pool(size).run(parity):
+        assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+
+
+def without_ties(rank: int, world_size: int) -> dict[str, float]:
+    """Break ties as `torch.topk` does."""
+    merge = selection.merge_best
+
+    def careless(best: Any, scores: Tensor, positions: Tensor) -> None:
+        both = torch.cat([best.scores, scores], dim=-1)
+        place = torch.cat([best.positions, positions.expand(scores.shape)], dim=-1)
+        values, index = both.topk(best.scores.shape[-1], dim=-1)
+        best.positions.copy_(place.gather(-1, index))
+        best.scores.copy_(values)
+
+    selection.merge_best = careless
+    try:
+        return parity(rank, world_size, CASES[:1])
+    finally:
+        selection.merge_best = merge
+
+
+def test_ties_in_another_order_are_found(rank_pool):
+    errors = rank_pool(2).run(without_ties)[0]
+    assert errors["zigzag causal 16 0 mask"] == 1 and errors["zigzag causal 16 0 out"] > 1e-3
+
+
+def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
+    """Lose the gradients of one rank's rows on their way home."""
+    messages = selection._messages
+
+    def careless(given: Any, peer: int, *what: str) -> Any:
+        lost = rank == 1 and peer == 0 and what == ("dK", "dV")
+        return messages([torch.zeros_like(x) for x in given] if lost else given, peer, *what)
+
+    selection._messages = careless
+    try:
+        return parity(rank, world_size, CASES[:1])
+    finally:
+        selection._messages = messages
+
+
+def test_a_gradient_that_does_not_return_is_found(rank_pool):
+    errors = rank_pool(2).run(without_a_gradient)[0]
+    assert errors["zigzag causal 16 0 dk"] > 1e-3 and errors["zigzag causal 16 0 dv"] > 1e-3
+    assert errors["zigzag causal 16 0 dq"] < 1e-12 and errors["zigzag causal 16 0 mask"] == 0
+
+
+def wrong(rank: int, world_size: int, what: str) -> str:
+    """Call with a mistake, on rank 1 only where the name says so; then rightly. Returns the first error."""
+    mesh = RingMesh.from_world(*((1, 2) if what == "ulysses" else (world_size, 1)))
+    layout = make_layout("zigzag", tokens=64, ring_size=mesh.ring_size)
+    here = rank == 1
+    keys, (q, k, v) = torch.randn(1, 32, 4), torch.randn(3, 1, 2, 32, 4)
+
+    def scores(rows: slice, given: Tensor) -> Tensor:
+        if what == "scores raise on rank 1" and here:
+            raise KeyError("index")
+        found = keys[:, rows] @ given.mT
+        return found.sum(-1) if what == "shape of scores" else found
+
+    def call() -> Tensor:
+        count: Any = {"k is 0": 0, "k differs": 5 + rank, "k is no number": 2.0}.get(what, 5)
+        chosen = ring_select(
+            scores, count, keys[:, :9] if what == "keys on rank 1" and here else keys,
+            layout="zigzag" if what == "layout is a name" else layout, mesh=mesh,
+        )  # fmt: skip
+        if what == "position on rank 1" and here:
+            chosen[0, 0, 0] = 64
+        chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
+        if what == "three choices":
+            chosen = chosen.unsqueeze(1).expand(-1, 3, -1, -1)
+        return selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)
+
+    try:
+        call()
+        return "no error"
+    except RingError as error:
+        found = f"{type(error).__name__}: {error}"
+    if what != "ulysses":
+        what = ""
+        assert call().shape == q.shape  # all ranks can go on
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("k is 0", "RingConfigError", "k: expected a number of keys, at least 1, got 0"),
+        ("k is no number", "RingConfigError", "k: expected a number of keys, at least 1, got 2.0"),
+        ("k differs", "RingMismatchError", "k: ring rank 0 has 5, ring rank 1 has 6"),
+        ("keys on rank 1", "RingShapeError", "keys: expected this rank's [batch, 32, ...]"),
+        ("scores raise on rank 1", "RingConfigError", "scores_fn: expected scores of query slots"),
+        ("shape of scores", "RingShapeError", "scores_fn: expected floating scores [1, 1, 1]"),
+        ("layout is a name", "RingLayoutError", "layout: expected a layout, got 'zigzag'"),
+        ("ulysses", "RingConfigError", "expected a mesh with ulysses_size 1, got 2"),
+        ("position on rank 1", "RingShapeError", "chosen: expected positions -1 to 63"),
+        ("chosen floats", "RingShapeError", "chosen: expected int64 or int32"),
+        ("chosen shape", "RingShapeError", "chosen: expected [1, 32, k]"),
+        ("three choices", "RingShapeError", "C a divisor of the 2 K/V heads, got shape (1, 3, 32, 5)"),
+    ],
+)
+def test_wrong_arguments_raise_on_all_ranks_and_leave_the_ring_whole(rank_pool, what, kind, words):
+    found = rank_pool(2).run(wrong, what)
+    at_fault = found[1]
+    assert at_fault.startswith(kind) and words in at_fault, at_fault
+    other = "RingMismatchError" if "on rank 1" in what else kind
+    assert found[0].startswith(other) and words in found[0], found[0]
