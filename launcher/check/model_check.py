@@ -32,6 +32,7 @@ from ds_ring.integrations.deepspeed.first_batch import (
     recording,
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
+from ds_ring.runtime.selection import TotalOrder
 
 from .small_model import (
     HAVE_A_LOSS,
@@ -199,7 +200,7 @@ def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
     """Run the model with its own attention, written out ("eager"), on this process."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     model.zero_grad()
-    with recording(model) as layers:
+    with recording(model) as layers, TotalOrder():
         if head in HAVE_A_LOSS:
             output = model(**given.alone)
             loss = output.loss

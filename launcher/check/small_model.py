@@ -48,13 +48,13 @@ _SIZES: dict[int, tuple[str, ...]] = {
          "hidden_size_per_layer_input"),
     24: ("q_lora_rank",),
     HEAD_DIM: ("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "mamba_d_head",
-               "linear_value_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state", "chunk_size",
-               "mamba_chunk_size", "attention_head_dim", "d_head"),
+               "linear_value_head_dim", "index_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state",
+               "chunk_size", "mamba_chunk_size", "attention_head_dim", "d_head"),
     8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
     HEAD_COUNT: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
-        "linear_num_value_heads", "mamba_n_heads", "mamba_num_heads",
+        "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads",
     ),
     2: ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "n_group",
         "attn_layer_period","expert_layer_period", "linear_num_key_heads"),
@@ -68,7 +68,7 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", 
               "max_source_positions", "max_target_positions")  # fmt: skip
 # Their shortest is 4 tokens, and two in one model (a window and a chunk) shrink alike.
 _WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window_size",
-            "attention_chunk_size", "sliding_window_size", "floor_scale")  # fmt: skip
+            "attention_chunk_size", "sliding_window_size", "floor_scale", "index_topk")  # fmt: skip
 # transformers works them out again from what is left.
 _DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_dtype")
 # None in some defaults, with which no model can be made; where it can, these are what it stands for.

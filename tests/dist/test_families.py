@@ -29,7 +29,7 @@ EXACTLY = """
     llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma phi phi3 gpt2 gpt_neox gpt_bigcode opt
     starcoder2 olmo olmo2 olmoe cohere granite granitemoe glm glm4 glm4_moe persimmon smollm3 ernie4_5
     hunyuan_v1_dense hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra
-    albert ernie deepseek_v2 deepseek_v3 moshi
+    albert ernie deepseek_v2 deepseek_v3 moshi deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text
 """
 WITHOUT_THE_INTERFACE = """
     gpt_neo gptj bloom mpt codegen xglm mamba jamba qwen3_next rwkv
@@ -83,7 +83,7 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
 
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
 DAY = (
-    "llama0", "gpt2", "mixtral", "deepseek_v3", "bert", "gemma3_text", "llama4_text", "qwen3_next", "t5", "doge",
+    "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "bert", "gemma3_text", "llama4_text", "qwen3_next", "t5", "doge",
     "nemotron-as_is", "llama-sequence-classification",
 )  # fmt: skip
 
@@ -141,6 +141,22 @@ def with_a_lost_payload(rank: int, world_size: int) -> list[ModelReport]:
         return checked(rank, world_size, CheckRequest("llama"))
 
 
+def with_other_keys(rank: int, world_size: int) -> list[ModelReport]:
+    """Choose the second best key of each query instead of the best one."""
+    from ds_ring.integrations.transformers import indexed
+
+    select = indexed.ring_select
+
+    def careless(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
+        return select(scores, k + 1, *args, **kwargs)[..., 1:]
+
+    indexed.ring_select = careless
+    try:
+        return checked(rank, world_size, CheckRequest("deepseek_v32"))
+    finally:
+        indexed.ring_select = select
+
+
 def with_a_crash(rank: int, world_size: int) -> list[ModelReport]:
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 
@@ -167,6 +183,12 @@ def test_a_lost_payload_is_found_and_its_layer_named(rank_pool):
     assert report.result == "WRONG"
     assert report.differences[0].name == "model.layers.1"
     assert any(one.name == "model.layers.1.self_attn.v_proj.weight" for one in report.differences)
+
+
+def test_other_keys_than_the_indexer_selects_are_found(rank_pool):
+    (report,) = rank_pool(2).run(with_other_keys)[0]
+    assert report.result == "WRONG"
+    assert report.differences[0].name == "model.layers.0"
 
 
 def test_a_raw_error_is_no_refusal(rank_pool):

@@ -33,6 +33,7 @@ from ds_ring.integrations.transformers.families import (
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
+from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
 from ds_ring.integrations.transformers.model import TABLE
@@ -150,6 +151,10 @@ class Attached:
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
             changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)
+        if selects_keys(module):
+            indexed = IndexedLayer(module)
+            changes += TABLE.apply({"chosen keys": indexed.layer}, self.session, indexed=module)
+            changes += TABLE.apply({"chosen keys": indexed.indexer}, self.session, indexer=module.indexer)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             scale = QueryScale(module)
             changes += TABLE.apply({"query scale": scale}, self.session, scaling=module)

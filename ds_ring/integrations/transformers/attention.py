@@ -34,7 +34,14 @@ from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
-from ds_ring.integrations.transformers.layer_masks import LayerMask, is_causal, read_mask, said_by_call
+from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
+from ds_ring.integrations.transformers.layer_masks import (
+    LayerMask,
+    is_causal,
+    pattern_in,
+    read_mask,
+    said_by_call,
+)
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
@@ -72,6 +79,7 @@ def attention(
             ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
         )
     sinks, cap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
+    chosen: Tensor | None = kwargs.pop("indices", None)
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
     if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
@@ -79,6 +87,13 @@ def attention(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
+    if chosen is not None:  # `pattern` was applied when they were chosen
+        if cap is not None:
+            raise RingConfigError(
+                f"{type(module).__name__}: expected no softcap beside chosen keys, got {cap}"
+            )
+        out_BHSD = attend_to_chosen(sharding, q_BHSD, k_BGSD, v_BGSD, chosen, scaling, sinks)
+        return out_BHSD.transpose(1, 2).contiguous(), None
     changed = None if cap is None else Softcap(float(cap))
     out_BHSD = sharding.attention(scaling, pattern, changed)(q_BHSD, k_BGSD, v_BGSD, sinks)
     return out_BHSD.transpose(1, 2).contiguous(), None
@@ -100,14 +115,7 @@ def _pattern(
         return None
     checks.check_attention_call(name, None if isinstance(mask, LayerMask) else mask, dropout, kwargs)
     said = mask.pattern if isinstance(mask, LayerMask) else said_by_call(module, kwargs)
-    if said is None:
-        raise RingPatternError(f"{name}: expected a window of at least 1 token, got a mask that hides all")
-    config = getattr(module, "config", None)
-    mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
-    try:
-        return sharding.pattern_of(said, getattr(module, "layer_idx", None), mixed)
-    except RingPatternError as error:
-        raise RingPatternError(f"{name}: {error}") from None
+    return pattern_in(module, sharding, said)
 
 
 def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **kwargs: Any) -> Any:

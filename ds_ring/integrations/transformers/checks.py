@@ -128,6 +128,12 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     recurrent = any(map(is_recurrent, model.modules()))
     layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     layers -= _RECURRENT_LAYERS if recurrent else set()
+    # Keys that an indexer selects: those of which the ring can read the formula.
+    indexers = [
+        part.indexer for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)
+    ]
+    if all(hasattr(one, "index_topk") for one in indexers) and not as_is:
+        layers.discard("indexed_attention")
     named = ", ".join(sorted(layers))
     reasons = {
         # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.

@@ -24,6 +24,8 @@ from ds_ring.masks.pattern import Pattern
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+
 # a word of `layer_types`: a part of the name of what makes such masks
 _MAKERS = {"sliding_attention": "sliding_window", "chunked_attention": "chunked"}
 
@@ -41,9 +43,13 @@ class LayerMask:
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
 
     def __getitem__(self, index: Any) -> LayerMask:
-        """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0."""
+        """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0.
+
+        And for head 0, which DeepSeek-V3.2 hands to its indexer: a layer's mask is the same for all heads.
+        """
         parts = index if isinstance(index, tuple) else (index,)
-        if all(isinstance(one, slice) and one in (slice(None), slice(0, None)) for one in parts):
+        whole = [isinstance(one, slice) and one in (slice(None), slice(0, None)) for one in parts]
+        if all(whole) or (len(parts) > 1 and parts[1] == 0 and all((*whole[:1], *whole[2:]))):
             return self
         raise _used_as_tensor(f"selects {index} of it")
 
@@ -149,6 +155,22 @@ def said_by_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
             " none; use a model of transformers that makes one"
         )
     return SlidingWindow(int(window))
+
+
+def pattern_in(module: nn.Module, sharding: BatchSharding, said: Pattern | None) -> Pattern:
+    """Return who attends to whom in a layer that says `said`, documents apart.
+
+    Raises:
+        RingPatternError: the layer hides all, or contradicts the JSON.
+    """
+    name, config = type(module).__name__, getattr(module, "config", None)
+    if said is None:
+        raise RingPatternError(f"{name}: expected a window of at least 1 token, got a mask that hides all")
+    mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
+    try:
+        return sharding.pattern_of(said, getattr(module, "layer_idx", None), mixed)
+    except RingPatternError as error:
+        raise RingPatternError(f"{name}: {error}") from None
 
 
 def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, ...]:

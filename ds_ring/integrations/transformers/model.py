@@ -143,6 +143,16 @@ TABLE = PatchTable(
             options=("always_call",),
         ),
         Patch(
+            "indexed", "before_forward", "hook", "chosen keys",
+            "notes the batch's sharding, which the layer does not hand down to its indexer",
+            when="an indexer selects the keys of a layer",
+        ),
+        Patch(
+            "indexer", "before_forward", "hook", "chosen keys",
+            "gives an object that stands for the keys of all ranks in place of a cache",
+            when="an indexer selects the keys of a layer",
+        ),
+        Patch(
             "base", "before_forward", "hook", "images",
             "gives the features of this rank's image tokens", when="the model takes images",
         ),
@@ -182,6 +192,8 @@ TABLE = PatchTable(
         "part": "torch.nn.Module",
         "scaling": "transformers.models.llama4.modeling_llama4.Llama4TextAttention",
         "q_proj": "torch.nn.Linear",
+        "indexed": "torch.nn.Module",
+        "indexer": "torch.nn.Module",
         "base": _PRETRAINED,
         "score": "torch.nn.Linear",
         "config": "transformers.PreTrainedConfig",
