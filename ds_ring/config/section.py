@@ -228,6 +228,12 @@ class RingConfig(Section):
         "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
         "64 MiB on CUDA",
     )
+    latents: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+        default="auto",
+        description="multi-head latent attention (DeepSeek, Kimi) sends latents and expands them on arrival, "
+        "which every rank does for every token: 71 times fewer bytes for DeepSeek V3 and about a tenth more "
+        'arithmetic in attention; "auto": on the CPU, and where a ring has ranks of several nodes',
+    )
     recompute_attention: FlagOrPart = Field(
         default=False,
         description="under activation checkpointing, send K/V around again in the recomputation; false keeps "

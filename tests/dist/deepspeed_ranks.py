@@ -53,6 +53,20 @@ def build_model(size: Size, implementation: str, **changes: Any) -> torch.nn.Mod
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
+def build_latent_model(size: Size, implementation: str = "sdpa", **changes: Any) -> torch.nn.Module:
+    """A DeepSeek V3 without experts, with random weights; the same on every rank."""
+    from transformers import AutoModelForCausalLM, DeepseekV3Config
+
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY, hidden_size=size.hidden, intermediate_size=2 * size.hidden,
+        num_hidden_layers=size.layers, first_k_dense_replace=size.layers, num_attention_heads=4,
+        num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=6, qk_rope_head_dim=4,
+        v_head_dim=5, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
 def build_batch(size: Size) -> dict[str, Tensor]:
     """Samples whose labelled tokens differ in number from shard to shard, and with padding on the right."""
     generator = torch.Generator().manual_seed(1)

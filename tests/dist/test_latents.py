@@ -21,6 +21,7 @@ from ds_ring import (
     Alibi,
     Causal,
     Documents,
+    RingConfigError,
     RingMesh,
     SlidingWindow,
     gather_sequence,
@@ -31,6 +32,15 @@ from ds_ring import (
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.autograd import latent_attention_op, ring_attention_op
 from ds_ring.runtime.context import Options, context_for
+from ds_ring.runtime.latents import LatentKernel
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_latent_model,
+    build_model,
+    json_config,
+    start_deepspeed,
+)
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
 
@@ -213,6 +223,78 @@ def test_latents_beside_other_arguments(rank_pool: Pool) -> None:
     for errors in rank_pool(2).run(beside):
         assert len(errors) == 3
         assert max(errors.values()) < 1e-12, errors
+
+
+# --- a transformers model --------------------------------------------------------------------------
+
+SIZE = Size(hidden=32, layers=2, tokens=61, samples=2)
+
+
+def train(rank: int, world_size: int, stage: int, latents: object, **model: Any) -> dict[str, Any]:
+    """Losses of two steps, how many passes took latents, and the loss of the model off the ring."""
+    start_deepspeed()
+    import ds_ring
+
+    passes, forward = [0], LatentKernel.forward
+
+    def counting(kernel: LatentKernel, *given: Any) -> Any:
+        passes[0] += 1
+        return forward(kernel, *given)
+
+    built = build_latent_model(SIZE, **model)
+    sgd = torch.optim.SGD(built.parameters(), lr=0.1)
+    section = {"layout": "zigzag", "latents": latents}
+    config = json_config(world_size, 2, stage, ring_attention=section)
+    engine = ds_ring.initialize(model=built, optimizer=sgd, config=config)[0]
+    engine.module.gradient_checkpointing_enable()
+    losses = []
+    LatentKernel.forward = counting  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(engine.ring.mean_loss(loss)))
+        on = passes[0]
+        engine.eval()
+        with engine.ring.off(), torch.no_grad():
+            off = float(engine(**build_batch(SIZE)).loss)
+            assert passes[0] == on, "off the ring nothing travels"
+        ids = engine.module.generate(torch.arange(1, 8)[None], max_new_tokens=3, do_sample=False)
+    finally:
+        LatentKernel.forward = forward  # type: ignore[method-assign]
+    return {"losses": losses, "off": off, "passes": on, "ids": ids.tolist()}
+
+
+@pytest.mark.parametrize(("stage", "latents"), [(1, "auto"), (3, True)])
+def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, latents: object) -> None:
+    expanded = rank_pool(2).run(train, stage, False)
+    for found, other in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
+        assert other["passes"] == 0 and found["passes"] >= 2 * 2 * 2  # steps, layers, hops
+        assert found["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        assert found["losses"][1] != pytest.approx(found["losses"][0], rel=1e-3)
+        assert found["off"] == pytest.approx(other["off"], rel=1e-5)
+        assert found["ids"] == other["ids"]
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    start_deepspeed()
+    import ds_ring
+
+    messages = []
+    dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
+    for model, pattern in ((build_model(SIZE, "sdpa"), {}), (build_latent_model(SIZE), dilated)):
+        section = {"latents": True, "pattern": pattern}
+        with pytest.raises(RingConfigError) as caught:
+            ds_ring.initialize(model=model, config=json_config(world_size, 2, 0, ring_attention=section))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_latents_that_cannot_travel_are_refused(rank_pool: Pool) -> None:
+    for none, by_head in rank_pool(2).run(refused):
+        assert '"latents": expected a model whose' in none and "LlamaForCausalLM, which has none" in none
+        assert "DeepseekV3Attention" in by_head and "differs between heads" in by_head
 
 
 # --- DeepSeek V3's sizes ---------------------------------------------------------------------------

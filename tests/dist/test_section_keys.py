@@ -16,7 +16,14 @@ import torch
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.module import options_from_config
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_latent_model,
+    build_model,
+    json_config,
+    start_deepspeed,
+)
 from tests.dist.test_ring_use import Own, of_the_session
 
 SIZE = Size(hidden=16, layers=1, tokens=64, samples=2)
@@ -77,6 +84,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "ring_attention.gradient_payload": ({}, {"gradient_payload": "bfloat16"}, "gradient payload"),
     "ring_attention.chunk_bytes": ({}, {"chunk_bytes": 1}, "batches"),
+    "ring_attention.latents": ({"latents": False}, {"latents": True}, "latents"),
     "ring_attention.min_sequence_length": ({}, {"min_sequence_length": 65}, "layout"),
     "ring_attention.dynamic_ring": ({}, {"dynamic_ring": True}, "rings"),
     "ring_attention.heartbeat_timeout_seconds": ({}, {"heartbeat_timeout_seconds": 9}, "heartbeat"),
@@ -122,6 +130,9 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         section = section | {"csv_monitor": section["csv_monitor"] | {"output_path": folder}}
     if name == "attn_implementation":
         return str(start(section, build_model(SIZE, "sdpa")).module.config._attn_implementation)
+    if name == "latents":
+        layer = start(section, build_latent_model(SIZE)).module.model.layers[0].self_attn
+        return type(layer.expand_kv).__name__
     if name == "long":
         return in_the_model(start(section, build_model(SIZE, "sdpa")).module)
     if name == "rings":

@@ -127,10 +127,14 @@ class RowsAttention:
             return ((self._parts[0].context, ()),)
         return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
 
-    def __call__(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """Return [B, H, S, E] of the queries; rows stay where they are. For `sinks` see `ring_attention`."""
+    def __call__(
+        self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None,
+        up_projection: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of `ring_attention`."""
+        more = {"sinks": sinks} if up_projection is None else {"sinks": sinks, "up_projection": up_projection}
         if len(self._parts) == 1:
-            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSE, sinks=sinks)
+            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
             return out
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
@@ -138,7 +142,7 @@ class RowsAttention:
                 f" {q_BHSD.shape[0]}; hand the model the whole batch that shard_batch returned"
             )
         outs = [
-            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), sinks=sinks)
+            part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
             for part, rows in zip(self._parts, self._rows, strict=True)
         ]
         return _take(torch.cat(outs), tuple(self._back))

@@ -34,6 +34,7 @@ from ds_ring.integrations.transformers.families import (
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
 from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
+from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
 from ds_ring.integrations.transformers.model import TABLE
@@ -105,6 +106,10 @@ class Attached:
         model, session, needs = self.model, self.session, self.session.needs
         for module, forward in tiled_layers(model, session).items():
             TABLE.apply({"tiled layers": SimpleNamespace(around_forward=forward)}, session, layer=module)
+        latents = {} if self.rewritten else latent_layers(model, session)
+        for module, unexpanded in latents.items():
+            expand = {"latents": SimpleNamespace(around_forward=unexpanded)}
+            self.changes += TABLE.apply(expand, session, latent=module)
         head, pools = tiled_head(model, session), pools_the_last_token(model)
         tiled = None if head is None else head.feature(model, session)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
@@ -127,7 +132,7 @@ class Attached:
         objects = {"model": model, "base": model.base_model, "head": model.get_output_embeddings()}
         objects |= {"generator": model} if hasattr(model, "generate") else {}
         objects |= {"score": model.score} if pools else {}
-        self.changes = TABLE.apply(
+        self.changes += TABLE.apply(
             {name: one for name, one in features.items() if one is not None}, session, **objects
         )
         if numbering is not None:

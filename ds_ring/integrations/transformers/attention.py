@@ -35,6 +35,7 @@ from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
 from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
+from ds_ring.integrations.transformers.latents import Latents
 from ds_ring.integrations.transformers.layer_masks import (
     LayerMask,
     is_causal,
@@ -94,8 +95,15 @@ def attention(
             )
         out_BHSD = attend_to_chosen(sharding, q_BHSD, k_BGSD, v_BGSD, chosen, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
-    changed = None if cap is None else Softcap(float(cap))
-    out_BHSD = sharding.attention(scaling, pattern, changed)(q_BHSD, k_BGSD, v_BGSD, sinks)
+    changed, up = None if cap is None else Softcap(float(cap)), None
+    latents = getattr(module, "expand_kv", None)
+    if isinstance(latents, Latents):  # then k and v are the latent and the rotary key
+        if sharding.mesh.ring_size == 1 or isinstance(sharding, CachedSharding):
+            k_BGSD, v_BGSD = latents.expanded(k_BGSD, v_BGSD)
+        else:
+            up = latents.up_projection(k_BGSD)
+            k_BGSD, v_BGSD = k_BGSD.to(up.dtype), v_BGSD.to(up.dtype)
+    out_BHSD = sharding.attention(scaling, pattern, changed)(q_BHSD, k_BGSD, v_BGSD, sinks, up)
     return out_BHSD.transpose(1, 2).contiguous(), None
 
 

@@ -60,6 +60,11 @@ TABLE = PatchTable(
             when="long_sequence.tiled_mlp",
         ),
         Patch(
+            "latent.expand_kv", "around_forward", "replaced", "latents",
+            "returns the latent and the rotary key, which the ring sends and expands on arrival",
+            when='"latents" in the section, and the layer has an up-projection',
+        ),
+        Patch(
             "head.forward", "around_forward", "replaced", "tiled loss",
             "returns deferred logits", when="long_sequence.tiled_loss",
         ),
@@ -187,6 +192,7 @@ TABLE = PatchTable(
         "model": _PRETRAINED,
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",
+        "latent": "",  # one of many classes; latents.py looks for the method
         "head": "torch.nn.Linear",
         "checkpointed": _PRETRAINED,
         "part": "torch.nn.Module",

@@ -1,0 +1,115 @@
+"""Send the latents of multi-head latent attention around the ring, not the keys and values made of them.
+
+transformers' layers (DeepSeek V2 and V3, Kimi Linear, GLM-4 MoE Lite, LongCat and others) make keys and
+values by their method `expand_kv`, directly before they call the attention function. On a ring the method is
+replaced by a `Latents`, which hands both on as they are. The attention function asks it for the layer's own
+up-projection, and `ring_attention` expands what arrives. So a layer's projections, norms and rotary embedding
+run unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.runtime.latents import check_same_for_heads
+from ds_ring.runtime.mesh import RingMesh
+
+_SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class Latents:
+    """Return the latent [B, 1, S, L] and the rotary key [B, 1, S, R] as they are, in place of `expand_kv`.
+
+    With another attention function than the ring's, it is the layer's own `expand_kv`.
+
+    Args:
+        layer: the attention layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self.expanded: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = layer.expand_kv  # the layer's own
+
+    def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        # The layer reads the same attribute to choose its attention function: engine.ring.off() changes it.
+        if self._layer.config._attn_implementation != NAME:
+            return self.expanded(kv_nope, k_rot)
+        return kv_nope, k_rot
+
+    def up_projection(self, like: Tensor) -> Tensor:
+        """Return the layer's [H * (N + E), L], differentiable, in the dtype that its projection returns."""
+        # By a call of the module, so that its hooks run (ZeRO-3 gathers weights there) and adapters count.
+        units = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+        of_units: Tensor = self._layer.kv_b_proj(units)
+        return of_units.t()
+
+
+def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:
+    """Return the layers whose latents travel, as `"latents"` says, with what replaces their `expand_kv`.
+
+    Raises:
+        RingConfigError: `"latents": true`, and a layer or the model does not allow it.
+    """
+    asked = session.config.latents
+    found: dict[nn.Module, Latents] = {}
+    if asked is False or (asked == "auto" and not pays(session.mesh, session.device)):
+        return found
+    refused = None
+    for layer in (one for one in model.modules() if hasattr(one, "kv_b_proj")):
+        why = why_not(layer, session)
+        if why is None:
+            found[layer] = Latents(layer)
+        else:
+            refused = f"{type(layer).__name__}, which {why}"
+    if asked is True and (refused is not None or not found):
+        raise RingConfigError(
+            f'"latents": expected a model whose attention layers expand a latent by expand_kv, got'
+            f" {refused or type(model).__name__ + ', which has none'}; write " + '"latents": "auto"'
+        )
+    return found
+
+
+def pays(mesh: RingMesh, device: torch.device) -> bool:
+    """Return whether `"auto"` sends latents: on the CPU, and where a ring has ranks of several nodes."""
+    # Inside a node, links of GPUs hide the transfer of expanded keys, and nothing hides the expansion.
+    if mesh.ring_size == 1 or device.type == "cpu":
+        return mesh.ring_size > 1
+    if mesh.ranks_per_node is None:
+        return False
+    data, _, ulysses = mesh.grid.coordinates(mesh.global_rank)
+    ranks = (mesh.grid.global_rank(data, rank, ulysses) for rank in range(mesh.ring_size))
+    return len({rank // mesh.ranks_per_node for rank in ranks}) > 1
+
+
+def why_not(layer: Any, session: RingSession) -> str | None:
+    """Return why the latents of a layer that has an up-projection do not travel; None if they do."""
+    expand: Any = getattr(layer, "expand_kv", None)
+    if expand is None or list(inspect.signature(expand).parameters) != ["kv_nope", "k_rot"]:
+        return "has no method expand_kv(kv_nope, k_rot)"
+    missing = [name for name in _SIZES if not isinstance(getattr(layer, name, None), int)]
+    if missing:
+        return f"does not say {', '.join(missing)}"
+    if hasattr(layer, "indexer"):
+        return "selects keys by an indexer"
+    if layer.qk_rope_head_dim == 0:
+        return "has no rotary key"
+    projection = layer.kv_b_proj
+    if any(name.rpartition(".")[2] == "bias" for name, _ in projection.named_parameters()):
+        return "adds a bias to the expanded keys"
+    if any(isinstance(part, nn.Dropout) and part.p > 0 for part in projection.modules()):
+        return "has dropout in its up-projection"
+    patterns = session.patterns
+    for pattern in {patterns.pattern, *patterns.named.values()}:
+        try:
+            check_same_for_heads(pattern.bind(tuple(range(layer.num_heads)), layer.num_heads, 1), pattern)
+        except RingPatternError:
+            return f"attends by {pattern}, which differs between heads"
+    return None
