@@ -683,5 +683,7 @@ def test_files_and_names_in_them_are_there(document: str) -> None:
         assert any(re.search(rf"(def|class) {name}\b", file.read_text()) for file in files), (path, name)
 
 
-def test_readme_is_short() -> None:
+def test_readme_and_changelog_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert all(len(version.strip().splitlines()) <= 30 for version in versions)
