@@ -26,7 +26,7 @@ from ds_ring.config.json_text import read_object
 from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.checks import works_as_is
+from ds_ring.integrations.transformers.checks import uses_interface, works_as_is
 
 ConfigValues = dict[str, Any]
 
@@ -38,6 +38,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     HIDDEN: (
         "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "lru_width",
         "attention_hidden_size", "output_embedding_size", "emb_dim",
+        "embedding_dim",
     ),
     96: ("intermediate_size", "ffn_dim", "n_inner", "hidden_dim", "d_ff", "dff", "encoder_ffn_dim",
          "decoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size", "d_inner",
@@ -49,14 +50,16 @@ _SIZES: dict[int, tuple[str, ...]] = {
     24: ("q_lora_rank",),
     HEAD_DIM: ("head_dim", "d_kv", "qk_nope_head_dim", "v_head_dim", "linear_key_head_dim", "mamba_d_head",
                "linear_value_head_dim", "index_head_dim", "mamba_dt_rank", "time_step_rank", "mamba_d_state",
-               "chunk_size", "mamba_chunk_size", "attention_head_dim", "d_head"),
+               "chunk_size", "mamba_chunk_size", "attention_head_dim", "d_head", "mamba_head_dim",
+               "ssm_state_size", "linear_head_dim", "block_size"),
     8: ("qk_rope_head_dim", "rotary_dim", "relative_attention_num_buckets"),
     HEAD_COUNT: (
         "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
         "decoder_attention_heads", "num_local_experts", "num_experts", "n_routed_experts",
-        "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads",
+        "linear_num_value_heads", "index_n_heads", "mamba_n_heads", "mamba_num_heads", "linear_num_heads",
     ),
     2: ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "n_group",
+        "n_groups", "mamba_ngroups", "num_expert_group",
         "attn_layer_period","expert_layer_period", "linear_num_key_heads"),
     1: ("topk_group", "first_k_dense_replace", "attn_layer_offset", "expert_layer_offset", "num_dense_layers",
         "n_shared_experts", "num_shared_experts", "mamba_n_groups", "num_nextn_predict_layers"),
@@ -80,12 +83,14 @@ _LEFT_OPEN = {
 }
 # By model type: what its defaults leave open, or what must fit a size that was made smaller.
 _OF_TYPES: dict[str, ConfigValues] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -95,10 +100,31 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "indexer_head_dim": HEAD_DIM,
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": HIDDEN,
+        "eos_token_id": 3,
+        "ngram_vocab_size_base": 101,
+        "heads_per_ngram": 2,
     },
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
+    "xlstm": {"num_blocks": 2, "hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN, "use_cache": False},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "hybrid_layer_ids": [1, 2],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 2 * HIDDEN,
+        "attention_head_dim": 2 * HEAD_DIM,
+        "mamba_headdim": 16,
+        "kv_channels": HEAD_DIM,
+    },
 }
 _DROPOUTS = (
     "dropout",
@@ -319,7 +345,7 @@ HEADS = {
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section as its user would write it: windows and chunks are the model's to say."""
     kind = type(model)
-    as_is = not kind._supports_attention_backend and works_as_is(kind)
+    as_is = not uses_interface(kind) and works_as_is(kind)
     causal = head != "masked-lm" and not _is_encoder(model.config)
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -47,7 +48,13 @@ from ds_ring.integrations.transformers.positions import (
     numbering_of,
     rotary_length,
 )
-from ds_ring.integrations.transformers.recurrent import is_recurrent, told_sharding, wrap_functions
+from ds_ring.integrations.transformers.recurrent_parts import (
+    calls_modules_by_rows,
+    is_recurrent,
+    own_modules,
+    told_sharding,
+    wrap_functions,
+)
 
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
@@ -153,6 +160,11 @@ class Attached:
         if is_recurrent(module):
             told = {"recurrence": told_sharding(self.session)}
             changes += TABLE.apply(told, self.session, recurrent=module)
+        if calls_modules_by_rows(module):
+            set_z3_leaf_module(module, True)
+        for child, (target, wrapper) in own_modules(module).items():
+            own = {f"recurrence.{target}": SimpleNamespace(around_call=wrapper)}
+            changes += TABLE.apply(own, self.session, **{target: child})
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
             changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)

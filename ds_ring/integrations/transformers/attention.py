@@ -44,6 +44,7 @@ from ds_ring.integrations.transformers.layer_masks import (
     said_by_call,
 )
 from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 
@@ -160,7 +161,9 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
         if implementation == NAME:
             continue
-        if config.attention == "ring" and not part._can_set_attn_implementation():
+        if config.attention == "ring" and not (
+            part._can_set_attn_implementation() or attends_recurrently(type(part))
+        ):
             raise RingConfigError(
                 f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one"
                 " whose attention does not go through transformers' attention interface, so each rank would"
@@ -231,7 +234,10 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
     names = attention_of_parts(model, NAME)
     switch = SimpleNamespace(at_initialize=lambda: model.set_attn_implementation(names))
     try:
-        TABLE.apply({"attention": switch}, session, model=model)
+        if model._can_set_attn_implementation():
+            TABLE.apply({"attention": switch}, session, model=model)
+        else:  # RWKV has no attention but a recurrence
+            TABLE.apply({"attention.none": SimpleNamespace(at_initialize=NAME)}, session, config=model.config)
     except (ValueError, ImportError) as error:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"

@@ -14,7 +14,12 @@ from torch import nn
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.recurrent import file_is_recurrent, is_recurrent
+from ds_ring.integrations.transformers.recurrent_parts import (
+    attends_recurrently,
+    convolves_locally,
+    file_is_recurrent,
+    is_recurrent,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -94,8 +99,13 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
 # Which models a ring can run at all: known from the class and the configuration, before any call.
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-# Layers that recurrent.py computes, or that mix no tokens.
-_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe"}
+_LOCAL_LAYERS = {"mlp", "moe"}  # they mix no tokens
+_RECURRENT_LAYERS = {
+    "linear_attention",
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+}  # recurrent_parts.py knows theirs
 _TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
@@ -126,8 +136,16 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     if not uses_interface(type(model)) and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))
     recurrent = any(map(is_recurrent, model.modules()))
-    layers = set(getattr(model.config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    layers -= _RECURRENT_LAYERS if recurrent else set()
+    types = list(getattr(model.config, "layer_types", None) or ())
+    layers = set(types) - _ATTENTION_LAYERS - _LOCAL_LAYERS
+    of_types: dict[str, list[nn.Module]] = {}
+    for type_, layer in zip(types, _layers(model), strict=False):
+        of_types.setdefault(type_, []).append(layer)
+    layers -= {
+        one
+        for one in layers & _RECURRENT_LAYERS
+        if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(one, [model]))
+    }
     # Keys that an indexer selects: those of which the ring can read the formula.
     indexers = [
         part.indexer for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)
@@ -141,11 +159,7 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         "it carries a recurrent state from token to token": model._is_stateful and not recurrent,
         "it takes no position_ids": not recurrent and not takes_positions(type(model)),
         "it convolves tokens": any(
-            isinstance(part, nn.Conv1d) and part.kernel_size != (1,)
-            for layer in _layers(model)
-            for owner in layer.modules()
-            if not is_recurrent(owner)
-            for part in owner.children()
+            convolves_locally(part) for layer in _layers(model) for part in layer.modules()
         ),
     }
     for reason, applies in reasons.items():
@@ -190,7 +204,7 @@ def uses_interface(kind: type[PreTrainedModel]) -> bool:
     """Return whether all attention of a class goes through transformers' attention interface."""
     # Models with states do not set the flag, though their attention layers use the interface.
     return kind._supports_attention_backend or (
-        file_is_recurrent(kind) and kind._can_set_attn_implementation()
+        file_is_recurrent(kind) and (kind._can_set_attn_implementation() or attends_recurrently(kind))
     )
 
 
@@ -206,5 +220,6 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
 
 def _layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model, without those of an image encoder (which may convolve)."""
-    layers = getattr(getattr(model, model.base_model_prefix, model), "layers", None)
+    base = getattr(model, model.base_model_prefix, model)
+    layers = getattr(base, "layers", getattr(base, "blocks", None))
     return layers if isinstance(layers, nn.ModuleList) else nn.ModuleList()

@@ -18,6 +18,14 @@ RECURRENT_FUNCTIONS = (
     "mamba_selective_scan",
     "mamba2_split_conv1d_scan_combined",
     "mamba_inner_fn",
+    "rwkv_linear_attention",
+)
+RECURRENT_METHODS = (  # of layers that do so by themselves (recurrent_layers.py)
+    "MiniMaxLightningAttention.forward",
+    "RecurrentGemmaRglru._rnn_scan",
+    "ZayaCCAProjection.forward",
+    "xLSTMBackend.forward",
+    "Qwen4ExpTextNGramEmbedding.forward",
 )
 _PRETRAINED = "transformers.modeling_utils.PreTrainedModel"
 
@@ -48,11 +56,15 @@ TABLE = PatchTable(
                 "adds what comes from tokens on other ranks; calls the original for other models",
                 when="a layer of the model calls it",
             )
-            for name in RECURRENT_FUNCTIONS
+            for name in (*RECURRENT_FUNCTIONS, *RECURRENT_METHODS)
         ),
         Patch(
             "model.set_attn_implementation", "at_initialize", "registered", "attention",
             "every model inside the model gets the name; image encoders keep their own attention",
+        ),
+        Patch(
+            "config._attn_implementation", "at_initialize", "set", "attention.none",
+            "the name, of a model without attention", when="transformers cannot set it (RWKV)",
         ),
         Patch(
             "layer.forward", "around_forward", "replaced", "tiled layers",
@@ -130,6 +142,16 @@ TABLE = PatchTable(
             "ends that", when="the layer calls a function of the rows above", options=("always_call",),
         ),
         Patch(
+            "shift.forward", "around_call", "wrapped", "recurrence.shift",
+            "takes tokens from other ranks; calls the original without a ring",
+            when="a layer shifts its tokens by one (RWKV)",
+        ),
+        Patch(
+            "convolution.forward", "around_call", "wrapped", "recurrence.convolution",
+            "takes tokens from other ranks; calls the original without a ring",
+            when="a layer calls an nn.Conv1d (Recurrent Gemma, Qwen 4)",
+        ),
+        Patch(
             "scaling", "before_forward", "hook", "query scale",
             "switches the layer's own scaling off", when="attn_temperature_tuning (Llama 4)",
         ),
@@ -189,6 +211,8 @@ TABLE = PatchTable(
         "loader": "",
         "modeling": "",
         "recurrent": "torch.nn.Module",
+        "shift": "torch.nn.ZeroPad2d",
+        "convolution": "torch.nn.Conv1d",
         "model": _PRETRAINED,
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",

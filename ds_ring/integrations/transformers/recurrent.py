@@ -17,19 +17,16 @@ Shapes: B samples, S local slots, L tokens of a piece, H heads, K key dim, V val
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, TABLE
 from ds_ring.runtime.scan import Neighbours, halo_op, neighbours_of, scan_op
 
 Original = Callable[..., Any]
@@ -53,16 +50,16 @@ class Computed(NamedTuple):
 
 Call = Callable[[Sequence[Tensor], bool], Computed]  # takes the pieces' tensors, and whether a state comes
 
-_active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
+active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
 
-def _sharding(kwargs: dict[str, Any]) -> BatchSharding | None:
+def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call's tensors, and take it out of the arguments; None off the ring."""
     told: BatchSharding | None = kwargs.pop(SHARDING, None)
-    return told if told is not None else _active[-1] if _active else None
+    return told if told is not None else active[-1] if active else None
 
 
-def _by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return `run(neighbours, *tensors)` for the rows of each set of documents; dimension 0 is the batch."""
     layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
     if not sharding.groups:
@@ -80,31 +77,51 @@ def convolution(
     original: Original, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Convolve [B, C, S] causally with weight [C, width], as `causal_conv1d_fn`."""
-    sharding = _sharding(kwargs)
+    sharding = sharding_of(kwargs)
     if sharding is None:
         return original(x, weight, bias, *args, **kwargs)
-    before = weight.shape[-1] - 1
 
     def run(near: Neighbours, x: Tensor) -> Tensor:
-        beside = halo_op(x, 2, before, 0, near.handle)  # [B, C, R, before]
-        zeros = x.new_zeros((*x.shape[:2], before))
-        parts: list[Tensor] = []
-        for piece in near.pieces:
-            front = beside[:, :, piece.run] if piece.is_first else zeros
-            parts += [front, x[:, :, piece.slot : piece.slot + piece.length]]
-        if not parts:  # no tokens, but the backward pass is every rank's
-            return x + beside.flatten(2).sum()
-        convolved = original(torch.cat(parts, dim=2), weight, bias, *args, **kwargs)
-        found, first = [], 0
-        for piece in near.pieces:
-            found.append(convolved[:, :, first + before : first + before + piece.length])
-            first += before + piece.length
-        return _padded(torch.cat(found, dim=2), x.shape[2], 2)
+        return with_halo(
+            near, x, weight.shape[-1] - 1, lambda tokens: original(tokens, weight, bias, *args, **kwargs)
+        )
 
-    return _by_rows(sharding, run, x)
+    return by_rows(sharding, run, x)
 
 
-def _padded(x: Tensor, slots: int, dim: int) -> Tensor:
+def with_halo(near: Neighbours, x: Tensor, before: int, call: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what a causal convolution makes of x [B, C, S].
+
+    `call` gets all pieces one after the other, each behind the `before` tokens in front of it (zeros where a
+    document begins). Its result for a token stands at the token's place.
+    """
+    beside = halo_op(x, 2, before, 0, near.handle)  # [B, C, R, before]
+    zeros = x.new_zeros((*x.shape[:2], before))
+    parts: list[Tensor] = []
+    for piece in near.pieces:
+        front = beside[:, :, piece.run] if piece.is_first else zeros
+        parts += [front, x[:, :, piece.slot : piece.slot + piece.length]]
+    if not parts:  # no tokens, but the backward pass is every rank's
+        return x + beside.flatten(2).sum()
+    convolved = call(torch.cat(parts, dim=2))
+    found, first = [], 0
+    for piece in near.pieces:
+        found.append(convolved[:, :, first + before : first + before + piece.length])
+        first += before + piece.length
+    return padded(torch.cat(found, dim=2), x.shape[2], 2)
+
+
+def shifted(near: Neighbours, x: Tensor, first: Tensor) -> Tensor:
+    """Return the token before each token of x [B, S, C], and `first` [C] where a document begins."""
+    beside = halo_op(x, 1, 1, 0, near.handle)[:, :, 0]  # [B, R, C]
+    parts = [x[:, :0] + beside.flatten()[:0].sum()]  # also without tokens the backward pass is every rank's
+    for piece in near.pieces:
+        front = beside[:, piece.run] if piece.continues else first.expand(len(x), -1)
+        parts += [front[:, None], x[:, piece.slot : piece.slot + piece.length - 1]]
+    return padded(torch.cat(parts, dim=1), x.shape[1], 1)
+
+
+def padded(x: Tensor, slots: int, dim: int) -> Tensor:
     """Append zeros for the padding slots at the end of a shard."""
     if x.shape[dim] == slots:
         return x
@@ -113,7 +130,20 @@ def _padded(x: Tensor, slots: int, dim: int) -> Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim=dim)
 
 
-def _recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix: bool, dim: int) -> Tensor:
+def kinds_of(near: Neighbours) -> dict[tuple[int, bool], list[int]]:
+    """Return the numbers of this rank's pieces by their length, and whether they get a state."""
+    kinds: dict[tuple[int, bool], list[int]] = {}
+    for number, piece in enumerate(near.pieces):
+        kinds.setdefault((piece.length, piece.continues), []).append(number)
+    if not kinds:
+        raise RingConfigError(
+            f"{near.layout}: expected tokens on every rank of a model with recurrent layers, got none on rank"
+            f" {near.mesh.sequence_rank} of the sequence; use fewer ranks for so short a sequence"
+        )
+    return kinds
+
+
+def recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix: bool, dim: int) -> Tensor:
     """Return the outputs of a recurrence over all pieces of this rank.
 
     Args:
@@ -124,14 +154,7 @@ def _recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix:
         dim: 1 or 2.
     """
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
-    kinds: dict[tuple[int, bool], list[int]] = {}  # pieces by their length, and whether they get a state
-    for number, piece in enumerate(near.pieces):
-        kinds.setdefault((piece.length, piece.continues), []).append(number)
-    if not kinds:
-        raise RingConfigError(
-            f"{near.layout}: expected tokens on every rank of a model with recurrent layers, got none on rank"
-            f" {near.mesh.sequence_rank} of the sequence; use fewer ranks for so short a sequence"
-        )
+    kinds = kinds_of(near)
     outs: dict[int, Tensor] = {}
     finals: dict[int, tuple[Tensor, Tensor]] = {}  # M and B by run
     reaches: list[tuple[list[int], Tensor, Callable[[Tensor], Tensor]]] = []
@@ -156,7 +179,7 @@ def _recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix:
     whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
     if not reaches:  # every rank takes part in the backward pass of the scan
         whole = whole + states.flatten()[:0].sum().to(whole.dtype)
-    return _padded(whole, slots, dim)
+    return padded(whole, slots, dim)
 
 
 def delta_rule(
@@ -164,12 +187,12 @@ def delta_rule(
     initial_state: Tensor | None = None, output_final_state: bool = False, **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute a gated delta rule or Kimi delta attention of q and k [B, S, H, K] and v [B, S, H, V]."""
-    sharding = _sharding(kwargs)
+    sharding = sharding_of(kwargs)
     given = {"g": g, "beta": beta, "initial_state": initial_state, "output_final_state": output_final_state}
     if sharding is None:
         found: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **given, **kwargs)
         return found
-    _refuse_states("delta rule", initial_state, output_final_state)
+    refuse_states("delta rule", initial_state, output_final_state)
     kwargs = {name: x for name, x in kwargs.items() if name != "cu_seqlens"}
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
@@ -195,12 +218,12 @@ def delta_rule(
         )
 
     def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return _recurrence(near, tensors, call, matrix=True, dim=1)
+        return recurrence(near, tensors, call, matrix=True, dim=1)
 
-    return _by_rows(sharding, run, query, key, value, g, beta), None
+    return by_rows(sharding, run, query, key, value, g, beta), None
 
 
-def _refuse_states(name: str, initial_state: Tensor | None, output_final_state: bool) -> None:
+def refuse_states(name: str, initial_state: Tensor | None, output_final_state: bool) -> None:
     if initial_state is not None or output_final_state:
         raise RingConfigError(
             f"{name}: expected a call without a cache on a ring, got one that passes a state on; pass"
@@ -215,12 +238,12 @@ def mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
-    sharding = _sharding(kwargs)
+    sharding = sharding_of(kwargs)
     told = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if sharding is None:
         told |= {"z": z, "initial_states": initial_states, "return_final_states": return_final_states}
         return original(x, dt, A, B, C, chunk_size, *args, **told, **kwargs)
-    _refuse_states("Mamba 2", initial_states, return_final_states)
+    refuse_states("Mamba 2", initial_states, return_final_states)
     kwargs = {name: x for name, x in kwargs.items() if name != "seq_idx"}
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
@@ -236,9 +259,9 @@ def mamba2(
         return Computed(out, final, transition, reach if continues else None)
 
     def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return _recurrence(near, tensors, call, matrix=False, dim=1)
+        return recurrence(near, tensors, call, matrix=False, dim=1)
 
-    out = _by_rows(sharding, run, x, dt, B, C)
+    out = by_rows(sharding, run, x, dt, B, C)
     return out if z is None else out * F.silu(z)
 
 
@@ -259,12 +282,12 @@ def mamba1(
     delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
-    sharding = _sharding(kwargs)
+    sharding = sharding_of(kwargs)
     told = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
     if sharding is None:
         told |= {"z": z, "return_last_state": return_last_state}
         return original(x, dt, A, B, C, *args, **told, **kwargs)
-    _refuse_states("Mamba", None, return_last_state)
+    refuse_states("Mamba", None, return_last_state)
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
@@ -286,57 +309,12 @@ def mamba1(
         return Computed(out, final.to(dtype), transition, reach if continues else None)
 
     def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return _recurrence(near, tensors, call, matrix=False, dim=2)
+        return recurrence(near, tensors, call, matrix=False, dim=2)
 
-    out = _by_rows(sharding, run, x, dt, B, C)
+    out = by_rows(sharding, run, x, dt, B, C)
     return out if z is None else out * F.silu(z)
 
 
 def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:
     """Return None on a ring: the layer then calls the convolution and the scan one after the other."""
-    return original(*args, **kwargs) if _sharding(kwargs) is None else None
-
-
-_WRAPPERS = (convolution, delta_rule, delta_rule, mamba2, mamba1, not_fused, not_fused)
-FUNCTIONS: dict[str, Callable[..., Any]] = dict(zip(RECURRENT_FUNCTIONS, _WRAPPERS, strict=True))
-_wrapped_files: set[str] = set()  # the wrappers stay, and call the original for models without a ring
-
-
-def wrap_functions(model: nn.Module) -> None:
-    """Wrap the functions in the modeling files of a model's parts, once in a process."""
-    for name in {type(part).__module__ for part in model.modules() if is_recurrent(part)} - _wrapped_files:
-        file = sys.modules[name]
-        features = {
-            f"recurrence.{function}": SimpleNamespace(around_call=wrapper)
-            for function, wrapper in FUNCTIONS.items()
-            if hasattr(file, function)
-        }
-        TABLE.apply(features, modeling=file)
-        _wrapped_files.add(name)
-
-
-def file_is_recurrent(kind: type) -> bool:
-    """Return whether the modeling file of a class has functions of the table."""
-    return any(hasattr(sys.modules.get(kind.__module__), name) for name in FUNCTIONS)
-
-
-def is_recurrent(part: nn.Module) -> bool:
-    """Return whether a part of a model calls functions of the table."""
-    forward: Any = type(part).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    names = getattr(getattr(forward, "__code__", None), "co_names", ())
-    return any(name in FUNCTIONS for name in names)
-
-
-def told_sharding(session: Any) -> SimpleNamespace:
-    """Return the hooks of a recurrent part that tell its functions the sharding of the batch."""
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        told = kwargs.get(SHARDING)
-        _active.append(session.batches.current if told is None else told)
-
-    def after(*_: Any) -> None:
-        _active.pop()
-
-    return SimpleNamespace(before_forward=before, after_forward=after)
+    return original(*args, **kwargs) if sharding_of(kwargs) is None else None

@@ -236,10 +236,6 @@ IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
         lambda: transformers.FalconConfig(**FALCON_SIZES),
         "its attention bypasses transformers' attention interface",
     ),
-    "Lfm2": (
-        lambda: transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]),
-        "its layers conv mix tokens otherwise than by a fixed pattern of attention",
-    ),
 }
 
 
@@ -248,6 +244,77 @@ def test_models_that_mix_tokens_otherwise_are_refused(family):
     config, words = IMPOSSIBLE_MODELS[family]
     with pytest.raises(RingConfigError, match=words):
         check_model(build(config(), "sdpa"), RingConfig(ring_size=2))
+
+
+def lfm2() -> Any:
+    config = transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
+    return build(config, "sdpa")
+
+
+def with_another_mixer() -> Any:
+    class Mixer(torch.nn.Module):
+        def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+            return hidden_states.cumsum(dim=1)
+
+    model = lfm2()
+    model.model.layers[0].conv = Mixer()
+    return model
+
+
+def with_a_convolution() -> Any:
+    model = build(FAMILIES["Llama"](), "sdpa")
+    model.model.layers[0].mlp.add_module("mixing", torch.nn.Conv1d(32, 32, 3))
+    return model
+
+
+def with_a_convolution_that_is_called() -> Any:
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    class Called(Lfm2ShortConv):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            length = hidden_states.shape[1]
+            return self.conv(hidden_states.transpose(1, 2))[..., :length].transpose(1, 2)
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Called
+    return model
+
+
+def with_an_inner_function_that_is_covered() -> Any:
+    """A subclass keeps the forward of its family, whose functions are wrapped where that stands."""
+    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+
+    class Mine(Lfm2ShortConv):
+        pass
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Mine
+    return model
+
+
+SEEDED: dict[str, tuple[Any, str]] = {
+    "a layer of a known type with another mixer": (
+        with_another_mixer,
+        "its layers conv mix tokens otherwise",
+    ),
+    "an nn.Conv1d": (with_a_convolution, "it convolves tokens"),
+    "an nn.Conv1d that is called": (
+        with_a_convolution_that_is_called,
+        "its layers conv mix tokens otherwise",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SEEDED)
+def test_layers_that_no_wrapper_computes_are_refused(what):
+    make, words = SEEDED[what]
+    with pytest.raises(RingConfigError, match=words):
+        check_model(make(), RingConfig(ring_size=2))
+
+
+@pytest.mark.parametrize("make", [lfm2, with_an_inner_function_that_is_covered])
+def test_layers_that_a_wrapper_computes_pass_the_check(make):
+    check_model(make(), RingConfig(ring_size=2))
 
 
 AS_IS = {"attention": "as_is"}
