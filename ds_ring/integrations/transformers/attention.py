@@ -44,7 +44,7 @@ from ds_ring.integrations.transformers.layer_masks import (
     said_by_call,
 )
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently
+from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently, is_recurrent
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 
@@ -158,6 +158,12 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         implementation = part.config._attn_implementation
         if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
             continue  # nothing to do for a ring
+        if config.layout in ("striped", "residue") and any(map(is_recurrent, part.modules())):
+            raise RingConfigError(
+                f'{type(part).__name__}: layout: expected one whose shards are consecutive tokens ("auto",'
+                f' "zigzag", "contiguous" or "balanced"), since its layers pass a state from token to token, got'
+                f' "{config.layout}"'
+            )
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
         if implementation == NAME:
             continue

@@ -39,6 +39,7 @@ from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
+from ds_ring.integrations.transformers.recurrent_parts import is_recurrent
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
@@ -285,6 +286,9 @@ class Generation:
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
+            "expected attention alone, got layers that pass a state on, which the ring's cache does not hold": any(
+                map(is_recurrent, self.model.modules())
+            ),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
                 settings.cache_implementation
             ),
