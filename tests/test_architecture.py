@@ -6,8 +6,8 @@ A module is judged by its text, not by importing it: an import inside a function
 from __future__ import annotations
 
 import ast
-import json
 import fnmatch
+import json
 import os
 import re
 import subprocess

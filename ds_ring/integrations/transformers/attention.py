@@ -161,8 +161,8 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         if config.layout in ("striped", "residue") and any(map(is_recurrent, part.modules())):
             raise RingConfigError(
                 f'{type(part).__name__}: layout: expected one whose shards are consecutive tokens ("auto",'
-                f' "zigzag", "contiguous" or "balanced"), since its layers pass a state from token to token, got'
-                f' "{config.layout}"'
+                f' "zigzag", "contiguous" or "balanced"), since its layers pass a state from token to token,'
+                f' got "{config.layout}"'
             )
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
         if implementation == NAME:

@@ -286,7 +286,7 @@ class Generation:
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
-            "expected attention alone, got layers that pass a state on, which the ring's cache does not hold": any(
+            "expected attention alone, got layers that pass a state on, which a ring's cache lacks": any(
                 map(is_recurrent, self.model.modules())
             ),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
