@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 from importlib import metadata
+from typing import Any
 
 from ds_ring.errors import RingError
 
@@ -23,7 +25,7 @@ WRONG_INPUT, CANNOT_PRINT = 2, 74  # 74: sysexits.h's EX_IOERR
 _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQUOT)
 _EXAMPLE = """\
 examples:
-  ds-ring demo                                             two CPU ranks, one to two minutes, a report
+  ds-ring demo                                             two CPU ranks, about a minute, a report
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here
@@ -84,6 +86,25 @@ def _cannot_print(error: Exception) -> int:
     return CANNOT_PRINT
 
 
+class _PrintCompletion(argparse.Action):
+    """Print the script by which a shell completes commands, options and files."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: Any = None
+    ) -> None:
+        import shtab  # 35 ms, for this option only
+
+        # shtab reads which arguments are files from an attribute of theirs.
+        commands = next(action.choices for action in parser._actions if action.dest == "command")
+        assert isinstance(commands, dict), "the subcommands' parsers by name"
+        for command in commands.values():
+            for action in command._actions:
+                if re.search("CONFIG|DS_JSON|FILE|FOLDER|DIR|RUN", str(action.metavar)):
+                    action.complete = shtab.FILE
+        print(shtab.complete(parser, values))
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="ds-ring",
@@ -92,6 +113,10 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ds-ring {metadata.version('ds_ring')}")
+    parser.add_argument(
+        "--print-completion", action=_PrintCompletion, choices=("bash", "zsh", "tcsh"), metavar="SHELL",
+        help="print a script for bash, zsh or tcsh; eval it there, and TAB completes ds-ring",
+    )  # fmt: skip
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in COMMANDS:
         add(commands)

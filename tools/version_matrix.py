@@ -1,13 +1,13 @@
-"""Try ds_ring with other versions of Python, torch and transformers: an environment and a short suite each.
+"""Try ds_ring with other versions of what it uses: an environment and a short suite for each combination.
 
 Example:
-    python tools/version_matrix.py --folder /tmp/matrix --python 3.11 3.13 --torch 2.11.0 2.13.0 2.15.0
-    python tools/version_matrix.py --folder /tmp/matrix --python 3.11 --torch 2.13.0 --transformers 5.0.0
+    python tools/version_matrix.py --folder /tmp/matrix --python 3.11 3.13 --torch 2.13.0 2.15.0 --delete
+    python tools/version_matrix.py --folder /tmp/m --python 3.11 --torch 2.11.0 --transformers 5.0.0 --lowest
 
 Each environment takes a few minutes and up to 6 GB: outside of CPU-only indexes torch comes with CUDA. An
 environment that exists already is used again. The suite is ring attention on real ranks, gradients under
-DeepSpeed at each ZeRO stage, a transformers model, and the tutorial's run. It prints one row for each
-combination, as a table of README; the exit status is 1 where one failed.
+DeepSpeed at each ZeRO stage, a transformers model, Megatron's attention, and the tutorial's run. It prints
+one row for each combination, as a table of README; the exit status is 1 where one failed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,12 +33,55 @@ SUITE = (
     "tests/dist/test_ring_attention.py",
     "tests/dist/test_deepspeed_parity.py",
     "tests/dist/test_transformers.py",
+    "tests/dist/test_megatron.py",
     "tests/integration/test_documents.py::test_block_does_what_its_document_says",
 )
-# Rows that need what these environments lack (trainers, megatron), and of the documents only the tutorial.
+# Of the documents only the tutorial: the others need the trainers, which these environments lack.
 CHOICE = "not README and not MIGRATING and not configs and not launcher and not tools"
-SHOWN = ("torch", "deepspeed", "transformers", "numpy", "pydantic")
+SHOWN = ("torch", "deepspeed", "transformers", "megatron-core", "numpy", "pydantic")
+EXTRAS = "train,megatron"
 INSTALL_S, SUITE_S = 1800, 1800
+
+
+class Combination(NamedTuple):
+    """Name the versions of one environment."""
+
+    python: str
+    torch: str
+    transformers: str
+    megatron: str
+    lowest: bool  # every other dependency at its lower bound
+
+    def wanted(self) -> list[str]:
+        """Return what pip installs."""
+        pinned = {"torch": self.torch, "transformers": self.transformers, "megatron-core": self.megatron}
+        return [
+            *(f"{name}=={version}" for name, version in pinned.items()),
+            *TOOLS,
+            "-e",
+            f"{ROOT}[{EXTRAS}]",
+        ]
+
+    def place(self, folder: Path) -> Path:
+        """Return the folder of the environment."""
+        name = f"python{self.python}-torch{self.torch}-transformers{self.transformers}"
+        return folder / (name + "-lowest" * self.lowest)
+
+    def environment(self, folder: Path) -> Path:
+        """Return the folder of an environment with these versions, which is made if it is not there.
+
+        Raises:
+            subprocess.CalledProcessError: something cannot be installed; its output says what.
+        """
+        place = self.place(folder)
+        if not (place / "complete").exists():
+            run([f"python{self.python}", "-m", "venv", "--clear", str(place)], INSTALL_S)
+            bounds = place / "bounds.txt"
+            bounds.write_text("\n".join(lower_bounds() if self.lowest else ()))
+            pip = [str(place / "bin/python"), "-m", "pip", "install", "-q", "-c", str(bounds)]
+            run([*pip, *self.wanted()], INSTALL_S)
+            (place / "complete").touch()
+        return place
 
 
 class Result(NamedTuple):
@@ -49,20 +94,13 @@ class Result(NamedTuple):
     seconds: float
 
 
-def environment(folder: Path, python: str, torch: str, transformers: str) -> Path:
-    """Return the interpreter of an environment with these versions, which is made if it is not there.
-
-    Raises:
-        subprocess.CalledProcessError: something cannot be installed; its output says what.
-    """
-    place = folder / f"python{python}-torch{torch}-transformers{transformers}"
-    interpreter = place / "bin/python"
-    if not (place / "complete").exists():
-        run([f"python{python}", "-m", "venv", "--clear", str(place)], INSTALL_S)
-        wanted = [f"torch=={torch}", f"transformers=={transformers}", *TOOLS, "-e", f"{ROOT}[train]"]
-        run([str(interpreter), "-m", "pip", "install", "-q", *wanted], INSTALL_S)
-        (place / "complete").touch()
-    return interpreter
+def lower_bounds() -> list[str]:
+    """Return each dependency of pyproject.toml, and of the extras that are tried, at its lower bound."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *optional["plot"], *optional["train"], *optional["megatron"]]
+    found = (re.match(r"([\w-]+)>=([\w.]+)", one) for one in wanted)
+    return [f"{one[1]}=={one[2]}" for one in found if one]
 
 
 def run(command: list[str], deadline_s: float) -> str:
@@ -73,16 +111,16 @@ def run(command: list[str], deadline_s: float) -> str:
     ).stdout  # fmt: skip
 
 
-def tried(folder: Path, python: str, torch: str, transformers: str) -> Result:
-    """Make the environment and run the suite in it."""
+def tried(folder: Path, combination: Combination) -> Result:
+    """Make the environment and run the suite in it; its output stays in the folder, as NAME.log."""
     began = time.monotonic()
     try:
-        interpreter = environment(folder, python, torch, transformers)
+        place = combination.environment(folder)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = str(error.output or error).strip().splitlines()
-        return Result(
-            python, {"torch": torch, "transformers": transformers}, f"no environment: {said[-1]}", 0, 0
-        )
+        versions = {"torch": combination.torch, "transformers": combination.transformers}
+        return Result(combination.python, versions, f"no environment: {said[-1]}", 0, 0)
+    interpreter = place / "bin/python"
     ask = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {SHOWN}}}))"
     versions = json.loads(run([str(interpreter), "-c", ask], 60))
     path = f"{interpreter.parent}{os.pathsep}{os.environ['PATH']}"
@@ -91,13 +129,13 @@ def tried(folder: Path, python: str, torch: str, transformers: str) -> Result:
         cwd=ROOT, env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}, text=True, timeout=SUITE_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    (interpreter.parents[1] / "suite.log").write_text(done.stdout)
+    place.with_name(f"{place.name}.log").write_text(done.stdout)
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
     found = re.search(r"(\d+) passed", done.stdout)
     passed = int(found[1]) if found else 0
     fine = done.returncode == 0 and passed > 0
-    verdict = "passed" if fine else f"{len(failed)} failed: {failed[0] if failed else 'see suite.log'}"
-    return Result(python, versions, verdict, passed, time.monotonic() - began)
+    verdict = "passed" if fine else f"{len(failed)} failed: {failed[0] if failed else 'see its log'}"
+    return Result(combination.python, versions, verdict, passed, time.monotonic() - began)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -107,12 +145,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--python", nargs="+", default=["3.11", "3.12", "3.13"])
     parser.add_argument("--torch", nargs="+", default=["2.11.0", "2.13.0", "2.15.0"])
     parser.add_argument("--transformers", nargs="+", default=["5.23.0"])
+    parser.add_argument("--megatron", nargs="+", default=["0.16.1"])
+    parser.add_argument("--lowest", action="store_true", help="all other dependencies at their lower bounds")
+    parser.add_argument("--delete", action="store_true", help="each environment after its run")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
+    folder = options.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
     results = []
-    for python, torch, transformers in itertools.product(options.python, options.torch, options.transformers):
-        results.append(tried(options.folder.absolute(), python, torch, transformers))
+    for versions in itertools.product(options.python, options.torch, options.transformers, options.megatron):
+        combination = Combination(*versions, lowest=options.lowest)
+        results.append(tried(folder, combination))
         print(results[-1], file=sys.stderr, flush=True)
+        if options.delete:
+            shutil.rmtree(combination.place(folder), ignore_errors=True)
     print(f"| Python | {' | '.join(SHOWN)} | suite |\n|---|{'---|' * len(SHOWN)}---|")
     for result in results:
         cells = [result.versions.get(name, "") for name in SHOWN]

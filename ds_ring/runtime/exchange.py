@@ -251,11 +251,19 @@ class Exchange:
         if group is None:
             return list(parts)
         sends = [part.contiguous() for part in parts]
-        received = [torch.empty_like(part) for part in sends]
         check_alive(self.mesh, None)
-        self._finish(dist.all_to_all(received, sends, group=group, async_op=True), group, sends, received)
+        if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
+            # gloo of torch 2.11 has no all-to-all of lists, and one of single tensors.
+            sends = [torch.stack(sends)]
+            whole = torch.empty_like(sends[0])
+            received = list(whole)
+            work = dist.all_to_all_single(whole, sends[0], group=group, async_op=True)
+        else:
+            received = [torch.empty_like(part) for part in sends]
+            work = dist.all_to_all(received, sends, group=group, async_op=True)
+        self._finish(work, group, sends, received)
         # One part stays on this rank; all parts have one size, so leave out any one of them.
-        self.counters.bytes_sent += sum(part.nbytes for part in sends[1:])
+        self.counters.bytes_sent += sum(part.nbytes for part in parts[1:])
         return received
 
     def reduce_scatter(self, parts: Sequence[Tensor], group: ProcessGroup | None) -> Tensor:

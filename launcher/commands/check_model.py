@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from .parsers import Commands, add_command, add_json, refuse_extra, require_deadline, require_sizes
+from .parsers import (
+    Commands,
+    add_command,
+    add_json,
+    refuse_extra,
+    require_deadline,
+    require_packages,
+    require_sizes,
+)
 
 _HELP = "compare a few layers of a transformers model on a ring with one process"
 _DESCRIPTION = (
@@ -89,6 +97,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         raise RingConfigError("model: expected a configuration, a model type or --all, and one of them only")
     if not 1 <= options.jobs <= 64:
         raise RingConfigError(f"--jobs: expected 1 to 64, got {options.jobs}")
+    require_packages("check-model", "transformers")
     asked = {name: getattr(options, name) for name in ("tokens", "layers", "head", "seed")}
     asked |= {"section": section, "forms": (options.batch,)}
     with _stdout_to_stderr():  # DeepSpeed speaks when it is imported

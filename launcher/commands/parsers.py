@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -112,6 +113,18 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
     if extra_args:
         got = _short(" ".join(extra_args), 100)
         raise RingConfigError(f"{command}: expected nothing after --, got {got}; leave it out")
+
+
+def require_packages(command: str, *names: str) -> None:
+    """Raise RingConfigError, with pip's command, for packages of the extra `train` that are not installed."""
+    from ds_ring.errors import RingConfigError
+
+    absent = [name for name in names if find_spec(name) is None]
+    if absent:
+        raise RingConfigError(
+            f"{command}: expected {' and '.join(names)}, got no {' and no '.join(absent)};"
+            " pip install 'ds_ring[train]'"
+        )
 
 
 def require_sizes(options: argparse.Namespace, most: dict[str, int]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from ds_ring.masks.catalog import Causal
 from ds_ring.runtime.context import Options
+from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.simulation.rank import GlobalSizes
 
-from ..profile.measure import ProfileJob, measure_ring
+from ..profile.measure import HEARTBEAT_S, ProfileJob, RankRun, measure_rank
 from ..profile.timeline import Timeline, timeline_of
 from ..run.local_ranks import run_ranks
 
@@ -43,24 +45,47 @@ class DemoRings:
 def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> DemoRings:
     """Run every ring on gloo ranks of this machine, one ring after the other.
 
+    Args:
+        tokens: T.
+        ring_sizes: each divides the largest, which is how many ranks are started.
+
     Raises:
         RanksError: a rank failed.
     """
     sizes = GlobalSizes(1, HEADS, HEADS, tokens, HEAD_DIM, torch.float32)
     job = ProfileJob(sizes, Causal())
-    peaks: dict[str, dict[int, int]] = {}
-    traces = {}
-    for transport in TRANSPORTS:
-        this = replace(job, options=Options(transport=transport))
-        for size in ring_sizes:
-            times = transport == "ring" and size == DRAWN_RING
-            ranks = run_ranks(
-                measure_ring, size, (this, times), threads=1, deadline_s=DEADLINE_S, imported=True
-            )
-            peaks.setdefault(transport, {})[size] = max(rank.memory.peak_bytes for rank in ranks)
-            if times:
-                traces = {number: rank.trace for number, rank in enumerate(ranks)}
+    jobs = {transport: replace(job, options=Options(transport=transport)) for transport in TRANSPORTS}
+    ranks: list[Mapping[tuple[str, int], RankRun]] = run_ranks(
+        _measure_rings, max(ring_sizes), (jobs, ring_sizes), threads=1, deadline_s=DEADLINE_S, imported=True
+    )
+    peaks = {
+        transport: {
+            size: max(rank[transport, size].memory.peak_bytes for rank in ranks[:size]) for size in ring_sizes
+        }
+        for transport in TRANSPORTS
+    }
+    drawn = (rank["ring", DRAWN_RING].trace for rank in ranks[:DRAWN_RING])
+    traces = {number: trace for number, trace in enumerate(drawn) if trace is not None}
     cores = len(os.sched_getaffinity(0))
     timeline = timeline_of(traces, where=f"one machine with {cores} cores")
     plan = build_plan(job.pattern, job.layout(DRAWN_RING), query_heads=HEADS, kv_heads=HEADS)
     return DemoRings(job, peaks, timeline, plan)
+
+
+def _measure_rings(
+    jobs: Mapping[str, ProfileJob], ring_sizes: tuple[int, ...]
+) -> dict[tuple[str, int], RankRun]:
+    """Return what this rank found in the rings that it is in, by transport and ring size. Collective.
+
+    The first ranks of the world are each ring; the others wait, since they would share its cores.
+    """
+    found = {}
+    for size in ring_sizes:
+        mesh = RingMesh.from_world(size, heartbeat_timeout_s=HEARTBEAT_S)
+        try:
+            for transport, job in jobs.items() if mesh.data_rank == 0 else ():
+                times = (transport, size) == ("ring", DRAWN_RING)
+                found[transport, size] = measure_rank(mesh, job, times)
+        finally:
+            mesh.close()
+    return found

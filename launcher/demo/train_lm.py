@@ -15,7 +15,6 @@ import itertools
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -184,7 +183,6 @@ def main() -> None:
     options = parse_options()
     if not options.verbose:
         deepspeed.utils.logger.setLevel(logging.WARNING)
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch's, of DeepSpeed's collectives
     model = build_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     path = options.deepspeed_config  # "documents": true in its pattern: batches must say which those are

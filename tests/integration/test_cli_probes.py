@@ -128,3 +128,31 @@ def test_a_process_ends_typed(tmp_path: Path, name: str) -> None:
     said = done.stderr.decode(errors="replace")
     assert done.returncode in statuses and words in said, said
     assert "Traceback" not in said and "Exception ignored" not in said, said
+
+
+# Words of a line, the last of which TAB completes, and what it becomes.
+COMPLETED = {
+    "ds-ring resize": "resize-checkpoint",
+    "ds-ring plan --hardw": "--hardware",
+    "ds-ring launch clus": "cluster.yaml",
+    "ds-ring plan --tokens 64 --config ds": "ds.json",
+    "ds-ring simulate --tokens 64 --layout x": "",
+}
+
+
+def test_bash_completes_what_the_printed_script_says(tmp_path: Path) -> None:
+    for name in ("cluster.yaml", "ds.json"):
+        (tmp_path / name).touch()
+    complete = """
+        eval "$("$0" -m ds_ring_launcher.cli --print-completion bash)"
+        function=$(complete -p ds-ring | sed "s/.* -F \\([^ ]*\\) .*/\\1/")
+        for line in "$@"; do
+            COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+            $function ds-ring "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}" 2>/dev/null
+            echo "${COMPREPLY[*]}"
+        done"""
+    done = subprocess.run(
+        ["bash", "-c", complete, sys.executable, *COMPLETED],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == list(COMPLETED.values()), done.stderr

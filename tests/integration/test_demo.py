@@ -95,14 +95,21 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     assert page.stdout.count("<img ") == 4
 
 
-def test_what_is_missing_is_named_with_how_to_install_it(tmp_path: Path) -> None:
-    """Python itself without site-packages stands in for an environment that lacks the extra `train`."""
-    hide = "import sys; sys.modules['matplotlib'] = None; from ds_ring_launcher.cli import main; "
+@pytest.mark.parametrize(
+    ("command", "hidden", "words"),
+    [
+        (["demo"], "matplotlib", "expected transformers and matplotlib, got no matplotlib"),
+        (["check-model", "llama"], "transformers", "expected transformers, got no transformers"),
+    ],
+)
+def test_what_is_missing_is_named_with_how_to_install_it(
+    tmp_path: Path, command: list[str], hidden: str, words: str
+) -> None:
+    """Python that cannot import a package stands in for an environment that lacks the extra `train`."""
+    hide = f"import sys; sys.modules[{hidden!r}] = None; from ds_ring_launcher.cli import main; "
     run = subprocess.run(
-        [sys.executable, "-c", hide + "sys.exit(main(['demo']))"],
+        [sys.executable, "-c", hide + f"sys.exit(main({command}))"],
         cwd=tmp_path, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert run.returncode == 2
-    assert (
-        "expected transformers and matplotlib, got no matplotlib; pip install 'ds_ring[train]'" in run.stderr
-    )
+    assert f"{words}; pip install 'ds_ring[train]'" in run.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -52,6 +53,12 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
+
+# torch 2.13 warns in every run that two collectives have new names; DeepSpeed 0.19.8 calls them by the old
+# ones, which stay (2.15 names them as aliases and does not warn). A script cannot change that.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated", FutureWarning
+)
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
 _DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
