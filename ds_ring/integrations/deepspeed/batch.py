@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,12 @@ Batch = dict[str, Tensor]
 # What a model needs to know of whole batches. `attach` fills it in (families.py).
 
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
+CACHES = ("cache", "past_key_values")  # by which it takes a cache: from transformers 5.24 on, and before
+
+
+def cache_in(given: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a call, by either name; None without one."""
+    return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 
 class ImageNeeds(NamedTuple):

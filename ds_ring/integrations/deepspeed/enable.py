@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ds_ring.config.deepspeed_file import SECTION
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import IGNORE
+from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
@@ -124,7 +124,7 @@ class WholeBatches:
         """Shard a batch. The engine and its module call this; the outer of two calls does the work."""
         if self._outermost is not None or self._session.batches.is_off or torch.compiler.is_compiling():
             return None
-        if kwargs.get("past_key_values") is not None:  # `generate` cuts its prompts itself
+        if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
         given = self._named(args, kwargs)
         only_loss = bool(given.pop(ONLY_LOSS, False))

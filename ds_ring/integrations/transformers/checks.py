@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.recurrent_parts import (
     attends_recurrently,
@@ -53,10 +54,10 @@ def check_model_call(name: str, given: dict[str, Any]) -> None:
             f"{name}: expected no attention_mask, got one of this rank's tokens; it must be checked against"
             f" the whole sequence: {THROUGH_SHARD_BATCH}"
         )
-    if given.get("use_cache") or given.get("past_key_values") is not None:
+    if given.get("use_cache") or cache_in(given) is not None:
         raise RingConfigError(
-            f"{name}: expected a call without a cache, got use_cache or past_key_values; call model.generate,"
-            " whose cache stays on the ring"
+            f"{name}: expected a call without a cache, got one, or use_cache; call model.generate, whose"
+            " cache stays on the ring"
         )
 
 

@@ -34,6 +34,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import CACHES, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -258,17 +259,20 @@ class Generation:
             agree(Exchange(self.mesh), "generate", fields, refused)
         elif refused is not None:
             raise refused
-        given: dict[str, Any] = {"past_key_values": RingCache(self.mesh.ring_rank, self.mesh.ring_size)}
+        given: dict[str, Any] = {}
+        if cache_in(asked) is None:
+            name = next((name for name in CACHES if name in self.signature.parameters), CACHES[-1])
+            given[name] = RingCache(self.mesh.ring_rank, self.mesh.ring_size)
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
-        if sharded and self.mesh.data_size > 1:
+        if sharded and self.mesh.data_size > 1 and asked.get("synced_gpus") is None:
             given["synced_gpus"] = True
-        return {name: value for name, value in given.items() if asked.get(name) is None}
+        return given
 
     def _check(self, asked: dict[str, Any], settings: Any, rewritten: bool) -> None:
         name = f"{type(self.model).__name__}.generate"
         mode = settings.get_generation_mode(asked.get("assistant_model"))
-        cache, config = asked.get("past_key_values"), self.model.config.get_text_config()
+        cache, config = cache_in(asked), self.model.config.get_text_config()
         # A window in the configuration, but in no mask (Moshi).
         only_the_cache_slides = (
             bool(getattr(config, "sliding_window", None))
@@ -303,7 +307,7 @@ class Generation:
     def before(self, given: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a forward pass of a generation, for this rank; None for any other pass."""
         self.sharding = None
-        cache = given.get("past_key_values")
+        cache = cache_in(given)
         if not isinstance(cache, RingCache):
             return None
         self._cache = cache
