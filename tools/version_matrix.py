@@ -2,7 +2,7 @@
 
 Example:
     python tools/version_matrix.py --folder /tmp/matrix --python 3.11 3.13 --torch 2.13.0 2.15.0 --delete
-    python tools/version_matrix.py --folder /tmp/m --python 3.11 --torch 2.11.0 --transformers 5.0.0 --lowest
+    python tools/version_matrix.py --folder /tmp/m --python 3.11 --torch 2.11.0 --transformers 5.18.0 --lowest
 
 Each environment takes a few minutes and up to 6 GB: outside of CPU-only indexes torch comes with CUDA. An
 environment that exists already is used again. The suite is ring attention on real ranks, gradients under
@@ -33,11 +33,12 @@ SUITE = (
     "tests/dist/test_ring_attention.py",
     "tests/dist/test_deepspeed_parity.py",
     "tests/dist/test_transformers.py",
+    "tests/dist/test_generation.py",
     "tests/dist/test_megatron.py",
     "tests/integration/test_documents.py::test_block_does_what_its_document_says",
 )
 # Of the documents only the tutorial: the others need the trainers, which these environments lack.
-CHOICE = "not README and not MIGRATING and not configs and not launcher and not tools"
+CHOICE = "not README and not CONTRIBUTING and not MIGRATING and not configs and not launcher and not tools"
 SHOWN = ("torch", "deepspeed", "transformers", "megatron-core", "numpy", "pydantic")
 EXTRAS = "train,megatron"
 INSTALL_S, SUITE_S = 1800, 1800
