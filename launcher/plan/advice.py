@@ -12,7 +12,7 @@ from .estimate import Estimate, estimate
 from .node_orders import Hiding, hiding_shard, waiting
 from .options import can_hold, fewest_devices, longest_sequence, peak_bytes, sets_that_fit
 from .pass_time import EXPOSED
-from .training_setting import TrainingSetting
+from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 # Remedies make a run fit, the cheapest first: changes that cost no time (a smaller bucket, ranks from
 # data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
@@ -121,6 +121,46 @@ GIB = 2**30
 MOSTLY = 0.5  # of the peak: what takes more is named
 
 
+class LatentAdvice(NamedTuple):
+    """Say what latents on the wire change in the passes of the costliest layer, both of them together."""
+
+    expanded_bytes: int  # that a rank sends as keys, values and their gradients
+    latent_bytes: int  # that it sends as latents
+    expansion_s: float  # of arithmetic more, which nothing hides
+    pays_below_bytes_per_s: float  # over slower links latents are faster
+
+
+def latents_on_the_wire(found: Estimate) -> LatentAdvice | None:
+    """Return what latents change; None for a model without them, and where nothing is sent."""
+    setting, cost = found.setting, max((one.cost for one in found.passes), key=lambda cost: cost.seconds)
+    sizes, hardware = setting.model.latents, setting.hardware
+    sent = cost.forward_bytes + cost.backward_bytes
+    if sizes is None or not sent:
+        return None
+    heads = setting.model.heads // setting.ulysses_size
+    expanded, latent = heads * (sizes.nope + sizes.rope + sizes.value), sizes.latent + sizes.rope
+    received = cost.forward_bytes / (expanded * ELEMENT_BYTES[setting.dtype])
+    # Each token that arrives is expanded in both passes, and its gradient is projected back and multiplied
+    # by the latent; the own tokens are expanded once more.
+    products = 4 * received + setting.batch * found.layout.local_tokens
+    flops = 2 * sizes.latent * heads * (sizes.nope + sizes.value) * products
+    more = flops / (hardware.flops(setting.dtype) * hardware.matmul_efficiency)
+    return LatentAdvice(sent, round(sent * latent / expanded), more, sent / (cost.compute_s + more))
+
+
+def _latents(found: Estimate) -> list[str]:
+    one = latents_on_the_wire(found)
+    if one is None:
+        return []
+    rate, least = found.setting.bytes_per_s / 1e9, one.pays_below_bytes_per_s / 1e9
+    return [
+        f'latents: the figures are those of expanded keys ("latents": false). With latents a rank sends'
+        f" {one.latent_bytes / 1e6:,.1f} MB in a layer's passes, not {one.expanded_bytes / 1e6:,.1f} MB, and"
+        f" computes {one.expansion_s * 1e3:.3g} ms more: faster over links of less than {least:.3g} GB/s;"
+        f" these have {rate:.3g} GB/s"
+    ]
+
+
 class Advice(NamedTuple):
     """Hold the limits around a setting, and sentences about it."""
 
@@ -140,7 +180,12 @@ def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> A
     devices = None if smallest is None else smallest.devices
     say("the shard whose transfers hide")
     hiding = hiding_shard(found.setting)
-    warnings = [*_memory(found, longest, devices), *_exposed(found, hiding), *_state_of_things(found)]
+    warnings = [
+        *_memory(found, longest, devices),
+        *_exposed(found, hiding),
+        *_latents(found),
+        *_state_of_things(found),
+    ]
     if found.fits:
         return Advice(longest, devices, hiding, tuple(warnings), ())
     say("what would make it fit")

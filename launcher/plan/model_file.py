@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.messages import did_you_mean, sentence, shown
@@ -129,6 +129,16 @@ def _refused(key: str, expected: str, got: object, advice: str) -> RingConfigErr
 MOST = 2**31  # of any size: products of three of them are still exact
 
 
+class LatentShape(NamedTuple):
+    """Describe multi-head latent attention: parts of a head, and the latents of a token."""
+
+    nope: int  # N of a query and key, without rotary embedding
+    rope: int  # R with it; keys share these
+    value: int  # E
+    latent: int  # L, of keys and values
+    query_latent: int | None = None  # of queries, if they have one
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Describe the sizes of a decoder."""
@@ -142,6 +152,8 @@ class ModelShape:
     intermediate: int  # width of the MLP
     vocab: int  # rows of the embedding
     tied: bool = False  # the output matrix is the embedding
+    # of multi-head latent attention; then head_dim is the mean of a key's and a value's, N + R and E
+    latents: LatentShape | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
@@ -161,6 +173,14 @@ class ModelShape:
     @cached_property
     def attention_parameters(self) -> int:
         """Count the q, k, v and output projections of one layer."""
+        if self.latents is not None:
+            nope, rope, value, latent, query_latent = self.latents
+            queries = self.heads * (nope + rope)
+            of_queries = self.hidden * queries
+            if query_latent is not None:
+                of_queries = query_latent * (self.hidden + queries)
+            of_keys = self.hidden * (latent + rope) + latent * self.heads * (nope + value)
+            return of_queries + of_keys + self.heads * value * self.hidden
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @cached_property
@@ -299,12 +319,26 @@ def _from_transformers(path_or_text: str) -> ModelShape:
                 f"--hf-config: {key}: expected a whole number, got {shown(values.get(key))}; {advice}"
             )
         sizes[name] = values[key]
+    latents, head_dim = _latents(values), _optional(values, "head_dim")
+    if latents is not None:
+        head_dim = (latents.nope + latents.rope + latents.value) // 2
     return ModelShape(
         **sizes,
         kv_heads=_optional(values, "num_key_value_heads") or sizes["heads"],
-        head_dim=_head_dim(_optional(values, "head_dim"), sizes["hidden"], sizes["heads"]),
+        head_dim=_head_dim(head_dim, sizes["hidden"], sizes["heads"]),
+        latents=latents,
         tied=bool(whole.get("tie_word_embeddings", False)),
     )
+
+
+def _latents(values: Mapping[str, Any]) -> LatentShape | None:
+    """Return the sizes of multi-head latent attention; None for other models."""
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    sizes = [_optional(values, name) for name in names]
+    if None in sizes:
+        return None
+    nope, rope, value, latent = (size or 0 for size in sizes)
+    return LatentShape(nope, rope, value, latent, _optional(values, "q_lora_rank"))
 
 
 def _optional(values: Mapping[str, Any], key: str) -> int | None:

@@ -12,7 +12,7 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice, Remedy
+from .advice import Advice, Remedy, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -41,7 +41,7 @@ def as_json(
 
 def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
     """Return everything that the tables have, in full precision."""
-    setting = found.setting
+    setting, latents = found.setting, latents_on_the_wire(found)
     return {
         "hardware": setting.hardware.name,
         "devices": setting.devices,
@@ -102,6 +102,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
         "remedies": [_remedy(one) for one in advice.remedies],
+        "latents": None if latents is None else latents._asdict(),
         "warnings": list(advice.warnings),
     }
 
