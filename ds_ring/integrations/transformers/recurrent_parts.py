@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,16 @@ def calls_modules_by_rows(part: nn.Module) -> bool:
     return bool(names & {"ZayaCCAProjection.forward", "Qwen4ExpTextNGramEmbedding.forward"})
 
 
+@lru_cache(maxsize=256)  # inspect parses the whole file each time
+def _source(kind: type) -> str | None:
+    """Return the source of a class and its bases outside torch; None if it cannot be read."""
+    kinds = [one for one in kind.__mro__ if one.__module__.partition(".")[0] != "torch"]
+    try:
+        return "".join(map(inspect.getsource, kinds[:-1]))  # without object
+    except (OSError, TypeError):
+        return None
+
+
 def convolves_locally(part: nn.Module) -> bool:
     """Return whether a part has a convolution over tokens that no wrapper computes."""
     convolutions = {
@@ -115,10 +126,8 @@ def convolves_locally(part: nn.Module) -> bool:
         return False
     if any(name.partition(".")[2] == "forward" for _, name in _used(type(part)) if "." in name):
         return False  # the wrapper takes the place of all that the part does
-    try:
-        kinds = [kind for kind in type(part).__mro__ if kind.__module__.partition(".")[0] != "torch"]
-        source = "".join(map(inspect.getsource, kinds[:-1]))  # without object
-    except (OSError, TypeError):
+    source = _source(type(part))
+    if source is None:
         return True
     # A function of the table gets the weights of a convolution that the part does not call.
     return not _used(type(part)) or any(f"self.{name}(" in source for name in convolutions)
