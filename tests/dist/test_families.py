@@ -133,7 +133,8 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
         reason = FORMS_REFUSED.get((family, report.form), expected)
         if reason == EXACT:
             assert report.result == "exact", (report.form, report.reason)
-            assert report.largest["gradient"].error < 2e-5
+            # The n-gram tables of Qwen 4 sum many rows in float32, in another order.
+            assert report.largest["gradient"].error < (3e-5 if family == "qwen4_exp_text" else 2e-5)
         else:
             assert report.result == "refused" and reason in report.reason, report
 

@@ -151,7 +151,7 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     indexers = [
         part.indexer for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)
     ]
-    if all(hasattr(one, "index_topk") for one in indexers) and not as_is:
+    if indexers and all(hasattr(one, "index_topk") for one in indexers) and not as_is:
         layers.discard("indexed_attention")
     named = ", ".join(sorted(layers))
     reasons = {
