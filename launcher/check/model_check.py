@@ -35,11 +35,11 @@ from ds_ring.integrations.deepspeed.initialize import initialize
 from ds_ring.runtime.selection import TotalOrder
 
 from .small_model import (
-    HAVE_A_LOSS,
     SAMPLES,
     Form,
     Given,
     build,
+    has_a_loss,
     make_batch,
     make_form,
     needs_documents,
@@ -119,6 +119,8 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
         head = request.head or usual_head(config)
         if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
             config.is_decoder = True  # BERT's and Reformer's: they predict the next token as decoders only
+        if head == "causal-lm" and getattr(config, "causal", None) is False:
+            config.causal = config.is_decoder = True  # XLM's
         model = build(config, head, request.seed)
     except RingConfigError as error:
         return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]
@@ -132,7 +134,7 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
     }
     alone, causal = copy.deepcopy(model), bool(section.get("pattern", {}).get("causal", True))
     on_rings = {documents: copy.deepcopy(model) for documents in (False, True)}  # an engine hooks its own
-    plain = make_batch(config, head, request.tokens, request.seed)
+    plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
     reports: list[ModelReport] = []
     for documents in (False, True):
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
@@ -201,7 +203,7 @@ def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
     model.set_attn_implementation("eager")  # type: ignore[operator]
     model.zero_grad()
     with recording(model) as layers, TotalOrder():
-        if head in HAVE_A_LOSS:
+        if "labels" in given.alone:
             output = model(**given.alone)
             loss = output.loss
         else:
@@ -258,7 +260,7 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
             local = session.shard_batch({key: x for key, x in whole.items() if key != "labels"})
             output = engine(**local, labels=whole["labels"])
             loss, mean = output.loss, output.loss
-        elif head in HAVE_A_LOSS:
+        elif "labels" in whole:
             output = engine(**session.shard_batch(whole))
             loss = output.loss
             mean = session.mean_loss(loss)

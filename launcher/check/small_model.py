@@ -11,6 +11,7 @@ deepspeed: who wrote a wrong word need not wait for it.
 from __future__ import annotations
 
 import copy
+import inspect
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,10 +28,12 @@ from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.checks import uses_interface, works_as_is
+from ds_ring.integrations.transformers.written_out import family_of
 
 ConfigValues = dict[str, Any]
 
 VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
+SAMPLES = 2
 
 # The largest value of each size, by its names in transformers' configurations.
 _SIZES: dict[int, tuple[str, ...]] = {
@@ -107,6 +110,8 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "heads_per_ngram": 2,
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "musicgen_decoder": {"num_codebooks": SAMPLES},  # the rows of a batch are codebooks
+    "musicgen_melody_decoder": {"num_codebooks": SAMPLES},
     "reformer": {"axial_pos_embds": False},
     "xlstm": {"num_blocks": 2, "hidden_size": 2 * HIDDEN, "embedding_dim": 2 * HIDDEN, "use_cache": False},
     "xmod": {"default_language": "en_XX"},
@@ -310,10 +315,9 @@ def _take_dropout_out(values: ConfigValues) -> None:
             values[name] = 0.0
 
 
-SAMPLES = 2
 MOST_PARAMETERS = 20_000_000
 HIDDEN_CLASSES = 8  # labels of a model without a head: its hidden states are taken for logits
-HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "sequence-classification")
+_HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "sequence-classification")
 
 
 class Head(NamedTuple):
@@ -345,9 +349,21 @@ HEADS = {
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section as its user would write it: windows and chunks are the model's to say."""
     kind = type(model)
-    as_is = not uses_interface(kind) and works_as_is(kind)
+    as_is = family_of(model) is None and not uses_interface(kind) and works_as_is(kind)
     causal = head != "masked-lm" and not _is_encoder(model.config)
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
+
+
+def has_a_loss(model: PreTrainedModel, head: str) -> bool:
+    """Return whether the loss is the model's own; else it is taken of its logits, as a user has to."""
+    # GIT's loss leaves out as many tokens as an image has.
+    if head not in _HAVE_A_LOSS or model.config.model_type == "git":
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):
+        return True
+    return head != "causal-lm" or "loss_function(" in source or "super()" in source
 
 
 def usual_head(config: PreTrainedConfig) -> str:
@@ -375,9 +391,9 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     class_name, families = HEADS[head]
     make = getattr(transformers, class_name).from_config
     # Of the text part of Emu 3 and Mllama transformers makes a model, but not by its model type.
-    outer = next((families[one] for one in families if config.model_type.startswith(f"{one}_")), None)
+    outer = max((one for one in families if config.model_type.startswith(f"{one}_")), key=len, default=None)
     if config.model_type not in families and outer is not None:
-        make = getattr(transformers, outer)._from_config
+        make = getattr(transformers, families[outer])._from_config
     elif config.model_type not in families:
         having = [name for name, one in HEADS.items() if config.model_type in one.families]
         raise RingConfigError(
@@ -417,13 +433,16 @@ def _randomise(model: nn.Module, seed: int) -> None:
             else:
                 parameter.add_(0.1 * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("bias") and buffer.is_floating_point():  # of DeepSeek's routers
+            if name.endswith("bias") and buffer.ndim == 1 and buffer.is_floating_point():  # of routers
                 generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
                 buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
-def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int) -> Batch:
-    """Return two samples without special tokens; some labels are left out, on one rank more than another."""
+def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_loss: bool) -> Batch:
+    """Return two samples without special tokens; some labels are left out, on one rank more than another.
+
+    `own_loss` says whether the model computes its loss of labels.
+    """
     labels = config.num_labels or 2
     special = special_tokens(config.to_dict())
     plain = torch.tensor([token for token in range(VOCABULARY) if token not in special])
@@ -435,7 +454,7 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int) -> B
     classes = {"token-classification": labels, "base": HIDDEN_CLASSES}.get(head)
     labels_BT = ids_BT.clone() if classes is None else torch.randint(classes, shape, generator=generator)
     labels_BT[0, : tokens // 3] = IGNORE
-    return {"input_ids": ids_BT, ("labels" if head in HAVE_A_LOSS else "shift_labels"): labels_BT}
+    return {"input_ids": ids_BT, ("labels" if own_loss else "shift_labels"): labels_BT}
 
 
 # One batch has three forms: plain, padded on the right, packed with documents.
@@ -463,8 +482,13 @@ class Given(NamedTuple):
 
 
 def _taken(x: Tensor, rows: Tensor | None, batch: Batch) -> Tensor:
-    shape = batch["input_ids"].shape
-    return x if rows is None or x.shape[:2] != shape else x.flatten(0, 1)[rows][None]
+    samples, tokens = batch["input_ids"].shape
+    if rows is None or x.ndim < 2 or x.shape[1] != tokens or samples % x.shape[0]:
+        return x
+    # Several rows of a batch may be one of the model: its codebooks (Musicgen).
+    count = torch.zeros(samples * tokens, dtype=torch.int64).index_fill(0, rows, 1)
+    taken = count.view(x.shape[0], -1, tokens).amin(dim=1).flatten()
+    return x.flatten(0, 1)[rows if samples == x.shape[0] else taken.nonzero()[:, 0]][None]
 
 
 def needs_documents(form: Form, causal: bool) -> bool:

@@ -20,7 +20,6 @@ from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
 EXACT = "exact"
-BYPASSES = "bypasses transformers' attention interface"
 ENCODER_DECODER = "it is an encoder-decoder, whose cross attention reads a second sequence"
 POOLED = "with a head on engine.ring.gather(output.last_hidden_state): [:, 0]"
 
@@ -31,14 +30,20 @@ EXACTLY = """
     hunyuan_v1_dense hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra
     albert ernie deepseek_v2 deepseek_v3 moshi deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text
 """
-WITHOUT_THE_INTERFACE = """
-    gpt_neo gptj bloom mpt codegen xglm
-"""
 # With layers that pass a state on, or convolve tokens. They run with all forms.
 RECURRENT = """
     mamba mamba2 falcon_mamba nemotron_h bamba granitemoehybrid jamba zamba zamba2 lfm2 lfm2_moe lfm3 falcon_h1
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
     rwkv xlstm
+"""
+# ds_ring/integrations/transformers/written_out.py
+WRITTEN_OUT = """
+    bloom mpt gptj gpt_neo codegen xglm biogpt falcon stablelm gpt_neox_japanese megatron-bert rembert roformer
+    openai-gpt xlm nemotron
+"""
+DECODERS_ALONE = """
+    bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart whisper trocr git musicgen
+    musicgen_melody roformer xlm emu3 mllama
 """
 MIXED_LAYERS = "gpt_oss gemma2 llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}
@@ -53,17 +58,21 @@ LONGROPE = YARN | {
 FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, EXACT) for family in EXACTLY.split()),
     *((family, {}, EXACT) for family in RECURRENT.split()),
-    *((family, {}, BYPASSES) for family in WITHOUT_THE_INTERFACE.split()),
     *((family, {}, EXACT) for family in MIXED_LAYERS.split()),
     ("qwen2", {"changes": MIXED_QWEN}, EXACT),
     ("gemma4_text", {"changes": {"num_kv_shared_layers": 20}}, EXACT),  # E2B's; it slices its masks
     ("doge", {}, "keep_window_size keeps the keys with the largest learned terms"),
     *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
-    *((family, {}, EXACT) for family in ("stablelm", "falcon")),
+    *((family, {}, EXACT) for family in WRITTEN_OUT.split()),
+    *((family, {"head": "causal-lm"}, EXACT) for family in DECODERS_ALONE.split()),
+    ("big_bird", {"changes": {"attention_type": "original_full"}}, EXACT),
+    ("big_bird", {}, "draws blocks of keys at random"),
+    ("cpmant", {}, "it puts a prompt in front of the tokens it is given"),
+    ("prophetnet", {"head": "causal-lm"}, "it predicts several tokens ahead"),
+    ("reformer", {"head": "causal-lm"}, "it sorts tokens into buckets by random projections"),
+    ("xlnet", {}, "it adds scores of learned relative positions"),
+    *((family, {"section": {"attention": "as_is"}}, EXACT) for family in ("falcon", "stablelm", "nemotron")),
     *((family, {"head": "causal-lm"}, EXACT) for family in ("hrm_text", "xmod")),
-    ("biogpt", {}, "it hides single tokens (padding)"),
-    ("nemotron", {"section": {"attention": "as_is"}}, EXACT),
-    ("nemotron", {}, "the model does not hand its keyword arguments down to attention"),
     ("mobilebert", {}, "trigram_input"),
     # n-gram embeddings and delta rules; its other layers select what they attend to
     ("qwen4_exp_text", {"changes": {"layer_types": ["linear_attention"] * 40, "use_cache": False}}, EXACT),
@@ -80,7 +89,11 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
 
 
 # Of exact families the forms of a batch that are refused, and a part of the reason.
-FORMS_REFUSED = {("llama4_text", "packed"): "whose chunks begin with each document"}
+FORMS_REFUSED = {
+    ("llama4_text", "packed"): "whose chunks begin with each document",
+    ("roformer", "packed"): "expected samples whose tokens have the same positions",
+    **{(family, "packed"): "whose documents differ" for family in ("musicgen", "musicgen_melody")},
+}
 
 
 def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
@@ -91,7 +104,7 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
 DAY = (
     "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "bert", "gemma3_text", "llama4_text", "qwen3_next",
-    "xlstm", "t5", "doge", "mpt", "nemotron-as_is", "llama-sequence-classification",
+    "xlstm", "t5", "doge", "gpt_neo", "bart-causal-lm", "cpmant", "nemotron-as_is", "llama-sequence-classification",
 )  # fmt: skip
 
 

@@ -55,6 +55,16 @@ from ds_ring.integrations.transformers.recurrent_parts import (
     told_sharding,
     wrap_functions,
 )
+from ds_ring.integrations.transformers.written_out import (
+    Family,
+    around_attention,
+    around_positions,
+    check_inputs,
+    family_of,
+    layers_of,
+    parts_of,
+    told_layer,
+)
 
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
@@ -79,6 +89,7 @@ class Attached:
     rewritten: bool
     own: dict[PreTrainedModel, str]  # own attention of each model inside, outermost first
     changes: list[AppliedPatch] = field(default_factory=list)  # of model.py's table
+    position_ids: Tensor | None = None  # of the call under way, for a model that would number its own tokens
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -145,10 +156,28 @@ class Attached:
         if numbering is not None:
             numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
         wrap_functions(model)
+        parts = [] if self.rewritten else parts_of(model)
+        replaced = {id(module) for _, _, module in parts}  # of these the ring knows the positions
         for module in model.modules():
-            self.changes += self._put_on_part(module, numbering)
+            self.changes += self._put_on_part(module, None if id(module) in replaced else numbering)
+        self._put_on_written_out(parts)
         needs.number_tokens = numbering_of(model) or needs.number_tokens
         needs.slots = needs.slots or pools
+
+    def _put_on_written_out(self, parts: list[tuple[PreTrainedModel, Family, nn.Module]]) -> None:
+        """Apply the rows of modules that write attention out, or number tokens."""
+        batches = self.session.batches
+        for part, family, module in parts:
+            if type(module).__name__ == family.positions:
+                numbers = around_positions(part, family, module, lambda: self.position_ids)
+                TABLE.apply({"own positions": numbers}, self.session, numbers=module)
+            else:
+                around = around_attention(part, family, module, batches)
+                TABLE.apply({"written out": around}, self.session, written=module)
+        for layer in () if self.rewritten else layers_of(self.model):
+            self.changes += TABLE.apply(
+                {"written out.layer": told_layer(batches)}, self.session, checkpointed=layer
+            )
 
     def _put_on_part(self, module: nn.Module, numbering: NumberingCheck | None) -> list[AppliedPatch]:
         """Apply the rows of a module inside the model."""
@@ -186,11 +215,13 @@ class Attached:
         session.needs.layers += said
         narrowest = 0 if session.config.pattern.layers else narrowest_beside(said, session.pattern)
         name, signature = type(model).__name__, inspect.signature(model.forward)
+        is_known = not self.rewritten and family_of(model) is not None
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # The checks start anew with each call, because batches differ.
+            check_inputs(model, kwargs)
             if generation.sharding is not None:
                 guard.start()
                 return args, kwargs | {SHARDING: generation.sharding}
@@ -199,6 +230,12 @@ class Attached:
             guard.start(given.get("num_items_in_batch"))
             checks.check_model_call(name, given)
             added: dict[str, Any] = {}
+            if is_known:
+                ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+                self.position_ids = given["position_ids"].expand(
+                    ids.shape[0], -1
+                )  # XLM asks for each sample's
+                added["position_ids"] = self.position_ids
             if "use_cache" not in given:
                 added["use_cache"] = False  # transformers' default would keep every layer's keys and values
             if self.rewritten:

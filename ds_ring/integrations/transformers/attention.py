@@ -45,6 +45,7 @@ from ds_ring.integrations.transformers.layer_masks import (
 )
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently, is_recurrent
+from ds_ring.integrations.transformers.written_out import family_of
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 
@@ -58,15 +59,18 @@ def attention(
     q_BHSD: Tensor,
     k_BGSD: Tensor,
     v_BGSD: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | LayerMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention by transformers' interface: heads before tokens in, tokens before heads out."""
     sharding: BatchSharding | str | None = kwargs.pop(SHARDING, None)
+    if sharding is None and isinstance(attention_mask, LayerMask):
+        sharding = attention_mask.sharding
     if sharding == REWRITTEN:
         checks.refuse_foreign_arguments(type(module).__name__, kwargs)
+        assert not isinstance(attention_mask, LayerMask), "a graph has masks of numbers"
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, q_BHSD, k_BGSD, v_BGSD, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -82,6 +86,7 @@ def attention(
         )
     sinks, cap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen: Tensor | None = kwargs.pop("indices", None)
+    score_mod = kwargs.pop("score_mod", None)  # of written_out.py
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
     if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
@@ -96,7 +101,7 @@ def attention(
             )
         out_BHSD = attend_to_chosen(sharding, q_BHSD, k_BGSD, v_BGSD, chosen, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
-    changed, up = None if cap is None else Softcap(float(cap)), None
+    changed, up = score_mod if cap is None else Softcap(float(cap)), None
     latents = getattr(module, "expand_kv", None)
     if isinstance(latents, Latents):  # then k and v are the latent and the rotary key
         if sharding.mesh.ring_size == 1 or isinstance(sharding, CachedSharding):
@@ -136,7 +141,8 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     # The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     if torch.compiler.is_compiling():  # Dynamo cannot look into functions
         return sdpa_mask(**kwargs, mask_function=mask_function, attention_mask=attention_mask)
-    if attention_mask is not None:
+    # The model may have made one of ones: the batch's own mask was refused before.
+    if attention_mask is not None and not bool(attention_mask.all()):
         raise RingPatternError(
             f"attention_mask: expected none, got {list(attention_mask.shape)}; {checks.THROUGH_SHARD_BATCH}"
         )
@@ -168,7 +174,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         if implementation == NAME:
             continue
         if config.attention == "ring" and not (
-            part._can_set_attn_implementation() or attends_recurrently(type(part))
+            part._can_set_attn_implementation() or attends_recurrently(type(part)) or family_of(part)
         ):
             raise RingConfigError(
                 f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one"
@@ -237,6 +243,13 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
 def _switch(model: PreTrainedModel, session: RingSession) -> None:
     """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
+    parts = _pretrained(model)
+    for part in parts:
+        if family_of(part) is not None:
+            TABLE.apply({"attention.none": SimpleNamespace(at_initialize=NAME)}, session, config=part.config)
+    if all(family_of(part) is not None for part in parts):
+        log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
+        return
     names = attention_of_parts(model, NAME)
     switch = SimpleNamespace(at_initialize=lambda: model.set_attn_implementation(names))
     try:

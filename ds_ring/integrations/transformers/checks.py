@@ -21,6 +21,7 @@ from ds_ring.integrations.transformers.recurrent_parts import (
     file_is_recurrent,
     is_recurrent,
 )
+from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,6 +98,14 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
             )
 
 
+# By model type, what a model that writes its attention out does with other tokens.
+_OTHERWISE = {
+    "cpmant": "it puts a prompt in front of the tokens it is given, and learns a bias for each distance",
+    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
+    "reformer": "it sorts tokens into buckets by random projections, and attends within chunks of them",
+    "xlnet": "it adds scores of learned relative positions, for which it shifts the scores of all keys",
+}
+
 # Which models a ring can run at all: known from the class and the configuration, before any call.
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -134,7 +143,20 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             " sequence such as Llama, Qwen or BERT, or call ds_ring.ring_attention in a model of your own:"
             ' queries="replicated" for cross attention to a long sequence'
         )
-    if not uses_interface(type(model)) and not (as_is and works_as_is(type(model))):
+    if config.model_type in _OTHERWISE:
+        raise RingConfigError(
+            f"{name} cannot run on a ring: {_OTHERWISE[config.model_type]}, so each rank would see its own"
+            " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
+        )
+    family = None if as_is else family_of(model)
+    is_known = family is not None
+    if family and family.positions not in ("", *(type(part).__name__ for part in model.modules())):
+        raise RingConfigError(
+            f"{name} cannot run on a ring: it numbers its tokens otherwise than by {family.positions}, and a"
+            " rank knows its own tokens only; choose these positions in the configuration of the model"
+            " (TrOCR: use_learned_position_embeddings)"
+        )
+    if not is_known and not uses_interface(type(model)) and not (as_is and works_as_is(type(model))):
         raise bypasses(type(model))
     recurrent = any(map(is_recurrent, model.modules()))
     types = list(getattr(model.config, "layer_types", None) or ())
@@ -158,7 +180,7 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.
         f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
         "it carries a recurrent state from token to token": model._is_stateful and not recurrent,
-        "it takes no position_ids": not recurrent and not takes_positions(type(model)),
+        "it takes no position_ids": not recurrent and not is_known and not takes_positions(type(model)),
         "it convolves tokens": any(
             convolves_locally(part) for layer in _layers(model) for part in layer.modules()
         ),
@@ -174,6 +196,12 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             f"{name} cannot run on a ring: config.alibi adds a distance to each score, which ring attention"
             " does not compute; use a model with rotary or learned positions"
         )
+    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+        raise RingConfigError(
+            f'{name} cannot run on a ring: config.attention_type "block_sparse" draws blocks of keys at'
+            ' random for each length, and a rank knows its own tokens only; set it to "original_full", if'
+            " that is your model (up to 1024 tokens BigBird takes it by itself)"
+        )
     for key, (what, value) in _SETTINGS.items():
         if getattr(config, key, None):
             raise RingConfigError(
@@ -188,7 +216,12 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
 
 def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
     """Return the error of a class that has no attention interface; it says what works instead."""
-    if works_as_is(kind):
+    if getattr(kind.config_class, "model_type", None) in FAMILIES:
+        instead = (
+            "What works with it: build it without attn_implementation, and start with"
+            " ds_ring.initialize(model=...), which computes its attention on the ring"
+        )
+    elif works_as_is(kind):
         instead = (
             'What works with it: build it with attn_implementation=\'sdpa\', set "attention": "as_is" in the'
             ' "ring_attention" section, and say engine.compile(backend="ds_ring")'

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -41,6 +41,8 @@ class LayerMask:
     # Not a subclass of Tensor: the recomputation of a layer would get a copy, which has lost the pattern.
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
+    sharding: BatchSharding | None = None  # of the batch, where a layer cannot be told by a keyword argument
+    ndim: ClassVar[int] = 0  # Falcon adds its alibi to a mask of four dimensions, and to the scores as well
 
     def __getitem__(self, index: Any) -> LayerMask:
         """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0.
@@ -52,6 +54,10 @@ class LayerMask:
         if all(whole) or (len(parts) > 1 and parts[1] == 0 and all((*whole[:1], *whole[2:]))):
             return self
         raise _used_as_tensor(f"selects {index} of it")
+
+    def to(self, *_: Any, **__: Any) -> LayerMask:
+        """Return the mask itself: MPT asks for truth values."""
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's protocols: copy, pickle
@@ -126,10 +132,21 @@ _COMPOSED_MASKS = {
 def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Return the elementary mask functions that transformers composed into this one."""
     name = function.__qualname__
+    if name == "or_masks.<locals>.or_mask":  # GIT's, of causal text and of images, of which there may be none
+        parts = [
+            one for one in inspect.getclosurevars(function).nonlocals["mask_functions"] if not _is_empty(one)
+        ]
+        return _leaves(parts[0]) if len(parts) == 1 else [function]
     if name not in _COMPOSED_MASKS:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
     return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
+
+
+def _is_empty(function: Callable[..., Any]) -> bool:
+    """Return whether a mask function lets tokens of a block see each other, and there is no block."""
+    ids = inspect.getclosurevars(function).nonlocals.get("block_sequence_ids")
+    return ids is not None and not bool((ids >= 0).any())
 
 
 def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:

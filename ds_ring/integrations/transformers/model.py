@@ -64,7 +64,22 @@ TABLE = PatchTable(
         ),
         Patch(
             "config._attn_implementation", "at_initialize", "set", "attention.none",
-            "the name, of a model without attention", when="transformers cannot set it (RWKV)",
+            "the name, of a model without the interface",
+            when="transformers cannot set it (RWKV, model types of written_out.py)",
+        ),
+        Patch(
+            "written.forward", "around_forward", "wrapped", "written out",
+            "computes what the module writes out as softmax(q @ k.T) @ v on the ring",
+            when="the attention bypasses transformers' interface",
+        ),
+        Patch(
+            "checkpointed", "before_forward", "hook", "written out.layer",
+            "the mask of a layer knows its batch, also when a checkpointed layer runs again",
+            when="the attention bypasses transformers' interface",
+        ),
+        Patch(
+            "numbers.forward", "around_forward", "wrapped", "own positions",
+            "numbers tokens by the batch's positions", when="the model takes no position_ids",
         ),
         Patch(
             "layer.forward", "around_forward", "replaced", "tiled layers",
@@ -220,6 +235,8 @@ TABLE = PatchTable(
         "head": "torch.nn.Linear",
         "checkpointed": _PRETRAINED,
         "part": "torch.nn.Module",
+        "written": "torch.nn.Module",
+        "numbers": "torch.nn.Module",
         "scaling": "transformers.models.llama4.modeling_llama4.Llama4TextAttention",
         "q_proj": "torch.nn.Linear",
         "indexed": "torch.nn.Module",

@@ -232,9 +232,9 @@ def test_the_session_computes_the_same_loss_from_logits():
 
 FALCON_SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
-    "Falcon": (
-        lambda: transformers.FalconConfig(**FALCON_SIZES),
-        "its attention bypasses transformers' attention interface",
+    "CPM-Ant": (
+        lambda: transformers.CpmAntConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, dim_ff=32),
+        "it puts a prompt in front of the tokens it is given",
     ),
 }
 
@@ -243,7 +243,7 @@ IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
 def test_models_that_mix_tokens_otherwise_are_refused(family):
     config, words = IMPOSSIBLE_MODELS[family]
     with pytest.raises(RingConfigError, match=words):
-        check_model(build(config(), "sdpa"), RingConfig(ring_size=2))
+        check_model(transformers.AutoModelForCausalLM.from_config(config()), RingConfig(ring_size=2))
 
 
 def lfm2() -> Any:
@@ -633,12 +633,12 @@ def test_a_class_without_the_interface_may_keep_its_attention():
 
 
 UNKNOWN_NAMES = {
-    "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), 'set "attention": "as_is"'),
-    "GPT-J": (
-        lambda: transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=4),
+    "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), "without attn_implementation"),
+    "GPT-J": (lambda: transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=4), "without attn_implementation"),
+    "CPM-Ant": (
+        lambda: transformers.CpmAntConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, dim_ff=32),
         'backend "ds_ring" cannot rewrite it either',
     ),
-    "BLOOM": (lambda: transformers.BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4), "either"),
 }
 
 

@@ -1,0 +1,190 @@
+"""Attention that a model writes out, on one rank: what is noted, what is refused, and what runs again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.transformers.attention import attach, check_model
+from ds_ring.integrations.transformers.written_out import FAMILIES, family_of, parts_of
+from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
+
+SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+DOCUMENTS = {"pattern": {"causal": True, "documents": True}}
+
+
+def gptj(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPTJConfig(**SIZES | {"rotary_dim": 8} | NO_DROPOUT | changes)
+    return transformers.GPTJForCausalLM(config)
+
+
+def attached(model: Any, **section: Any) -> Any:
+    session = session_of(**section)
+    attach(model, session)
+    return session
+
+
+def test_a_model_with_documents_is_its_documents_one_by_one():
+    model, alone = gptj(), gptj()
+    session = attached(model, **DOCUMENTS)
+    ids_BT = IDS[:1]
+    found = model(
+        **session.shard_batch({"input_ids": ids_BT, "document_ids": (torch.arange(33) > 12)[None].long()})
+    )
+    expected = torch.cat([alone(input_ids=part).logits for part in (ids_BT[:, :13], ids_BT[:, 13:])], dim=1)
+    torch.testing.assert_close(found.logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def gradients(checkpointed: bool) -> dict[str, Tensor]:
+    """Two forward passes, whose documents differ, then both backward passes."""
+    model = gptj().train()
+    session = attached(model, **DOCUMENTS)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    losses = []
+    for border in (5, 20):
+        documents_BT = (torch.arange(33) > border)[None].long().expand(2, -1)
+        batch = session.shard_batch({"input_ids": IDS, "labels": IDS, "document_ids": documents_BT})
+        losses.append(model(**batch).loss)
+    sum(losses).backward()
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
+def test_a_checkpointed_layer_runs_again_with_the_documents_of_its_batch():
+    plain, checkpointed = gradients(False), gradients(True)
+    assert plain.keys() == checkpointed.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(checkpointed[name], gradient, msg=name)
+
+
+def test_off_is_the_models_own_attention():
+    model, alone = gptj().eval(), gptj().eval()
+    session = attached(model, **DOCUMENTS)
+    with session.attached[0]():
+        torch.testing.assert_close(model(input_ids=IDS).logits, alone(input_ids=IDS).logits)
+
+
+def test_it_generates_the_tokens_of_its_own_attention():
+    model, alone = gptj().eval(), gptj().eval()
+    attached(model, pattern={"window": 33})
+    expected = alone.generate(IDS[:, :9], max_new_tokens=6, do_sample=False)
+    assert torch.equal(model.generate(IDS[:, :9], max_new_tokens=6, do_sample=False), expected)
+
+
+def scores_of(module: Any, query: Tensor, key: Tensor) -> Any:
+    return torch.matmul(query, key.transpose(-1, -2)) / module.scale_attn
+
+
+# What a module of another version might do to its scores.
+FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
+    "bias": (
+        lambda module, q, k, v: (scores_of(module, q, k) + torch.ones(33, 33)).softmax(-1) @ v,
+        "adds a term",
+    ),
+    "mask": (
+        lambda module, q, k, v: (
+            scores_of(module, q, k).masked_fill(torch.ones(33, 33) > 0, -1e9).softmax(-1) @ v
+        ),
+        "masks scores by a tensor",
+    ),
+    "sigmoid": (
+        lambda module, q, k, v: torch.sigmoid(scores_of(module, q, k)) @ v,
+        "calls sigmoid on its scores",
+    ),
+    "no softmax": (lambda module, q, k, v: scores_of(module, q, k) @ v, "without softmax"),
+    "weights": (
+        lambda module, q, k, v: scores_of(module, q, k).softmax(-1) * 2 @ v,
+        "multiplies what softmax",
+    ),
+    "no scores": (lambda module, q, k, v: v, "computes no product of queries and keys"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_arithmetic_is_refused(fault):
+    written, words = FAULTS[fault]
+    model = gptj()
+    session = attached(model, pattern={"window": 9})
+    for _, _, module in parts_of(model):
+        module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
+    with pytest.raises(RingPatternError, match=words):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_dropout_inside_attention_is_refused():
+    model = gptj(attn_pdrop=0.1).train()
+    session = attached(model, pattern={"window": 9})
+    with pytest.raises(RingConfigError, match=r"no dropout inside attention, got 0\.1"):
+        model(**session.shard_batch({"input_ids": IDS}))
+
+
+def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
+    sizes = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "alibi": True,
+    }
+    torch.manual_seed(0)
+    model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
+    assert model.config._attn_implementation == "sdpa"
+    expected = model(input_ids=IDS).logits
+    session = attached(model, pattern={"window": 33})
+    torch.testing.assert_close(model(**session.shard_batch({"input_ids": IDS})).logits, expected)
+    other = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
+    session = attached(other, **DOCUMENTS)
+    with pytest.raises(RingPatternError, match=r"expected no documents beside config\.alibi"):
+        other(**session.shard_batch({"input_ids": IDS, "document_ids": (torch.arange(33) > 12)[None].long()}))
+
+
+def test_a_second_sequence_is_refused():
+    config = transformers.XGLMConfig(
+        vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4, add_cross_attention=True
+    )
+    model = transformers.XGLMForCausalLM(config).eval()
+    session = attached(model, pattern={"window": 9})
+    batch = session.shard_batch({"input_ids": IDS})
+    with pytest.raises(RingConfigError, match="expected one sequence of tokens, got encoder_hidden_states"):
+        model(**batch, encoder_hidden_states=torch.zeros(2, 33, 32))
+
+
+def test_positions_of_another_class_are_refused():
+    config = transformers.TrOCRConfig(
+        vocab_size=61, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=32,
+        use_learned_position_embeddings=False,
+    )  # fmt: skip
+    model = transformers.TrOCRForCausalLM(config)
+    with pytest.raises(RingConfigError, match="numbers its tokens otherwise than by TrOCRLearned"):
+        check_model(model, RingConfig(ring_size=2))
+
+
+def test_block_sparse_attention_is_refused():
+    config = transformers.BigBirdConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32
+    )
+    with pytest.raises(RingConfigError, match="draws blocks of keys at random"):
+        check_model(transformers.BigBirdForMaskedLM(config), RingConfig(ring_size=2))
+
+
+def test_code_from_elsewhere_is_of_no_family():
+    class GPTJAttention(nn.Module):
+        pass
+
+    class Other(transformers.GPTJPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.attn = GPTJAttention()
+
+    assert "gptj" in FAMILIES and family_of(gptj()) is FAMILIES["gptj"]
+    assert family_of(Other(transformers.GPTJConfig(**SIZES))) is None
