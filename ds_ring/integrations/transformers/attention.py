@@ -45,7 +45,7 @@ from ds_ring.integrations.transformers.layer_masks import (
 )
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently, is_recurrent
-from ds_ring.integrations.transformers.written_out import family_of
+from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
 
@@ -141,8 +141,9 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     # The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     if torch.compiler.is_compiling():  # Dynamo cannot look into functions
         return sdpa_mask(**kwargs, mask_function=mask_function, attention_mask=attention_mask)
-    # The model may have made one of ones: the batch's own mask was refused before.
-    if attention_mask is not None and not bool(attention_mask.all()):
+    # Models of written_out.py make one of ones; the batch's own mask was refused before.
+    makes_one = getattr(kwargs.get("config"), "model_type", None) in FAMILIES
+    if attention_mask is not None and not (makes_one and bool(attention_mask.all())):
         raise RingPatternError(
             f"attention_mask: expected none, got {list(attention_mask.shape)}; {checks.THROUGH_SHARD_BATCH}"
         )
