@@ -52,7 +52,7 @@ def silently_wrong(fault: str) -> Iterator[None]:
         calls.append(asked)
         right = attention(self, *asked)
         lost = torch.distributed.get_rank() == 1 and len(calls) % 2 == 0
-        return (lambda q, k, v, sinks=None: right(q, k, v * 0, sinks)) if lost else right
+        return (lambda q, k, v, *others: right(q, k, v * 0, *others)) if lost else right
 
     if fault == "local positions":
         LlamaRotaryEmbedding.forward = from_zero
