@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -48,25 +49,36 @@ def real_rank(options: argparse.Namespace, transport: str) -> int:
     return memory.peak_bytes
 
 
+def resident_kib(reset: bool = False) -> int:
+    """Return this process's peak resident memory; with `reset` begin anew and return what it has now."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets VmHWM to what is resident
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+
+
 def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
-    """One gloo rank that attends to chosen keys: the peak of forward + backward, and bytes sent."""
+    """One gloo rank that attends to chosen keys: the growth of its peak memory, and bytes sent."""
     size = dist.get_world_size()
-    mesh = RingMesh.from_world(size)
-    layout = make_layout("zigzag", tokens=options.tokens, ring_size=size)
-    shape, narrow = (1, options.heads, layout.local_tokens, options.head_dim), (1, layout.local_tokens, 16)
+    mesh = RingMesh.from_world(size, heartbeat_timeout_s=options.deadline)
     torch.manual_seed(mesh.ring_rank)
-    with measure_cpu_memory() as memory:
+    # Not the profiler, which notes each of the many small tensors. The first small call is for what stays.
+    for tokens in (256 * size, options.tokens):
+        layout = make_layout("zigzag", tokens=tokens, ring_size=size)
+        shape = (1, options.heads, layout.local_tokens, options.head_dim)
+        before = resident_kib(reset=True)
         q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        queries, keys = torch.randn(narrow), torch.randn(narrow)
+        queries, keys = torch.randn(2, 1, layout.local_tokens, 16)
         if prefer == "alike":
             queries[..., 0] = 100.0
         chosen = ring_select(
-            lambda rows, some: queries[:, rows] @ some.mT, options.chosen, keys, layout=layout, mesh=mesh
-        )
-        result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)
+            lambda rows, some, queries=queries: queries[:, rows] @ some.mT, options.chosen, keys,
+            layout=layout, mesh=mesh, hop_timeout_s=options.deadline,
+        )  # fmt: skip
+        result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh, hop_timeout_s=options.deadline)
         result.backward(torch.randn_like(result))
-    exchanges = [one.exchange for one in mesh.contexts.values() if one.exchange is not None]
-    return memory.peak_bytes, sum(one.counters.bytes_sent for one in exchanges)
+        peak = (resident_kib() - before) * 1024
+        exchanges = [one.exchange for one in mesh.contexts.values() if one.layout == layout]
+    return peak, sum(one.counters.bytes_sent for one in exchanges)
 
 
 def print_selecting(size: int, options: argparse.Namespace) -> None:
