@@ -2,8 +2,8 @@
 
 The model has the sizes of a config.json of transformers and random weights; the text is Python's standard
 library, as bytes. The ring trains through `ds_ring.initialize` with a ZeRO stage. The process trains the
-model's own attention, written out ("eager"), with the same optimizer and batches; of equal scores of an indexer
-it takes the first ones, as the ring does.
+model's own attention, written out ("eager"), with the same optimizer and batches; of equal scores of an
+indexer it takes the first ones, as the ring does.
 
 Example:
     python tools/check_curve.py --model configs/models/deepseek_v32_small.json --steps 100
@@ -79,6 +79,7 @@ def train_on_ring(options: argparse.Namespace) -> list[float]:
             "train_micro_batch_size_per_gpu": options.samples,
             "zero_optimization": {"stage": options.stage},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 by default
             "steps_per_print": 10**9,
             "sequence_parallel_size": dist.get_world_size(),
             "ring_attention": {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 600},
