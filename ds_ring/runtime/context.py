@@ -380,7 +380,8 @@ class RingContext:
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
             q.is_inference(), grad_out is None,
-            *(None if x is None else (x.shape, x.dtype, x.device) for x in (sinks, up)),
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            None if up is None else (up.shape, up.dtype, up.device),
         )  # fmt: skip
         found = self._prepared.get(key)
         operation = "attention forward" if grad_out is None else "attention backward"
