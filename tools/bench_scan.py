@@ -31,7 +31,7 @@ from torch import Tensor
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.recurrent import wrap_functions
+from ds_ring.integrations.transformers.recurrent_parts import wrap_functions
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.trace import measure_cpu_memory
