@@ -67,6 +67,8 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {"head": "causal-lm"}, EXACT) for family in DECODERS_ALONE.split()),
     ("big_bird", {"changes": {"attention_type": "original_full"}}, EXACT),
     ("big_bird", {}, "draws blocks of keys at random"),
+    ("deberta", {}, "terms of learned relative positions"),
+    ("mpnet", {}, "a learned bias for each distance"),
     ("cpmant", {}, "it puts a prompt in front of the tokens it is given"),
     ("prophetnet", {"head": "causal-lm"}, "it predicts several tokens ahead"),
     ("reformer", {"head": "causal-lm"}, "it sorts tokens into buckets by random projections"),

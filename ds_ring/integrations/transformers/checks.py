@@ -101,6 +101,9 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
 # By model type, what a model that writes its attention out does with other tokens.
 _OTHERWISE = {
     "cpmant": "it puts a prompt in front of the tokens it is given, and learns a bias for each distance",
+    "deberta": "its scores have terms of learned relative positions, whose tables need a gradient",
+    "deberta-v2": "its scores have terms of learned relative positions, whose tables need a gradient",
+    "mpnet": "its scores have a learned bias for each distance, whose table needs a gradient",
     "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
     "reformer": "it sorts tokens into buckets by random projections, and attends within chunks of them",
     "xlnet": "it adds scores of learned relative positions, for which it shifts the scores of all keys",
