@@ -98,8 +98,8 @@ def train_on_ring(options: argparse.Namespace) -> list[float]:
 def main(arguments: list[str] | None = None) -> int:
     """Print a row every tenth step, and the largest difference; return 1 if it is beyond the bound."""
     parser = parser_of(
-        __doc__, model="configs/models/deepseek_v32_small.json", steps=100, tokens=256, samples=2,
-        ring_size=2, stage=(2, "of ZeRO"), rate=1e-3, eps=1e-5, json=(False, "one JSON row per line"),
+        __doc__, model="configs/models/deepseek_v32_small.json", steps=100, tokens=128, samples=2,
+        ring_size=2, stage=(2, "of ZeRO"), rate=5e-4, eps=1e-5, json=(False, "one JSON row per line"),
         deadline=(3000, "seconds"),
     )  # fmt: skip
     options = parser.parse_args(arguments)

@@ -526,6 +526,8 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring resize-checkpoint": only_reads("tests/dist/test_resize.py goes on with such checkpoints"),
     # tools/README.md
     "python tools/measure_memory.py": only_reads("takes minutes; tests/dist/test_memory.py holds the claim"),
+    "python tools/bench_latents.py": only_reads("takes minutes of an idle machine"),
+    "python tools/check_curve.py": only_reads("takes a minute of an idle machine"),
     "python tools/bench_attention.py": only_reads("takes ten minutes of an idle machine"),
     "ds-ring simulate --tokens 131072": only_reads("takes minutes"),
     "python tools/billion_tokens.py": only_reads("takes minutes; test_billion_tokens.py runs it, smaller"),
