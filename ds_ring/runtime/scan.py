@@ -41,7 +41,7 @@ from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.sequence_runs import Piece, ScanStep, SequenceRuns, halo_messages, pieces, sequence_runs
 
-Rows = dict[int, Tensor]  # by rank of the sequence
+ByRank = dict[int, Tensor]  # by rank of the sequence
 
 
 @dataclass(eq=False)
@@ -106,7 +106,7 @@ class Neighbours:
         elif refused is not None:
             raise refused
 
-    def swap(self, sends: Rows, receives: Rows) -> None:
+    def swap(self, sends: ByRank, receives: ByRank) -> None:
         """Send and receive contiguous tensors, and wait for them."""
         if self.exchange is not None and (sends or receives):
             self.exchange.post_in_sequence([*sends.items()], [*receives.items()]).wait()
@@ -422,7 +422,7 @@ def compose(
 
 def scan_messages(
     runs: SequenceRuns, rank: int, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
-) -> Generator[tuple[Rows, Rows], None, Tensor]:
+) -> Generator[tuple[ByRank, ByRank], None, Tensor]:
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
     Yields what the rank sends and receives in each round, by the other rank; goes on once the tensors to

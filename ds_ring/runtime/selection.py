@@ -366,7 +366,7 @@ def _in_order(best: _Best) -> Tensor:
 # Pass 2: attention over the rows that were chosen.
 
 
-class _Rows(NamedTuple):
+class _HopRows(NamedTuple):
     """Chosen rows of one owner's K and V, of all items n, one item after the other."""
 
     owner: int
@@ -428,7 +428,7 @@ class _SelectedPass:
         return _unpacked(bits, self.slots).flatten().nonzero().squeeze(1)
 
     def walk(
-        self, compute: Callable[[_Rows], Sequence[Tensor]],
+        self, compute: Callable[[_HopRows], Sequence[Tensor]],
         add: Callable[[Tensor, Sequence[Tensor]], None] | None = None,
     ) -> None:  # fmt: skip
         """Call `compute` with the rows of each hop, while those of the next one travel.
@@ -437,7 +437,7 @@ class _SelectedPass:
         `add` gets what others return for rows of this rank, with their index; in the order of hops.
         """
         index = self._index(self.wanted[self.rank])
-        rows = _Rows(self.rank, index, self.k[index], self.v[index])
+        rows = _HopRows(self.rank, index, self.k[index], self.v[index])
         gradients: Sequence[Tensor] = ()
         for hop in range(self.size + (add is not None and self.size > 1)):
             sends, receives, following, asked = [], [], hop + 1, None
@@ -446,7 +446,7 @@ class _SelectedPass:
                 reader, owner = (self.rank + following) % self.size, (self.rank - following) % self.size
                 leaving = self._index(self.asked[reader])
                 index = self._index(self.wanted[owner])
-                arriving = _Rows(
+                arriving = _HopRows(
                     owner, index, *(x.new_empty((len(index), *x.shape[1:])) for x in (self.k, self.v))
                 )
                 sends += _messages([x[leaving] for x in (self.k, self.v)], reader, "K", "V")
@@ -470,7 +470,7 @@ class _SelectedPass:
                 add(asked, returned)
             rows = arriving
 
-    def blocks(self, rows: _Rows) -> Iterator[_Block]:
+    def blocks(self, rows: _HopRows) -> Iterator[_Block]:
         """Yield the blocks of queries and rows of a hop."""
         heads = self.q.shape[1] // self.choices
         ends = torch.searchsorted(
@@ -496,7 +496,7 @@ class _SelectedPass:
                     seen = visible[:, first_used : first_used + len(part)]
                     yield _Block((*at, queries), part + first, seen)
 
-    def _scores(self, block: _Block, rows: _Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scores(self, block: _Block, rows: _HopRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q [g, r * queries, D], k and v [g, R, ..], and masked scores [g * r, queries, R]."""
         k, v = (x[block.rows].to(self.dtype).transpose(0, 1) for x in (rows.k, rows.v))
         q = self.q[block.where][0].to(self.dtype)
@@ -508,7 +508,7 @@ class _SelectedPass:
         """Return (out, lse)."""
         out, lse = empty_results(self.q, self.v.shape[-1], self.dtype, sinks)
 
-        def compute(rows: _Rows) -> Sequence[Tensor]:
+        def compute(rows: _HopRows) -> Sequence[Tensor]:
             for block in self.blocks(rows):
                 _, _, v, scores = self._scores(block, rows)
                 part_lse = scores.logsumexp(-1)
@@ -530,7 +530,7 @@ class _SelectedPass:
         dq = torch.zeros_like(self.q, dtype=self.dtype)
         totals = [torch.zeros_like(x, dtype=self.dtype) for x in (self.k, self.v)]
 
-        def compute(rows: _Rows) -> Sequence[Tensor]:
+        def compute(rows: _HopRows) -> Sequence[Tensor]:
             dk, dv = (torch.zeros_like(x, dtype=self.dtype) for x in (rows.k, rows.v))
             for block in self.blocks(rows):
                 q, k, v, scores = self._scores(block, rows)

@@ -48,7 +48,8 @@ class Computed(NamedTuple):
     reach: Callable[[Tensor], Tensor] | None
 
 
-Call = Callable[[Sequence[Tensor], bool], Computed]  # takes the pieces' tensors, and whether a state comes
+# Takes the pieces' tensors, and whether a state comes.
+PieceKernel = Callable[[Sequence[Tensor], bool], Computed]
 
 active: list[BatchSharding] = []  # of the layers that are being computed, innermost last
 
@@ -143,7 +144,9 @@ def kinds_of(near: Neighbours) -> dict[tuple[int, bool], list[int]]:
     return kinds
 
 
-def recurrence(near: Neighbours, tensors: Sequence[Tensor], call: Call, matrix: bool, dim: int) -> Tensor:
+def recurrence(
+    near: Neighbours, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int
+) -> Tensor:
     """Return the outputs of a recurrence over all pieces of this rank.
 
     Args:

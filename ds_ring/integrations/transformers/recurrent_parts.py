@@ -126,7 +126,8 @@ def convolves_locally(part: nn.Module) -> bool:
         return False
     if any(name.partition(".")[2] == "forward" for _, name in _used(type(part)) if "." in name):
         return False  # the wrapper takes the place of all that the part does
-    source = _source(type(part))
+    kind: Any = type(part)  # mypy takes no class of modules for hashable
+    source = _source(kind)
     if source is None:
         return True
     # A function of the table gets the weights of a convolution that the part does not call.

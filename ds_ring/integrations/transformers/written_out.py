@@ -195,7 +195,7 @@ def check_inputs(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Attention:
+class _ModuleAttention:
     """Know of the attention of one call of a module."""
 
     module: nn.Module
@@ -242,7 +242,7 @@ class WrittenScores:
 
     # Not a subclass of Tensor: there are no numbers in it, and nothing may take it for some.
 
-    attend: _Attention
+    attend: _ModuleAttention
     query: Tensor  # [..., S, D]
     key: Tensor  # [..., K, D]
     shape: torch.Size  # [..., S, K]
@@ -353,7 +353,7 @@ def _unexpected(module: nn.Module, what: str) -> RingPatternError:
 class _Operators(TorchFunctionMode):
     """Return `WrittenScores` for the product of queries and keys: [Note: attention that is written out]."""
 
-    def __init__(self, attend: _Attention) -> None:
+    def __init__(self, attend: _ModuleAttention) -> None:
         super().__init__()
         self._attend = attend
         self._zeros: Tensor | None = None
@@ -414,7 +414,7 @@ def around_attention(
         mask = next((x for x in given if isinstance(x, LayerMask)), None)
         sharding = batches.current if mask is None or mask.sharding is None else mask.sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
-        operators = _Operators(_Attention(module, model.config, family, sharding, mask, samples))
+        operators = _Operators(_ModuleAttention(module, model.config, family, sharding, mask, samples))
         with operators:
             output = forward(
                 *(None if x is mask and mask is not None else x for x in args),
