@@ -239,14 +239,8 @@ def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
         )
 
 
-def check_tokens(q_tokens: int, k_tokens: int, local_tokens: int, parts: int) -> None:
-    """Raise RingShapeError for lengths that are no shard's (of one of `parts`, before Ulysses joins them)."""
-    slots = local_tokens // parts
-    if local_tokens % parts:
-        raise RingShapeError(
-            f"shards of {local_tokens} slots cannot be split over {parts} Ulysses ranks;"
-            f" build the layout with multiple_of={parts}"
-        )
+def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
+    """Raise RingShapeError for lengths that are not a rank's (of its part, before Ulysses joins them)."""
     if q_tokens != slots or k_tokens != slots:
         raise RingShapeError(
             f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"

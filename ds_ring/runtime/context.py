@@ -301,7 +301,7 @@ class RingContext:
             )
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
-        check_tokens(q.shape[2], k.shape[2], layout.local_tokens, parts)
+        check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
         check_length(self.pattern, layout)
         # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
@@ -613,6 +613,19 @@ def context_of(handle: int) -> RingContext:
     return object_of(handle, RingContext)
 
 
+def check_layout(layout: object, mesh: RingMesh) -> None:
+    """Raise RingLayoutError for what is no layout, or one for another ring than the mesh's."""
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
+        )
+    if layout.ring_size != mesh.ring_size:
+        raise RingLayoutError(
+            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
+            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
+        )
+
+
 def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
     """Return the context for these arguments; it is created on first use and dropped with its mesh.
 
@@ -630,11 +643,8 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
         )
     if isinstance(layout, str):
         check_layout_name(layout)
-    elif layout.ring_size != mesh.ring_size:
-        raise RingLayoutError(
-            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
-            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
-        )
+    else:
+        check_layout(layout, mesh)
     found: RingContext = kept(
         mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options)
     )

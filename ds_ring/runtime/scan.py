@@ -19,15 +19,16 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ring.checked_numbers import whole_number
-from ds_ring.errors import RingError, RingLayoutError, RingPatternError, RingShapeError, shown
+from ds_ring.errors import RingError, RingPatternError, RingShapeError, shown
 from ds_ring.masks.catalog import Documents
+from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import why_not_an_operand
 from ds_ring.runtime.context import (
+    check_layout,
     constant_in_graphs,
     count_forward_pass,
     kept,
@@ -39,9 +40,18 @@ from ds_ring.runtime.context import (
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.sequence_runs import Piece, ScanStep, SequenceRuns, halo_messages, pieces, sequence_runs
+from ds_ring.schedule.sequence_runs import (
+    Piece,
+    ScanStep,
+    SequenceRuns,
+    halo_messages,
+    other_documents,
+    pieces,
+    sequence_runs,
+)
 
 ByRank = dict[int, Tensor]  # by rank of the sequence
+Indices = dict[int, IntArray]  # the same
 
 
 @dataclass(eq=False)
@@ -137,16 +147,8 @@ def neighbours_of(
     return found
 
 
-def _check(layout: object, mesh: RingMesh, documents: object) -> None:
-    if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
-        )
-    if layout.ring_size != mesh.ring_size:
-        raise RingLayoutError(
-            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
-            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
-        )
+def _check(layout: Layout, mesh: RingMesh, documents: object) -> None:
+    check_layout(layout, mesh)
     sequence_runs(layout, mesh.ulysses_size)
     if documents is not None and not isinstance(documents, Documents):
         raise RingPatternError(
@@ -200,20 +202,22 @@ def halo(
     return halo_op(x, dim, before, after, handle)
 
 
-def _mask_documents(near: Neighbours, before: int, after: int, copies: Tensor) -> None:
+def _clear_other_documents(near: Neighbours, before: int, after: int, copies: Tensor) -> None:
     """Set the copies [R * (before + after), ...] of tokens of another document to 0."""
-    if near.documents is None:
-        return
-    runs, starts, outside = near.runs, np.array(near.documents.starts), []
-    for run in runs.of_rank(near.mesh.sequence_rank).tolist():
-        first, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
-        places = np.concatenate([np.arange(first - before, first), np.arange(end, end + after)])
-        borders = np.repeat([first, end - 1], [before, after])
-        documents = [np.searchsorted(starts, where, side="right") for where in (places, borders)]
-        outside.append(documents[0] != documents[1])
-    if outside:
-        index = np.flatnonzero(np.concatenate(outside))
+    if near.documents is not None:
+        parts, rank = near.mesh.ulysses_size, near.mesh.sequence_rank
+        index = other_documents(near.layout, parts, rank, before, after, near.documents)
         copies.index_fill_(0, torch.from_numpy(index).to(copies.device), 0)
+
+
+def _swapped(
+    near: Neighbours, rows: Tensor, sends: Indices, receives: Indices
+) -> list[tuple[Tensor, Tensor]]:
+    """Send rows to other ranks; return what each of them sent, beside the index of its place here."""
+    index_of = {peer: torch.from_numpy(index).to(rows.device) for peer, index in receives.items()}
+    arrived = {peer: rows.new_empty((len(index), *rows.shape[1:])) for peer, index in index_of.items()}
+    near.swap({peer: rows[torch.from_numpy(index).to(rows.device)] for peer, index in sends.items()}, arrived)
+    return [(index, arrived[peer]) for peer, index in index_of.items()]
 
 
 @operator("ds_ring::halo")
@@ -236,14 +240,9 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
         slots, places = (torch.from_numpy(index).to(x.device) for index in messages.own)
         copies[places] = rows[slots]
-        sends = {peer: rows[torch.from_numpy(index).to(x.device)] for peer, index in messages.sends.items()}
-        receives = {
-            peer: x.new_empty((len(index), *rows.shape[1:])) for peer, index in messages.receives.items()
-        }
-        near.swap(sends, receives)
-        for peer, index in messages.receives.items():
-            copies[torch.from_numpy(index).to(x.device)] = receives[peer]
-        _mask_documents(near, before, after, copies)
+        for index, received in _swapped(near, rows, messages.sends, messages.receives):
+            copies[index] = received
+        _clear_other_documents(near, before, after, copies)
     return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
 
 
@@ -274,19 +273,12 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
         near.agree("halo backward", {"shape": shape, "dtype": grad.dtype})
         messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
-        _mask_documents(near, before, after, rows)
+        _clear_other_documents(near, before, after, rows)
         dx = grad.new_zeros((slots, *rows.shape[1:]))
         own_slots, places = (torch.from_numpy(index).to(grad.device) for index in messages.own)
         dx.index_add_(0, own_slots, rows[places])
-        sends = {
-            peer: rows[torch.from_numpy(index).to(grad.device)] for peer, index in messages.receives.items()
-        }
-        receives = {
-            peer: grad.new_empty((len(index), *rows.shape[1:])) for peer, index in messages.sends.items()
-        }
-        near.swap(sends, receives)
-        for peer, index in messages.sends.items():
-            dx.index_add_(0, torch.from_numpy(index).to(grad.device), receives[peer])
+        for index, received in _swapped(near, rows, messages.receives, messages.sends):
+            dx.index_add_(0, index, received)
     return dx.movedim(0, dim).contiguous()
 
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
+from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, expand_ranges
@@ -41,6 +41,7 @@ from ds_ring.runtime.checks import DTYPES, check_sinks, why_not_an_operand
 from ds_ring.runtime.context import (
     Options,
     RingContext,
+    check_layout,
     context_for,
     context_of,
     count_forward_pass,
@@ -155,11 +156,7 @@ def _context(
                 f"ring_select: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
                 f" {mesh.sequence_size} for attention over chosen keys"
             )
-        if not isinstance(layout, Layout):  # a name stands for different layouts beside different patterns
-            raise RingLayoutError(
-                f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
-                " ring_size=P)"
-            )
+        check_layout(layout, mesh)  # no name, which stands for different layouts beside different patterns
         return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_s=hop_timeout_s))
     except RingError as error:
         refuse(mesh, error)

@@ -111,12 +111,7 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
     """Return first slot and end of the part of a shard that this Ulysses rank holds."""
     if mesh is None or mesh.ulysses_size == 1:
         return 0, layout.local_tokens
-    if layout.local_tokens % mesh.ulysses_size:
-        raise RingShapeError(
-            f"shards of {layout.local_tokens} slots cannot be split over {mesh.ulysses_size} Ulysses ranks;"
-            f" build the layout with multiple_of={mesh.ulysses_size}"
-        )
-    part = layout.local_tokens // mesh.ulysses_size
+    part = layout.part_slots(mesh.ulysses_size)
     return mesh.ulysses_rank * part, (mesh.ulysses_rank + 1) * part
 
 

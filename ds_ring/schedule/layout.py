@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from ds_ring.checked_numbers import MOST_RANKS, whole_number
-from ds_ring.errors import RingLayoutError, shown
+from ds_ring.errors import RingLayoutError, RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, repeat_rows
 from ds_ring.registry import LAYOUTS, load
@@ -61,6 +61,19 @@ class Layout(ABC):
         """Return the slots of every shard, padding included; the local length S of a sharded tensor."""
         # at least one slot, so that no local tensor is empty
         return -(-max(self.longest_shard, 1) // self.multiple_of) * self.multiple_of
+
+    def part_slots(self, parts: int) -> int:
+        """Return the slots of each of `parts` Ulysses ranks that share a shard.
+
+        Raises:
+            RingShapeError: the shards cannot be split so.
+        """
+        if self.local_tokens % parts:
+            raise RingShapeError(
+                f"shards of {self.local_tokens} slots cannot be split over {parts} Ulysses ranks; build the"
+                f" layout with multiple_of={parts}"
+            )
+        return self.local_tokens // parts
 
     def valid_tokens(self, ring_rank: int) -> int:
         """Count real tokens of one shard; they fill slots 0 .. valid_tokens-1."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError, RingShapeError
+from ds_ring.errors import RingLayoutError
 from ds_ring.masks.catalog import Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.schedule.layout import Layout
@@ -89,12 +89,7 @@ def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
         RingLayoutError: a run has gaps.
         RingShapeError: shards cannot be cut into that many parts.
     """
-    if layout.local_tokens % parts:
-        raise RingShapeError(
-            f"shards of {layout.local_tokens} slots cannot be split over {parts} Ulysses ranks; build the"
-            f" layout with multiple_of={parts}"
-        )
-    rows, part_slots = [], layout.local_tokens // parts
+    rows, part_slots = [], layout.part_slots(parts)
     for ring_rank in range(layout.ring_size):
         first = 0  # slot of the shard
         for start, step, length in layout.runs(ring_rank).tolist():
@@ -154,6 +149,25 @@ def halo_messages(layout: Layout, parts: int, rank: int, before: int, after: int
         {reader: np.concatenate(parts_) for reader, parts_ in sorted(sends.items())},
         {owner: np.concatenate(parts_) for owner, parts_ in sorted(receives.items())},
     )
+
+
+@lru_cache(maxsize=256)
+def other_documents(
+    layout: Layout, parts: int, rank: int, before: int, after: int, documents: Documents
+) -> IntArray:
+    """Return the places in a rank's halos whose token is in another document than the border of its run."""
+    runs, starts, outside = (
+        sequence_runs(layout, parts),
+        np.array(documents.starts),
+        [np.empty(0, dtype=bool)],
+    )
+    for run in runs.of_rank(rank).tolist():
+        first, end = int(runs.starts[run]), int(runs.starts[run] + runs.lengths[run])
+        places = np.concatenate([np.arange(first - before, first), np.arange(end, end + after)])
+        borders = np.repeat([first, end - 1], [before, after])
+        of_places, of_borders = (np.searchsorted(starts, where, side="right") for where in (places, borders))
+        outside.append(of_places != of_borders)
+    return np.flatnonzero(np.concatenate(outside))
 
 
 class Piece(NamedTuple):

@@ -306,7 +306,7 @@ def mamba1(
                 torch.exp(rates[:, n, None] * steps) * (state[..., n, None] * C[:, n, None].to(dtype))
                 for n in range(rates.shape[1])
             ]
-            return torch.stack(parts).sum(dim=0) if len(parts) == 1 else sum(parts[1:], parts[0])
+            return sum(parts[1:], parts[0])
 
         transition = torch.exp(rates * steps[..., -1:])
         return Computed(out, final.to(dtype), transition, reach if continues else None)
