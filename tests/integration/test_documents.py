@@ -526,7 +526,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring resize-checkpoint": only_reads("tests/dist/test_resize.py goes on with such checkpoints"),
     # tools/README.md
     "python tools/measure_memory.py --tokens": only_reads("takes minutes; tests/dist/test_memory.py holds it"),
-    "python tools/measure_memory.py --chosen": only_reads("takes minutes; tests/dist/test_selection.py"),
+    "python tools/measure_memory.py --chosen": only_reads("takes minutes of an idle machine"),
     "python tools/bench_latents.py": only_reads("takes minutes of an idle machine"),
     "python tools/check_curve.py": only_reads("takes a minute of an idle machine"),
     "python tools/bench_attention.py": only_reads("takes ten minutes of an idle machine"),
