@@ -15,7 +15,8 @@ at the token's owner; the gradient of a scan is the scan of the transposed maps 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,13 +109,19 @@ class Neighbours:
                 continues[piece.run] += piece.continues
         return through.to(like.device).view(shape), continues.to(like.device).view(shape)
 
-    def agree(self, operation: str, fields: Mapping[str, object], refused: RingError | None = None) -> None:
-        """Compare a call with the other ranks; see `exchange.agree`."""
-        if self.exchange is not None:
+    @contextmanager
+    def call(
+        self, operation: str, fields: Mapping[str, object], refused: RingError | None = None
+    ) -> Iterator[None]:
+        """Agree on a call with the other ranks, and tell them if what follows raises here."""
+        with self.mesh.in_call():
             told = {"layout": self.layout, "documents": self.documents, **fields}
-            agree(self.exchange, operation, told, refused)
-        elif refused is not None:
-            raise refused
+            if self.exchange is not None:
+                agree(self.exchange, operation, told, refused)
+            elif refused is not None:
+                raise refused
+            with nullcontext() if self.exchange is None else self.exchange.guarded():
+                yield
 
     def swap(self, sends: ByRank, receives: ByRank) -> None:
         """Send and receive contiguous tensors, and wait for them."""
@@ -231,8 +238,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         fields = {"before": before, "after": after, "shape": tuple(x.shape), "dim": dim, "dtype": x.dtype}
     except RingError as error:
         refused = error
-    with mesh.in_call():
-        near.agree("halo", fields, refused)
+    with near.call("halo", fields, refused):
         count_forward_pass()
         messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
         rows = x.movedim(dim, 0)
@@ -243,7 +249,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         for index, received in _swapped(near, rows, messages.sends, messages.receives):
             copies[index] = received
         _clear_other_documents(near, before, after, copies)
-    return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
+        return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
 
 
 def _check_halo(x: Tensor, dim: int, before: int, after: int, near: Neighbours) -> None:
@@ -268,9 +274,8 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
     """Return dx [..., S, ...] of the gradient of the copies [..., R, before + after, ...]."""
     near = object_of(handle, Neighbours)
     mesh, rank = near.mesh, near.mesh.sequence_rank
-    with mesh.in_call():
-        shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
-        near.agree("halo backward", {"shape": shape, "dtype": grad.dtype})
+    shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
+    with near.call("halo backward", {"shape": shape, "dtype": grad.dtype}):
         messages = halo_messages(near.layout, mesh.ulysses_size, rank, before, after)
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
         _clear_other_documents(near, before, after, rows)
@@ -279,7 +284,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
         dx.index_add_(0, own_slots, rows[places])
         for index, received in _swapped(near, rows, messages.receives, messages.sends):
             dx.index_add_(0, index, received)
-    return dx.movedim(0, dim).contiguous()
+        return dx.movedim(0, dim).contiguous()
 
 
 @halo_op.register_fake
@@ -346,8 +351,8 @@ def scan_op(transition: Tensor, increment: Tensor, matrix: bool, handle: int) ->
         _check_scan(transition, increment, matrix, near)
     except RingError as error:
         refused = error
-    with near.mesh.in_call():
-        near.agree("scan forward", {} if refused else _fields(transition, increment, matrix), refused)
+    fields = {} if refused else _fields(transition, increment, matrix)
+    with near.call("scan forward", fields, refused):
         count_forward_pass()
         passes, continues = near.masks(increment)
         states = _exclusive_scan(near, transition * passes, increment, matrix, reverse=False)
@@ -360,8 +365,7 @@ def scan_backward_op(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of transition and increment; the states are those of the forward pass."""
     near = object_of(handle, Neighbours)
-    with near.mesh.in_call():
-        near.agree("scan backward", _fields(transition, grad, matrix))
+    with near.call("scan backward", _fields(transition, grad, matrix)):
         passes, continues = near.masks(grad)
         transposed = (transition.mT if matrix else transition) * passes
         # The gradient of a run's final state is what all later runs make of it.

@@ -6,6 +6,7 @@ transitions are diagonals, behind a short convolution and a look-ahead. Tokens d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from ds_ring import (
     RingMesh,
     RingMismatchError,
     RingPatternError,
+    RingPeerError,
     RingShapeError,
     gather_sequence,
     halo,
@@ -26,6 +28,7 @@ from ds_ring import (
     ring_scan,
     shard_sequence,
 )
+from ds_ring.runtime import scan
 from ds_ring.runtime.scan import neighbours_of
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
@@ -240,4 +243,48 @@ def refused(rank: int, world_size: int, what: str) -> str:
 def test_misfits_are_refused_on_every_rank(rank_pool: Pool, what: str, of_both: bool, says: str) -> None:
     first, second = rank_pool(2).run(refused, what)
     assert second.startswith(says), second
-    assert first.startswith(says if of_both else "RingMismatchError: ring rank 1 refused its own input"), first
+    assert first.startswith(says if of_both else "RingMismatchError: ring rank 1 refused its own input"), (
+        first
+    )
+
+
+def failed(rank: int, world_size: int, where: str) -> tuple[str, int | None, str, float]:
+    """Raise in the local work of one call on rank 1; return each rank's error, whom it names, and seconds."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("contiguous", tokens=T, ring_size=world_size)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh, "hop_timeout_s": 20.0}
+    x = torch.zeros(B, layout.local_tokens, V, requires_grad=True)
+    maps = [torch.ones(1, B, K, V, requires_grad=True) for _ in range(2)]
+    operation, _, backward = where.partition(" ")
+    part = {"halo": "halo_messages", "scan": "compose"}[operation]
+    original, started = getattr(scan, part), time.monotonic()
+
+    def fails(*_: Any) -> Any:
+        raise ZeroDivisionError("on purpose")
+
+    def call() -> Tensor:
+        return halo(x, 3, dim=1, **named) if operation == "halo" else ring_scan(*maps, **named)
+
+    try:
+        out = call() if backward else None
+        if rank == 1:
+            setattr(scan, part, fails)
+        if out is not None:
+            out.sum().backward()
+        call()
+        call()  # a rank that needed nothing of rank 1 hears of it here
+    except (RingPeerError, ZeroDivisionError) as error:
+        seconds = time.monotonic() - started
+        setattr(scan, part, original)
+        torch.distributed.barrier()  # rank 1 stays, so that the others hear of its error and not of its end
+        return type(error).__name__, getattr(error, "peer", None), str(error), seconds
+    return "no error", None, "", 0.0
+
+
+@pytest.mark.parametrize("where", ["halo", "halo backward", "scan", "scan backward"])
+def test_an_error_on_one_rank_is_told_to_the_others_at_once(rank_pool: Pool, where: str) -> None:
+    found = rank_pool(3).run(failed, where)
+    assert found[1][0] == "ZeroDivisionError"
+    for kind, peer, text, seconds in (found[0], found[2]):
+        assert (kind, peer) == ("RingPeerError", 1) and "ZeroDivisionError in call" in text, found
+        assert seconds < 5, found
