@@ -80,6 +80,7 @@ class Neighbours:
     exchange: Exchange | None = None
     pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
     own_runs: int = field(init=False, default=0)
+    _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
@@ -100,14 +101,17 @@ class Neighbours:
 
         Both are [R, 1, ...] with the dimensions of `like`, and 0 for the other runs.
         """
-        shape = (-1, *[1] * (like.dim() - 1))
-        through, continues = (torch.ones(self.own_runs, dtype=like.dtype) for _ in range(2))
-        if self.documents is not None:
-            through, continues = torch.zeros_like(through), torch.zeros_like(continues)
-            for piece in self.pieces:
-                through[piece.run] += piece.continues and piece.is_last
-                continues[piece.run] += piece.continues
-        return through.to(like.device).view(shape), continues.to(like.device).view(shape)
+        key = like.dtype, like.device
+        if key not in self._masks:  # they are the same for all layers of a batch
+            rows = torch.ones(2, self.own_runs)
+            if self.documents is not None:
+                rows.zero_()
+                for piece in self.pieces:
+                    rows[0, piece.run] += piece.continues and piece.is_last
+                    rows[1, piece.run] += piece.continues
+            self._masks[key] = rows.to(like.device, like.dtype)
+        through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
+        return through, continues
 
     @contextmanager
     def call(

@@ -183,6 +183,19 @@ def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
         assert all(error < 1e-12 for error in errors.values()), errors
 
 
+def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:
+    """A scan of any shape reads the same memory; another dtype has its own."""
+    mesh = RingMesh.single()
+    near = neighbours_of(make_layout("zigzag", tokens=T, ring_size=1), mesh, Documents(IDS))
+    first, again = near.masks(torch.ones(near.own_runs, B, K, V)), near.masks(torch.ones(near.own_runs, 5))
+    assert [x.data_ptr() for x in first] == [x.data_ptr() for x in again]
+    assert [x.shape for x in first] == [(near.own_runs, 1, 1, 1)] * 2
+    double = near.masks(torch.ones(near.own_runs, dtype=torch.float64))
+    assert [x.dtype for x in double] == [torch.float64] * 2
+    other = neighbours_of(near.layout, mesh, Documents([0] * T))  # of the next batch
+    assert other.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
+
+
 def bytes_of(rank: int, world_size: int, tokens: int) -> int:
     """Bytes that this rank sends in one scan of `tokens` tokens, forward and backward."""
     mesh = RingMesh.from_world(world_size)
