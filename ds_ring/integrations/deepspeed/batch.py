@@ -40,11 +40,12 @@ Batch = dict[str, Tensor]
 # What a model needs to know of whole batches. `attach` fills it in (families.py).
 
 SHARDING = "ds_ring_sharding"  # the keyword by which a model hands its batch's sharding down to attention
-CACHES = ("cache", "past_key_values")  # by which it takes a cache: from transformers 5.24 on, and before
+# By which it takes a cache: from transformers 5.24 on, before, and Mamba's.
+CACHES = ("cache", "past_key_values", "cache_params")
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """Return the cache among the arguments of a call, by either name; None without one."""
+    """Return the cache among the arguments of a call, by any name; None without one."""
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,7 @@ REMEMBERED = 64  # batches; more are never between a loader and the model
 class BatchSharding:
     """Hold what attention must know of a batch."""
 
+    is_replicated: ClassVar[bool] = False  # True if every rank has all tokens of the call (generation)
     config: RingConfig  # kernel, transport and the other options; its layout and ring size are not looked at
     layout: Layout  # where the batch's tokens lie
     mesh: RingMesh  # the ranks they are spread over: one rank for a batch that is not cut
@@ -57,6 +58,9 @@ class BatchSharding:
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
+    # True: recurrent layers zero the padding (`real_tokens`) and ignore `groups`, as one process does. False:
+    # padding is documents of its own
+    masks_padding: bool = False
     images: ImageTokens | None = field(default=None, repr=False)
     _kept: dict[Any, RowsAttention] = field(default_factory=dict, repr=False)
 

@@ -3,14 +3,14 @@
 Every rank of a sequence calls `model.generate` with the same whole prompts and gets the same whole sequences.
 Decoding itself (sampling, beams, stopping) is transformers'.
 
-Shapes: B samples, T tokens so far, Q new tokens, V words, G key/value heads, S slots, D head dim.
+Shapes: B samples, T tokens so far, Q new tokens, V words.
 
 [Note: the same tokens on all ranks]
 A prompt is cut before the model's other hooks, as a batch is. It runs as a ring pass, after which each rank
 keeps its part of the keys and values. A later token runs on every rank, as replicated queries over the
-sharded cache. All ranks get the logits of the prompt's last token from its owner; the logits of later tokens
-are bit-equal on all ranks. Each call first compares prompts, settings and the state of the random number
-generator.
+sharded cache, and through recurrent layers with the state after the prompt, which every rank gets. All ranks
+get the logits of the prompt's last token from its owner; the logits of later tokens are bit-equal on all
+ranks. Each call first compares prompts, settings and the state of the random number generator.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import CACHES, cache_in
@@ -40,7 +39,8 @@ from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
-from ds_ring.integrations.transformers.recurrent_parts import is_recurrent
+from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
+from ds_ring.integrations.transformers.ring_cache import RingCache
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
@@ -49,134 +49,13 @@ from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.grid import Grid
-from ds_ring.schedule.layout import CacheLayout, Layout
-
-_RESERVED = 64  # slots a rank reserves at once for tokens that are generated
-
-
-class RingCache(Cache):
-    """Hold this rank's part of every layer's keys and values.
-
-    A prompt stays where its ring pass had it; each token after it is kept by one rank, in turn. So a rank
-    holds 1/P of what `DynamicCache` would, and up to 64 slots a layer more.
-    """
-
-    def __init__(self, ring_rank: int, ring_size: int) -> None:
-        kind: Any = functools.partial(RingCacheLayer, self)
-        super().__init__(layer_class_to_replicate=kind)
-        self.ring_rank, self.ring_size = ring_rank, ring_size
-        self.layout: CacheLayout | None = None  # of all reserved slots; None before the prompt
-        self.real_BT: Tensor | None = None  # which tokens are no padding, on the CPU; None if all are
-        self.groups: dict[int, tuple[RowGroup, ...]] = {}  # rows by their padding, by the length of a layout
-        self._tokens = self._arriving = 0
-
-    def begin(self, tokens: int, prompt: Layout | None = None) -> None:
-        """Say how many tokens every layer is about to store; the prompt's come with their layout."""
-        self._arriving = tokens
-        prompt = prompt or (self.layout.prompt if self.layout is not None else None)
-        assert prompt is not None, "the first tokens of a cache are a prompt"
-        needed = self._tokens + tokens
-        if self.layout is None or needed > self.layout.tokens:
-            reserved = needed + _RESERVED * self.ring_size
-            self.layout = CacheLayout(reserved, self.ring_size, prompt=prompt)
-
-    def finish(self) -> None:
-        """Count what every layer has stored."""
-        self._tokens += self._arriving
-        self._arriving = 0
-
-    @property
-    def arriving(self) -> range:
-        """Return the positions of the tokens that are being stored."""
-        return range(self._tokens, self._tokens + self._arriving)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the memory of this rank's part, bytes."""
-        layers: list[Any] = self.layers
-        return sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._tokens
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self._tokens + query_length, 0
-
-    def reset(self) -> None:
-        self.layers.clear()
-        self.groups.clear()
-        self.layout = self.real_BT = None
-        self._tokens = self._arriving = 0
-
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Refuse to forget tokens."""
-        raise RingConfigError(
-            "generate: expected a way of decoding that keeps all tokens, got one that takes"
-            f" {tokens_to_remove} back; decode greedily, by sampling or with beams"
-        )
-
-
-class RingCacheLayer(CacheLayerMixin):
-    """Hold this rank's part of one layer's keys and values, [B, G, S, D]."""
-
-    def __init__(self, cache: RingCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self._room(key_states), self._room(value_states)
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [B, G, Q, D]; return what attention reads.
-
-        Of a prompt that is this rank's shard, for the ring pass. Later every rank has all new tokens, and
-        gets back what it holds of the whole sequence.
-        """
-        cache = self._cache
-        assert cache.layout is not None
-        if cache.arriving.start == 0:
-            self.lazy_initialization(key_states, value_states)
-            stored = cache.layout.prompt.valid_tokens(cache.ring_rank)
-            for kept, new in ((self.keys, key_states), (self.values, value_states)):
-                assert kept is not None
-                kept[:, :, :stored] = new[:, :, :stored]
-            return key_states, value_states
-        assert self.keys is not None and self.values is not None
-        if self.keys.shape[2] < cache.layout.local_tokens:
-            self.keys, self.values = self._room(self.keys, self.keys), self._room(self.values, self.values)
-        for index, position in enumerate(cache.arriving):
-            slot = cache.layout.slot(cache.ring_rank, position)
-            if slot is not None:
-                self.keys[:, :, slot] = key_states[:, :, index]
-                self.values[:, :, slot] = value_states[:, :, index]
-        return self.keys, self.values
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.get_mask_sizes(query_length, 0)
-
-    def get_seq_length(self) -> int:
-        return self._cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return -1  # transformers' word for none
-
-    def _room(self, like: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Return zeros [B, G, S, D] for all reserved slots; `kept` fills the first ones."""
-        assert self._cache.layout is not None
-        batch, heads, _, head_dim = like.shape
-        room = like.new_zeros(batch, heads, self._cache.layout.local_tokens, head_dim)
-        if kept is not None:
-            room[:, :, : kept.shape[2]] = kept
-        return room
 
 
 @dataclass(frozen=True, eq=False)
 class CachedSharding(BatchSharding):
     """Where the tokens of a cache lie, and the positions of the queries, which every rank has."""
 
+    is_replicated: ClassVar[bool] = True
     q_positions: Tensor = field(kw_only=True)  # int64 [Q], on the CPU
 
     def attention(
@@ -261,8 +140,13 @@ class Generation:
             raise refused
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
-            name = next((name for name in CACHES if name in self.signature.parameters), CACHES[-1])
-            given[name] = RingCache(self.mesh.ring_rank, self.mesh.ring_size)
+            name = next((name for name in CACHES if name in self.signature.parameters), "past_key_values")
+            has_states = any(map(is_recurrent, self.model.modules()))
+            given[name] = RingCache(
+                self.mesh.ring_rank, self.mesh.ring_size,
+                self.model.config.get_text_config(decoder=True) if has_states else None,
+                Exchange(self.mesh, self._session.config.hop_timeout_seconds),
+            )  # fmt: skip
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
         if sharded and self.mesh.data_size > 1 and asked.get("synced_gpus") is None:
@@ -272,6 +156,9 @@ class Generation:
     def _check(self, asked: dict[str, Any], settings: Any, rewritten: bool) -> None:
         name = f"{type(self.model).__name__}.generate"
         mode = settings.get_generation_mode(asked.get("assistant_model"))
+        stateless = sorted(
+            {type(one).__name__ for one in self.model.modules() if passes_no_state_to_a_cache(one)}
+        )
         cache, config = cache_in(asked), self.model.config.get_text_config()
         # A window in the configuration, but in no mask (Moshi).
         only_the_cache_slides = (
@@ -290,9 +177,8 @@ class Generation:
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, RingCache),
-            "expected attention alone, got layers that pass a state on, which a ring's cache lacks": any(
-                map(is_recurrent, self.model.modules())
-            ),
+            f"expected layers whose states transformers' cache holds, got {', '.join(stateless)}, which no"
+            " cache on a ring carries from the prompt to the next token": bool(stateless),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
                 settings.cache_implementation
             ),
@@ -318,6 +204,8 @@ class Generation:
             raise RingShapeError("generate: expected input_ids or inputs_embeds, got none")
         tokens = int(inputs.shape[1])
         positions = given.get("position_ids")
+        if positions is None and "position_ids" not in self.signature.parameters:
+            positions = torch.arange(tokens, device=inputs.device)[None] + cache.get_seq_length()
         if positions is None or positions.ndim != 2:
             raise RingShapeError(
                 f"{type(self.model).__name__}: expected position_ids [samples, tokens], got"
@@ -326,24 +214,28 @@ class Generation:
         mask_BT = given.pop("attention_mask", None)
         if "output_router_logits" in self.signature.parameters:
             given["output_router_logits"] = False  # nobody reads the loss that they are for
+        real_tokens: Tensor | None = None
         # Keep which tokens are padding, if new ones are; those behind the mask that is kept are none.
         if mask_BT is not None and not bool(mask_BT[:, -tokens:].all()):
             cache.real_BT = mask_BT.detach().cpu().bool()
             cache.groups.clear()
+            real_tokens = mask_BT[:, -tokens:]
         longest = positions.max()
         if cache.get_seq_length() == 0:
-            return self._prompt(given, tokens, longest)
+            return self._prompt(given, tokens, longest, real_tokens)
         cache.begin(tokens)
         assert cache.layout is not None
         session, groups = self._session, self._groups(cache.layout.tokens)
         self.sharding = CachedSharding(
             session.config, cache.layout, self.mesh, session.patterns, groups, longest,
-            q_positions=torch.tensor(list(cache.arriving)),
+            q_positions=torch.tensor(list(cache.arriving)), real_tokens=real_tokens, masks_padding=True,
         )  # fmt: skip
         session.batches.work_on(self.sharding)
         return given
 
-    def _prompt(self, given: dict[str, Any], tokens: int, longest: Tensor) -> dict[str, Any]:
+    def _prompt(
+        self, given: dict[str, Any], tokens: int, longest: Tensor, real_tokens: Tensor | None
+    ) -> dict[str, Any]:
         """Return this rank's part of a prompt, which is cut as the batches of training are."""
         session, mesh, cache = self._session, self.mesh, self._cache
         assert cache is not None
@@ -351,9 +243,12 @@ class Generation:
         layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
         images = images_of_prompt(given, session.needs.images, layout, mesh)
+        if real_tokens is not None:
+            real_tokens = shard_sequence(real_tokens, layout, mesh=mesh, dim=1)
         self.sharding = BatchSharding(
-            session.config, layout, mesh, session.patterns, groups, longest, images=images
-        )
+            session.config, layout, mesh, session.patterns, groups, longest,
+            images=images, real_tokens=real_tokens, masks_padding=True,
+        )  # fmt: skip
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
         self._owns_last = owner == mesh.ring_rank

@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.runtime.scan import Neighbours, halo_op, neighbours_of, scan_op
+from ds_ring.runtime.scan import Neighbours, compose, halo_op, neighbours_of, scan_op
 
 Original = Callable[..., Any]
 
@@ -55,23 +55,36 @@ active: list[BatchSharding] = []  # of the layers that are being computed, inner
 
 
 def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
-    """Return the sharding of a call's tensors, and take it out of the arguments; None off the ring."""
+    """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
     told: BatchSharding | None = kwargs.pop(SHARDING, None)
-    return told if told is not None else active[-1] if active else None
+    if told is None and active:
+        told = active[-1]
+    return None if told is None or told.is_replicated else told
+
+
+def rows_of(sharding: BatchSharding) -> list[tuple[Neighbours, list[int]]]:
+    """Return the neighbours of each set of documents, and the rows that have them; [] for all rows."""
+    layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
+    if not sharding.groups or sharding.masks_padding:
+        return [(neighbours_of(layout, mesh, None, timeout), [])]
+    return [
+        (neighbours_of(layout, mesh, group.documents, timeout), list(group.rows)) for group in sharding.groups
+    ]
+
+
+def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
+    """Return what was computed of each set of rows in the order of the batch, which is dimension 0."""
+    if not rows[0]:
+        return parts[0]
+    order = [row for of_set in rows for row in of_set]
+    return torch.cat([*parts])[torch.tensor(order).argsort().to(parts[0].device)]
 
 
 def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return `run(neighbours, *tensors)` for the rows of each set of documents; dimension 0 is the batch."""
-    layout, mesh, timeout = sharding.layout, sharding.mesh, float(sharding.config.hop_timeout_seconds)
-    if not sharding.groups:
-        return run(neighbours_of(layout, mesh, None, timeout), *tensors)
-    outs, order = [], []
-    for group in sharding.groups:
-        rows = list(group.rows)
-        outs.append(run(neighbours_of(layout, mesh, group.documents, timeout), *(x[rows] for x in tensors)))
-        order += rows
-    back = torch.tensor(order).argsort().to(tensors[0].device)
-    return torch.cat(outs)[back]
+    sets = rows_of(sharding)
+    outs = [run(near, *(x[rows] if rows else x for x in tensors)) for near, rows in sets]
+    return in_order(outs, [rows for _, rows in sets])
 
 
 def convolution(
@@ -145,19 +158,35 @@ def kinds_of(near: Neighbours) -> dict[tuple[int, bool], list[int]]:
 
 
 def recurrence(
-    near: Neighbours, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int
-) -> Tensor:
-    """Return the outputs of a recurrence over all pieces of this rank.
+    sharding: BatchSharding, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int,
+    wants_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the outputs of a recurrence over all pieces, and the state after the last token of each sample.
 
     Args:
-        near: the neighbours of the rows.
+        sharding: of the batch.
         tensors: [B, ..., S, ...] with the slots in dimension `dim`.
         call: computes pieces of one length.
         matrix: see `ring_scan`.
         dim: 1 or 2.
+        wants_state: the state is returned, on every rank; it has no gradient.
     """
+    sets = rows_of(sharding)
+    found = [
+        _recurrence_of_rows(near, [x[rows] if rows else x for x in tensors], call, matrix, dim, wants_state)
+        for near, rows in sets
+    ]
+    rows = [one for _, one in sets]
+    out, states = in_order([one for one, _ in found], rows), [one for _, one in found if one is not None]
+    return out, in_order(states, rows) if wants_state else None
+
+
+def _recurrence_of_rows(
+    near: Neighbours, tensors: Sequence[Tensor], call: PieceKernel, matrix: bool, dim: int, wants_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `recurrence` does, of rows with the same documents."""
     batch, slots = tensors[0].shape[0], tensors[0].shape[dim]
-    kinds = kinds_of(near)
+    kinds = kinds_of(near) if near.pieces else {}
     outs: dict[int, Tensor] = {}
     finals: dict[int, tuple[Tensor, Tensor]] = {}  # M and B by run
     reaches: list[tuple[list[int], Tensor, Callable[[Tensor], Tensor]]] = []
@@ -171,7 +200,12 @@ def recurrence(
                 finals[near.pieces[number].run] = found.transition[rows], found.final[rows]
         if found.reach is not None:
             reaches.append((numbers, found.out, found.reach))
-    moves, increments = (torch.stack([finals[run][i] for run in range(near.own_runs)]) for i in (0, 1))
+    if kinds:
+        moves, increments = (torch.stack([finals[run][i] for run in range(near.own_runs)]) for i in (0, 1))
+    else:  # no token is here: a padding slot says what the states of others look like
+        found = call([x.narrow(dim, 0, 1) for x in tensors], False)
+        moves, increments = found.transition[None, :][:0], found.final[None, :][:0]
+        outs[0] = found.out.narrow(dim, 0, 0)
     states = scan_op(moves, increments, matrix, near.handle)
     for numbers, out, reach in reaches:
         reached = out + reach(torch.cat([states[near.pieces[number].run] for number in numbers])).to(
@@ -182,7 +216,28 @@ def recurrence(
     whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
     if not reaches:  # every rank takes part in the backward pass of the scan
         whole = whole + states.flatten()[:0].sum().to(whole.dtype)
-    return padded(whole, slots, dim)
+    last = _state_after(near, moves, increments, states, matrix) if wants_state else None
+    return padded(whole, slots, dim), last
+
+
+def _state_after(near: Neighbours, moves: Tensor, increments: Tensor, states: Tensor, matrix: bool) -> Tensor:
+    """Return the state after the last token of the sequence, on every rank.
+
+    Args:
+        near: the neighbours.
+        moves, increments, states: M and B of this rank's runs, and the states with which they begin.
+        matrix: see `ring_scan`.
+    """
+    last = len(near.runs.starts) - 1
+    found = increments.new_zeros(increments.shape[1:])
+    for place, run in enumerate(near.runs.of_rank(near.mesh.sequence_rank).tolist()):
+        if run == last:
+            passes, _ = near.masks(increments)
+            found = compose((moves * passes, increments), (None, states), matrix)[1][place].contiguous()
+    if near.exchange is not None and near.mesh.sequence_group is not None:
+        with near.mesh.in_call():
+            near.exchange.all_reduce(found, near.mesh.sequence_group)
+    return found
 
 
 def delta_rule(
@@ -195,7 +250,7 @@ def delta_rule(
     if sharding is None:
         found: tuple[Tensor, Tensor | None] = original(query, key, value, *args, **given, **kwargs)
         return found
-    refuse_states("delta rule", initial_state, output_final_state)
+    refuse_states("delta rule", initial_state, output_final_state and torch.is_grad_enabled())
     kwargs = {name: x for name, x in kwargs.items() if name != "cu_seqlens"}
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
@@ -220,10 +275,7 @@ def delta_rule(
             lambda state: torch.einsum("blhk,bhkv->blhv", reach, state),
         )
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return recurrence(near, tensors, call, matrix=True, dim=1)
-
-    return by_rows(sharding, run, query, key, value, g, beta), None
+    return recurrence(sharding, (query, key, value, g, beta), call, True, 1, output_final_state)
 
 
 def refuse_states(name: str, initial_state: Tensor | None, output_final_state: bool) -> None:
@@ -246,7 +298,7 @@ def mamba2(
     if sharding is None:
         told |= {"z": z, "initial_states": initial_states, "return_final_states": return_final_states}
         return original(x, dt, A, B, C, chunk_size, *args, **told, **kwargs)
-    refuse_states("Mamba 2", initial_states, return_final_states)
+    refuse_states("Mamba 2", initial_states, return_final_states and torch.is_grad_enabled())
     kwargs = {name: x for name, x in kwargs.items() if name != "seq_idx"}
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
@@ -261,11 +313,9 @@ def mamba2(
 
         return Computed(out, final, transition, reach if continues else None)
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return recurrence(near, tensors, call, matrix=False, dim=1)
-
-    out = by_rows(sharding, run, x, dt, B, C)
-    return out if z is None else out * F.silu(z)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, return_final_states)
+    out = out if z is None else out * F.silu(z)
+    return (out, state) if return_final_states else out
 
 
 def _summed_steps(
@@ -290,7 +340,7 @@ def mamba1(
     if sharding is None:
         told |= {"z": z, "return_last_state": return_last_state}
         return original(x, dt, A, B, C, *args, **told, **kwargs)
-    refuse_states("Mamba", None, return_last_state)
+    refuse_states("Mamba", None, return_last_state and torch.is_grad_enabled())
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
@@ -311,11 +361,9 @@ def mamba1(
         transition = torch.exp(rates * steps[..., -1:])
         return Computed(out, final.to(dtype), transition, reach if continues else None)
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return recurrence(near, tensors, call, matrix=False, dim=2)
-
-    out = by_rows(sharding, run, x, dt, B, C)
-    return out if z is None else out * F.silu(z)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, return_last_state)
+    out = out if z is None else out * F.silu(z)
+    return (out, state) if return_last_state else out
 
 
 def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:

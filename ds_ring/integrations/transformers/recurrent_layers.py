@@ -224,10 +224,7 @@ def lightning_attention(
         out = torch.cat(outs, dim=2).transpose(1, 2)
         return Computed(out, state, transition, reach if continues else None)
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return recurrence(near, tensors, call, matrix=False, dim=1)
-
-    out = layer.norm(by_rows(sharding, run, query, key, value).flatten(2))
+    out = layer.norm(recurrence(sharding, (query, key, value), call, False, 1)[0].flatten(2))
     return layer.out_proj(F.sigmoid(layer.output_gate(hidden_states)) * out), None
 
 
@@ -251,12 +248,8 @@ def rg_lru(
         decays = (gate * ~reset).to(final.dtype).cumprod(dim=1)
         return Computed(out, final, decays[:, -1], (lambda s: decays * s[:, None]) if continues else None)
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return recurrence(near, tensors, call, matrix=False, dim=1)
-
-    return by_rows(
-        sharding, run, hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
-    ), None
+    of_tokens = hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
+    return recurrence(sharding, of_tokens, call, False, 1)
 
 
 def compressed_convolution(

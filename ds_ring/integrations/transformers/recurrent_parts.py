@@ -28,6 +28,11 @@ _WRAPPERS = (
 FUNCTIONS: dict[str, Callable[..., Any]] = dict(
     zip((*RECURRENT_FUNCTIONS, *RECURRENT_METHODS), _WRAPPERS, strict=True)
 )
+# Whose wrappers compute the state after a prompt, or whose layer keeps what they read in a cache.
+_GIVES_STATES = {
+    "causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan",
+    "mamba_selective_scan", "mamba2_split_conv1d_scan_combined", "mamba_inner_fn",
+}  # fmt: skip
 # nn.Conv1d modules that are called by themselves, by the class that has them.
 _CONVOLUTIONS = {"RecurrentGemmaRecurrentBlock": "conv_1d", "Qwen4ExpTextPLELayer": "conv1d"}
 _wrapped: set[tuple[str, str]] = set()  # file and name; they stay, and call the original without a ring
@@ -84,6 +89,12 @@ def is_recurrent(part: nn.Module) -> bool:
     return bool(_used(type(part)) or own_modules(part))
 
 
+def passes_no_state_to_a_cache(part: nn.Module) -> bool:
+    """Return whether a part is recurrent, and computes no state after the last token of a prompt."""
+    names = {name for _, name in _used(type(part))}
+    return bool(names - _GIVES_STATES or own_modules(part))
+
+
 def own_modules(part: nn.Module) -> dict[nn.Module, tuple[str, Callable[..., Any]]]:
     """Return the modules inside a part that look back by themselves: a row's target, and the wrapper."""
     found: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
@@ -137,9 +148,19 @@ def convolves_locally(part: nn.Module) -> bool:
 def told_sharding(session: Any) -> SimpleNamespace:
     """Return the hooks of a recurrent part that tell its functions the sharding of the batch."""
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         told = kwargs.get(SHARDING)
-        recurrent.active.append(session.batches.current if told is None else told)
+        told = session.batches.current if told is None else told
+        recurrent.active.append(told)
+        if not told.masks_padding:
+            return None
+        # Not all functions of single tokens take further arguments.
+        given = {name: value for name, value in kwargs.items() if name != SHARDING}
+        if told.real_tokens is not None and "attention_mask" in given:
+            given["attention_mask"] = told.real_tokens
+        return args, given
 
     def after(*_: Any) -> None:
         recurrent.active.pop()

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ds_ring import Causal, RingConfigError, make_layout
-from ds_ring.integrations.transformers import generation
-from ds_ring.integrations.transformers.generation import RingCache
+from ds_ring.integrations.transformers import ring_cache
+from ds_ring.integrations.transformers.ring_cache import RingCache
 from tests.unit.integrations.transformers.test_attention import FAMILIES, IDS, attached, build
 
 LAYERS, RESERVED = 2, 2
@@ -39,7 +39,7 @@ def whole_of(caches: list[RingCache], layer: int, tokens: int) -> tuple[Tensor, 
 def test_all_ranks_together_hold_what_one_process_holds(
     monkeypatch: pytest.MonkeyPatch, layout_name: str, ring_size: int, prompt: int
 ) -> None:
-    monkeypatch.setattr(generation, "_RESERVED", RESERVED)
+    monkeypatch.setattr(ring_cache, "_RESERVED", RESERVED)
     generator = torch.Generator().manual_seed(0)
     layout = make_layout(layout_name, tokens=prompt, ring_size=ring_size, pattern=Causal())
     caches, alone = [RingCache(rank, ring_size) for rank in range(ring_size)], DynamicCache()

@@ -1,0 +1,248 @@
+"""The cache of a generation: each rank's part of the keys and values, and the states that every rank has.
+
+Keys and values stay on the rank that computed them, so a rank holds 1/P of them. The states of recurrent
+layers and the last inputs of short convolutions do not grow with the sequence: after the prompt every rank
+gets those of its last token, and updates them with each later token as one process does.
+
+Shapes: B samples, T tokens so far, Q new tokens, G key/value heads, S slots, D head dim, C channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.schedule.layout import CacheLayout, Layout
+
+_RESERVED = 64  # slots a rank reserves at once for tokens that are generated
+
+
+class RingCache(Cache):
+    """Hold this rank's part of every layer's keys and values, and the states of recurrent layers.
+
+    A prompt stays where its ring pass had it; each token after it is kept by one rank, in turn. So a rank
+    holds 1/P of what `DynamicCache` would, and up to 64 slots a layer more.
+
+    Args:
+        ring_rank, ring_size: this rank's place.
+        config: of a model with recurrent layers: the cache then has the layers of `DynamicCache(config)`.
+        exchange: of the ring, by which the ranks get states; None for one rank.
+    """
+
+    def __init__(
+        self,
+        ring_rank: int,
+        ring_size: int,
+        config: PreTrainedConfig | None = None,
+        exchange: Exchange | None = None,
+    ) -> None:
+        self.ring_rank, self.ring_size = ring_rank, ring_size
+        self.layout: CacheLayout | None = None  # of all reserved slots; None before the prompt
+        self.real_BT: Tensor | None = None  # which tokens are no padding, on the CPU; None if all are
+        self.groups: dict[int, tuple[RowGroup, ...]] = {}  # rows by their padding, by the length of a layout
+        self._tokens = self._arriving = 0
+        self._config, self._exchange = config, exchange
+        if config is None:
+            kind: Any = functools.partial(RingCacheLayer, self)
+            super().__init__(layer_class_to_replicate=kind)
+        else:
+            super().__init__(layers=self._layers())
+
+    def _layers(self) -> list[Any]:
+        """Return this cache's layers in place of transformers' own; none yet if all hold keys and values."""
+        found: list[Any] = []
+        for layer in [] if self._config is None else DynamicCache(config=self._config).layers:
+            if isinstance(layer, DummyLayer):
+                found.append(layer)
+            elif not isinstance(layer, LinearAttentionCacheLayerMixin):
+                found.append(RingCacheLayer(self))
+            else:
+                kind = RingHybridLayer if isinstance(layer, CacheLayerMixin) else RingStateLayer
+                found.append(kind(self, layer.number_of_states))
+        return found
+
+    def begin(self, tokens: int, prompt: Layout | None = None) -> None:
+        """Say how many tokens every layer is about to store; the prompt's come with their layout."""
+        self._arriving = tokens
+        prompt = prompt or (self.layout.prompt if self.layout is not None else None)
+        assert prompt is not None, "the first tokens of a cache are a prompt"
+        needed = self._tokens + tokens
+        if self.layout is None or needed > self.layout.tokens:
+            reserved = needed + _RESERVED * self.ring_size
+            self.layout = CacheLayout(reserved, self.ring_size, prompt=prompt)
+
+    def finish(self) -> None:
+        """Count what every layer has stored."""
+        self._tokens += self._arriving
+        self._arriving = 0
+
+    @property
+    def arriving(self) -> range:
+        """Return the positions of the tokens that are being stored."""
+        return range(self._tokens, self._tokens + self._arriving)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory of this rank's part, bytes."""
+        held: list[Any] = []
+        for layer in self.layers:
+            held += [getattr(layer, "keys", None), getattr(layer, "values", None)]
+            if isinstance(layer, RingStateLayer):
+                held += [*layer.conv_states.values(), *layer.recurrent_states.values()]
+        return sum(x.nbytes for x in held if x is not None)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Return False: the passes of a ring are no graph that transformers could compile."""
+        return False
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether a layer holds states."""
+        return self._config is not None
+
+    def last_inputs(self, x_BCS: Tensor, width: int) -> Tensor:
+        """Return the last inputs of the prompt [B, C, width] on every rank; zeros where there is no token.
+
+        Collective in the ring.
+        """
+        assert self.layout is not None
+        prompt = self.layout.prompt
+        owners, slots = np.divmod(prompt.slots_by_position()[-width:], prompt.local_tokens)
+        tail_BCW = x_BCS.new_zeros((*x_BCS.shape[:-1], width))
+        mine, first = np.flatnonzero(owners == self.ring_rank), width - len(owners)
+        tail_BCW[..., torch.from_numpy(first + mine)] = x_BCS[..., torch.from_numpy(slots[mine])]
+        if self._exchange is not None and self._exchange.mesh.ring_group is not None:
+            self._exchange.all_reduce(tail_BCW, self._exchange.mesh.ring_group)
+        return tail_BCW
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self._tokens + query_length, 0
+
+    def reset(self) -> None:
+        self.layers[:] = self._layers()
+        self.groups.clear()
+        self.layout = self.real_BT = None
+        self._tokens = self._arriving = 0
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refuse to forget tokens."""
+        raise RingConfigError(
+            "generate: expected a way of decoding that keeps all tokens, got one that takes"
+            f" {tokens_to_remove} back; decode greedily, by sampling or with beams"
+        )
+
+
+class RingCacheLayer(CacheLayerMixin):
+    """Hold this rank's part of one layer's keys and values, [B, G, S, D]."""
+
+    def __init__(self, cache: RingCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self._room(key_states), self._room(value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, G, Q, D]; return what attention reads.
+
+        Of a prompt that is this rank's shard, for the ring pass. Later every rank has all new tokens, and
+        gets back what it holds of the whole sequence.
+        """
+        cache = self._cache
+        assert cache.layout is not None
+        if cache.arriving.start == 0:
+            self.lazy_initialization(key_states, value_states)
+            stored = cache.layout.prompt.valid_tokens(cache.ring_rank)
+            for kept, new in ((self.keys, key_states), (self.values, value_states)):
+                assert kept is not None
+                kept[:, :, :stored] = new[:, :, :stored]
+            return key_states, value_states
+        assert self.keys is not None and self.values is not None
+        if self.keys.shape[2] < cache.layout.local_tokens:
+            self.keys, self.values = self._room(self.keys, self.keys), self._room(self.values, self.values)
+        for index, position in enumerate(cache.arriving):
+            slot = cache.layout.slot(cache.ring_rank, position)
+            if slot is not None:
+                self.keys[:, :, slot] = key_states[:, :, index]
+                self.values[:, :, slot] = value_states[:, :, index]
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.get_mask_sizes(query_length, 0)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length()
+
+    def get_max_length(self) -> int:
+        return -1  # transformers' word for none
+
+    def _room(self, like: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Return zeros [B, G, S, D] for all reserved slots; `kept` fills the first ones."""
+        assert self._cache.layout is not None
+        batch, heads, _, head_dim = like.shape
+        room = like.new_zeros(batch, heads, self._cache.layout.local_tokens, head_dim)
+        if kept is not None:
+            room[:, :, : kept.shape[2]] = kept
+        return room
+
+
+class RingStateLayer(LinearAttentionLayer):
+    """Hold the states of a recurrent layer, and the last inputs of its convolution, whole on every rank."""
+
+    def __init__(self, cache: RingCache, number_of_states: int = 1) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        self._cache = cache
+
+    def update_conv_state(
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Store the last inputs [B, C, Q] of a convolution; return those that it reads.
+
+        Of a prompt that is this rank's shard: the convolution gets what stands before it from other ranks.
+        """
+        width, told = conv_kernel_size, {"conv_kernel_size": conv_kernel_size}
+        if self._cache.arriving.start > 0:
+            found: Tensor = super().update_conv_state(conv_states, state_idx, **told, **kwargs)
+            return found
+        assert width is not None, "a layer whose convolution has a state says how wide it is"
+        super().update_conv_state(self._cache.last_inputs(conv_states, width), state_idx, **told, **kwargs)
+        return conv_states
+
+
+class RingHybridLayer(RingStateLayer, RingCacheLayer):
+    """Hold the states of a layer, and this rank's part of its keys and values."""
+
+    def __init__(self, cache: RingCache, number_of_states: int = 1) -> None:
+        RingCacheLayer.__init__(self, cache)
+        RingStateLayer.__init__(self, cache, number_of_states)
+
+    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
+        """Make room for keys and values (two arguments), or for a state (by name)."""
+        (RingCacheLayer if args else RingStateLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        RingStateLayer.reorder_cache(self, beam_idx)
+        RingCacheLayer.reorder_cache(self, beam_idx)
