@@ -157,6 +157,9 @@ CASES = {
     "states: qwen3_5_text on 4": Case(4, RECURRENT, "qwen3_5_text"),
     "states: bamba on 2": Case(2, RECURRENT, "bamba"),
     **{f"states: {name} on 4": Case(4, RECURRENT, name) for name in STATES},
+    # transformers has no chunks for these
+    "states: mamba on 4": Case(4, tuple({*RECURRENT} - {"in chunks"}), "mamba"),
+    "states: mamba2 on 4": Case(4, tuple({*RECURRENT} - {"in chunks"}), "mamba2"),
 }
 
 

@@ -67,13 +67,15 @@ class RingCache(Cache):
     def _layers(self) -> list[Any]:
         """Return this cache's layers in place of transformers' own; none yet if all hold keys and values."""
         found: list[Any] = []
-        for layer in [] if self._config is None else DynamicCache(config=self._config).layers:
+        own: list[Any] = [] if self._config is None else DynamicCache(config=self._config).layers
+        for layer in own:
             if isinstance(layer, DummyLayer):
                 found.append(layer)
             elif not isinstance(layer, LinearAttentionCacheLayerMixin):
                 found.append(RingCacheLayer(self))
             else:
-                kind = RingHybridLayer if isinstance(layer, CacheLayerMixin) else RingStateLayer
+                is_hybrid = CacheLayerMixin in type(layer).__mro__
+                kind = RingHybridLayer if is_hybrid else RingStateLayer
                 found.append(kind(self, layer.number_of_states))
         return found
 
@@ -232,17 +234,17 @@ class RingStateLayer(LinearAttentionLayer):
         return conv_states
 
 
-class RingHybridLayer(RingStateLayer, RingCacheLayer):
+class RingHybridLayer(RingStateLayer, RingCacheLayer):  # type: ignore[override, misc, unused-ignore]
     """Hold the states of a layer, and this rank's part of its keys and values."""
 
     def __init__(self, cache: RingCache, number_of_states: int = 1) -> None:
         RingCacheLayer.__init__(self, cache)
         RingStateLayer.__init__(self, cache, number_of_states)
 
-    def lazy_initialization(self, *args: Tensor, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Make room for keys and values (two arguments), or for a state (by name)."""
         (RingCacheLayer if args else RingStateLayer).lazy_initialization(self, *args, **kwargs)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         RingStateLayer.reorder_cache(self, beam_idx)
         RingCacheLayer.reorder_cache(self, beam_idx)
