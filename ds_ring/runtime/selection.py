@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import Tiles, expand_ranges
+from ds_ring.masks.tiles import IntArray, Tiles, expand_ranges
 from ds_ring.runtime.autograd import register, sinks_gradient
 from ds_ring.runtime.checks import DTYPES, check_sinks, why_not_an_operand
 from ds_ring.runtime.context import (
@@ -54,7 +54,7 @@ from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.messages import Message
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import BlockLayout, Layout
 from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.rank_plan import HopPlan
 
@@ -68,7 +68,8 @@ BLOCK = 32
 
 def ring_select(
     scores_fn: ScoresFunction, k: int, keys: Tensor, *, layout: Layout, mesh: RingMesh,
-    pattern: Pattern | None = None, hop_timeout_s: float = 60.0,
+    pattern: Pattern | None = None, blocks: BlockLayout | None = None, delay: int = 0,
+    hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Return the positions of the k best keys of each local query: by score, the smaller position first.
 
@@ -83,11 +84,14 @@ def ring_select(
         layout: which position lies in which slot.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
         pattern: which keys a query may choose, the same for all heads; None is `Causal()`.
+        blocks: `keys` are of blocks of tokens, [B, blocks.local_tokens, ...], and the numbers of blocks are
+            returned. A query may choose blocks of its document, and there is no pattern.
+        delay: how many tokens behind a block's first one the queries begin that may choose it.
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
 
     Returns:
         int64 [B, S, min(k, T)] or [B, C, S, min(k, T)]: positions in the sequence, the best first; -1 where a
-        query sees fewer keys.
+        query sees fewer keys. T is the number of tokens, or of blocks (at least 1).
 
     Raises:
         RingConfigError, RingShapeError, RingLayoutError: arguments that do not fit each other or the layout.
@@ -95,19 +99,25 @@ def ring_select(
         RingPeerError: another rank failed or was too late.
     """
     check_mesh(mesh)
-    context = _context(Causal() if pattern is None else pattern, layout, mesh, hop_timeout_s)
+    given: Pattern = Full() if blocks is not None else Causal()
+    context = _context(given if pattern is None else pattern, layout, mesh, hop_timeout_s, blocks=blocks)
     refused: RingError | None = None
     heads, dtype = torch.Size(), torch.float32
     with mesh.in_call(), torch.no_grad():
         try:
-            heads, dtype = _checked_scores(scores_fn, k, keys, context)
+            heads, dtype = _checked_scores(scores_fn, k, keys, context, blocks)
         except RingError as error:
             refused = error
         described = keys.flatten(2).unsqueeze(1) if refused is None else torch.empty(0)
-        more = {"k": k, "shape and dtype of scores": (*heads, dtype)}
+        more = {"k": k, "shape and dtype of scores": (*heads, dtype), "blocks": str(blocks), "delay": delay}
         context.agree("selection of keys", described, described, refused, more)
         with _guarded(context):
-            return _select(scores_fn, min(k, layout.tokens), keys, context, heads, dtype)
+            best = _none_so_far(keys, (*heads, layout.local_tokens), k, blocks or layout, dtype)
+            if blocks is None:
+                _walk_tokens(best, scores_fn, keys, context)
+            else:
+                _walk_blocks(best, scores_fn, keys, context, blocks, delay)
+            return _in_order(best)
 
 
 def selected_attention(
@@ -147,10 +157,16 @@ def selected_attention(
 
 
 def _context(
-    pattern: Pattern, layout: Layout, mesh: RingMesh, hop_timeout_s: float, scale: float | None = None
-) -> RingContext:
+    pattern: Pattern, layout: Layout, mesh: RingMesh, hop_timeout_s: float, scale: float | None = None,
+    blocks: BlockLayout | None = None,
+) -> RingContext:  # fmt: skip
     """Return the context of a call; refused arguments raise on all ranks."""
     try:
+        if blocks is not None and not (isinstance(pattern, Full) and blocks.of == layout):
+            raise RingConfigError(
+                f"ring_select: expected blocks of the {layout} and no pattern, got blocks of the {blocks.of}"
+                f" and {pattern}; use BlockLayout.of_tokens(layout, size, documents)"
+            )
         if mesh.ulysses_size > 1:
             raise RingConfigError(
                 f"ring_select: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
@@ -200,16 +216,17 @@ def _first_of_equal(x: Tensor, k: int, dim: int = -1, largest: bool = True, sort
 
 
 def _checked_scores(
-    scores_fn: ScoresFunction, k: int, keys: Tensor, context: RingContext
+    scores_fn: ScoresFunction, k: int, keys: Tensor, context: RingContext, blocks: BlockLayout | None
 ) -> tuple[torch.Size, torch.dtype]:
     """Check the arguments of `ring_select`; return the leading dimensions of scores, and their dtype."""
     why = why_not_an_operand("keys", keys)
     if why is not None:
         raise RingShapeError(why)
     layout = context.layout_for(0, keys.device.type)
-    if keys.dim() < 3 or keys.shape[1] != layout.local_tokens or 0 in keys.shape:
+    slots = (blocks or layout).local_tokens
+    if keys.dim() < 3 or keys.shape[1] != slots or 0 in keys.shape:
         raise RingShapeError(
-            f"keys: expected this rank's [batch, {layout.local_tokens}, ...] (the layout's slots), got shape"
+            f"keys: expected this rank's [batch, {slots}, ...] (the layout's slots), got shape"
             f" {tuple(keys.shape)}; shard them with ds_ring.shard_sequence(..., dim=1)"
         )
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
@@ -239,44 +256,104 @@ class _Best(NamedTuple):
     positions: Tensor
 
 
-def _select(
-    scores_fn: ScoresFunction,
-    k: int,
-    keys: Tensor,
-    context: RingContext,
-    heads: torch.Size,
-    dtype: torch.dtype,
-) -> Tensor:
-    layout, mesh, exchange = context.layout_for(0, keys.device.type), context.mesh, context.exchange
-    size, rank = mesh.ring_size, mesh.ring_rank
-    reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
-    shape = (*heads, layout.local_tokens, k)
-    best = _Best(
+def _none_so_far(keys: Tensor, queries: tuple[int, ...], k: int, of: Layout, dtype: torch.dtype) -> _Best:
+    shape = (*queries, max(1, min(k, of.tokens)))
+    return _Best(
         keys.new_full(shape, float("-inf"), dtype=dtype), keys.new_full(shape, -1, dtype=torch.int64)
     )
-    arrived = keys
+
+
+def _walk(
+    keys: Tensor, context: RingContext, leaving: Callable[[int], Tensor | None],
+    arriving: Callable[[int], int], merge: Callable[[int, Tensor], None],
+) -> None:  # fmt: skip
+    """Call `merge` with the keys of each hop that this rank reads, while those of the next one travel.
+
+    Args:
+        keys: this rank's.
+        context: of the call.
+        leaving: returns the rows for the rank `hop` behind this one; None if it reads none.
+        arriving: returns the number of rows of the rank `hop` before this one; 0 if this rank reads none.
+        merge: takes the hop and the keys.
+    """
+    mesh, exchange = context.mesh, context.exchange
+    size, rank = mesh.ring_size, mesh.ring_rank
+    arrived: Tensor | None = keys
     for hop in range(size):
         following, received, pending = hop + 1, [], None
         if following < size and exchange is not None:
-            leaving, plan = reads.slots(rank, following), _at(hops, following)
-            sent = []
-            if len(leaving):
-                rows = torch.from_numpy(expand_ranges(leaving)).to(keys.device)
-                sent = [Message(keys.index_select(1, rows), (rank + following) % size)]
-            if plan is not None:
-                buffer = keys.new_empty((len(keys), len(expand_ranges(plan.held)), *keys.shape[2:]))
-                received = [Message(buffer, plan.origin)]
+            rows, count = leaving(following), arriving(following)
+            sent = [] if rows is None else [Message(keys.index_select(1, rows), (rank + following) % size)]
+            if count:
+                buffer = keys.new_empty((len(keys), count, *keys.shape[2:]))
+                received = [Message(buffer, (rank - following) % size)]
             pending = exchange.post(sent, received, following)
+        if arrived is not None:
+            merge(hop, arrived)
+        if pending is not None:
+            pending.wait()
+        arrived = received[0].tensor if received else None
+
+
+def _walk_tokens(best: _Best, scores_fn: ScoresFunction, keys: Tensor, context: RingContext) -> None:
+    layout, rank = context.layout_for(0, keys.device.type), context.mesh.ring_rank
+    reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
+
+    def leaving(hop: int) -> Tensor | None:
+        ranges = reads.slots(rank, hop)
+        return torch.from_numpy(expand_ranges(ranges)).to(keys.device) if len(ranges) else None
+
+    def arriving(hop: int) -> int:
+        plan = _at(hops, hop)
+        return 0 if plan is None else len(expand_ranges(plan.held))
+
+    def merge(hop: int, arrived: Tensor) -> None:
         plan = _at(hops, hop)
         if plan is not None:
             positions = layout.positions(plan.origin)
             held = positions if hop == 0 else positions[expand_ranges(plan.held)]
             _keep_best(best, scores_fn, plan.tiles, arrived, torch.from_numpy(held).to(keys.device))
-        if pending is not None:
-            pending.wait()
-        if received:
-            arrived = received[0].tensor
-    return _in_order(best)
+
+    _walk(keys, context, leaving, arriving, merge)
+
+
+def _walk_blocks(
+    best: _Best,
+    scores_fn: ScoresFunction,
+    keys: Tensor,
+    context: RingContext,
+    blocks: BlockLayout,
+    delay: int,
+) -> None:
+    size, rank, layout = context.mesh.ring_size, context.mesh.ring_rank, blocks.of
+
+    def numbers(owner: int) -> IntArray:
+        return blocks.positions(owner)[: blocks.valid_tokens(owner)]
+
+    def count(reader: int, owner: int) -> int:
+        own, queries = numbers(owner), layout.positions(reader)
+        return len(own) if len(own) and blocks.starts[own].min() + delay <= queries.max() else 0
+
+    def leaving(hop: int) -> Tensor | None:
+        rows = count((rank + hop) % size, rank)
+        return torch.arange(rows, device=keys.device) if rows else None
+
+    def merge(hop: int, arrived: Tensor) -> None:
+        own, queries = numbers((rank - hop) % size), layout.positions(rank)[: layout.valid_tokens(rank)]
+        first, end = blocks.starts[own] + delay, blocks.ends[own]
+        for q_first in range(0, len(queries), QUERIES):
+            rows = slice(q_first, min(q_first + QUERIES, len(queries)))
+            for k_first in range(0, len(own), KEYS):
+                columns = slice(k_first, min(k_first + KEYS, len(own)))
+                seen = queries[rows, None]
+                visible = torch.from_numpy((seen >= first[columns]) & (seen < end[columns]))
+                if bool(visible.any()):
+                    scores = scores_fn(rows, arrived[:, columns]).to(best.scores.dtype)
+                    scores = scores.masked_fill(~visible.to(keys.device), float("-inf"))
+                    positions = torch.from_numpy(own[columns]).to(keys.device)
+                    merge_best(_Best(*(x[..., rows, :] for x in best)), scores, positions)
+
+    _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
 
 
 def _at(hops: Sequence[HopPlan | None], hop: int) -> HopPlan | None:

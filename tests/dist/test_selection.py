@@ -5,6 +5,7 @@ The single process orders keys as the ring does: by score, and equal scores by p
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from ds_ring import (
     Full,
     MaskMod,
     RingError,
+    RingLayoutError,
     RingMesh,
+    RingPatternError,
     SlidingWindow,
     gather_sequence,
     make_layout,
@@ -28,10 +31,12 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime import selection
+from ds_ring.schedule.layout import BlockLayout
 from tests.reference import relative_error, worst
 
 TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
 DOCUMENTS = Documents(document_ids=np.repeat([0, 1, 2], [70, 21, 112]))
+PADDED = Documents(document_ids=np.repeat([3, 1, -1], [33, 110, 60]))
 PATTERNS: dict[str, Pattern] = {
     "causal": Causal(),
     "full": Full(),
@@ -181,7 +186,90 @@ def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
         assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
 
 
-def without_ties(rank: int, world_size: int) -> dict[str, float]:
+BLOCKS = [
+    # layout, tokens of a block, documents, whole blocks only, delay, k, choices
+    ("zigzag", 4, None, True, 3, 6, 0),
+    ("contiguous", 7, DOCUMENTS, True, 6, 3, 2),
+    ("balanced", 5, PADDED, False, 5, 4, 1),
+    ("zigzag", 6, PADDED, False, 0, 1000, 0),  # more than there are blocks
+    ("contiguous", 300, None, True, 299, 2, 0),  # there is no block at all
+]
+
+
+def blocks_alone(size: int, documents: Documents | None, whole: bool) -> list[tuple[int, int]]:
+    """First positions of all blocks, and the ends of their documents."""
+    edges = [0, TOKENS] if documents is None else [*documents.starts, TOKENS]
+    ids = [0] if documents is None else documents.ids
+    return [
+        (first, end)
+        for start, end, number in zip(edges, edges[1:], ids, strict=False)
+        for first in range(start, end, size)
+        if number >= 0 and (first + size <= end or not whole)
+    ]
+
+
+def block_choices(rank: int, world_size: int) -> dict[str, Any]:
+    """Of each case whether the chosen blocks are those of one process, in their order, and how many tie."""
+    mesh, found = RingMesh.from_world(world_size), {}
+    for where, value in (("QUERIES", 32), ("KEYS", 10)):
+        setattr(selection, where, value)
+    try:
+        for name, size, documents, whole, delay, k, choices in BLOCKS:
+            layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
+            blocks = BlockLayout.of_tokens(layout, size, documents, whole)
+            known = blocks_alone(size, documents, whole)
+            assert list(zip(blocks.starts.tolist(), blocks.ends.tolist(), strict=True)) == known
+            x, count = tensors(choices), max(len(known), 1)
+            keys = x["ik"][:, :count]
+            firsts, ends = torch.tensor(known or [(TOKENS, TOKENS)]).unbind(1)
+            at = torch.arange(TOKENS)[:, None]
+            scores = scores_of(x, choices, slice(None), keys)
+            scores = scores.masked_fill((at < firsts + delay) | (at >= ends), float("-inf"))
+            best = scores.sort(dim=-1, descending=True, stable=True)
+            want = torch.where(best.values > float("-inf"), best.indices, -1)[..., :k]
+            local = {key: shard_sequence(x[key], layout, mesh=mesh, dim=1) for key in ("iq", "iw")}
+            sharded = shard_sequence(keys, blocks, mesh=mesh, dim=1) if known else keys
+            got = ring_select(
+                partial(scores_of, local, choices), k, sharded, layout=layout, mesh=mesh, blocks=blocks,
+                delay=delay,
+            )  # fmt: skip
+            every = gather_sequence(got, layout, mesh=mesh, dim=got.dim() - 2)
+            case = f"{name} {size}"
+            found[case] = bool(every.shape == want.shape and (every == want).all())
+            ties = (best.values.diff(dim=-1) == 0) & (best.values[..., 1:] > float("-inf"))
+            found[f"{case} ties"] = int(ties.sum())
+        return found
+    finally:
+        for where, value in (("QUERIES", 128), ("KEYS", 2048)):
+            setattr(selection, where, value)
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_chosen_blocks_are_those_of_one_process(rank_pool, size):
+    for found in rank_pool(size).run(block_choices):
+        for name, block, *_ in BLOCKS:
+            case = f"{name} {block}"
+            assert found[case] is True, found
+            assert found[f"{case} ties"] > 100 or block == 300
+
+
+def test_ties_between_blocks_in_another_order_are_found(rank_pool):
+    found = rank_pool(2).run(without_ties, block_choices)[0]
+    assert found["zigzag 4"] is False
+
+
+def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
+    with pytest.raises(RingLayoutError, match="expected shards of consecutive positions"):
+        BlockLayout.of_tokens(make_layout("striped", tokens=64, ring_size=2), 4)
+    layout = make_layout("zigzag", tokens=64, ring_size=2)
+    with pytest.raises(RingPatternError, match="got one with a gap"):
+        BlockLayout.of_tokens(layout, 4, Documents(document_ids=np.repeat([0, 1, 0], [10, 20, 34])))
+    with pytest.raises(RingPatternError, match=r"expected ids for 64 tokens .*, got 203"):
+        BlockLayout.of_tokens(layout, 4, DOCUMENTS)
+
+
+def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
     """Break ties as `torch.topk` does."""
     merge = selection.merge_best
 
@@ -194,7 +282,7 @@ def without_ties(rank: int, world_size: int) -> dict[str, float]:
 
     selection.merge_best = careless
     try:
-        return parity(rank, world_size, CASES[:1])
+        return parity(rank, world_size, CASES[:1]) if run is None else run(rank, world_size)
     finally:
         selection.merge_best = merge
 
@@ -247,6 +335,14 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         if what == "position on rank 1" and here:
             chosen[0, 0, 0] = 64
         chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
+        if what == "blocks of another layout":
+            other = BlockLayout.of_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=other)
+        if what == "blocks and a pattern":
+            blocks = BlockLayout.of_tokens(layout, 4)
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=blocks, pattern=Causal())
+        if what == "keys of tokens":
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=BlockLayout.of_tokens(layout, 4))
         if what == "three choices":
             chosen = chosen.unsqueeze(1).expand(-1, 3, -1, -1)
         return selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)
@@ -273,6 +369,9 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         ("scores raise on rank 1", "RingConfigError", "scores_fn: expected scores of query slots"),
         ("shape of scores", "RingShapeError", "scores_fn: expected floating scores [1, 1, 1]"),
         ("layout is a name", "RingLayoutError", "layout: expected a layout, got 'zigzag'"),
+        ("blocks of another layout", "RingConfigError", "expected blocks of the zigzag layout"),
+        ("blocks and a pattern", "RingConfigError", "and no pattern, got blocks of the zigzag layout"),
+        ("keys of tokens", "RingShapeError", "keys: expected this rank's [batch, 8, ...]"),
         ("ulysses", "RingConfigError", "expected a mesh with ulysses_size 1, got 2"),
         ("position on rank 1", "RingShapeError", "chosen: expected positions -1 to 63"),
         ("chosen floats", "RingShapeError", "chosen: expected int64 or int32"),
