@@ -255,7 +255,9 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
     recorded: AbstractContextManager[dict[str, Tensor]] = (
         nullcontext({}) if engine.is_compiled else recording(engine.module)
     )
-    with recorded as layers:
+    # A model on one rank keeps its own attention, which must choose as one process does.
+    order = TotalOrder() if dist.get_world_size() == 1 else nullcontext()
+    with recorded as layers, order:
         if head == "sequence-classification":
             local = session.shard_batch({key: x for key, x in whole.items() if key != "labels"})
             output = engine(**local, labels=whole["labels"])

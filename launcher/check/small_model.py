@@ -74,7 +74,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", 
               "max_source_positions", "max_target_positions")  # fmt: skip
 # Their shortest is 4 tokens, and two in one model (a window and a chunk) shrink alike.
 _WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window_size",
-            "attention_chunk_size", "sliding_window_size", "floor_scale", "index_topk")  # fmt: skip
+            "attention_chunk_size", "sliding_window_size", "floor_scale", "index_topk",
+            "keep_window_size")  # fmt: skip
 # transformers works them out again from what is left.
 _DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_dtype")
 # None in some defaults, with which no model can be made; where it can, these are what it stands for.
@@ -108,8 +109,15 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "eos_token_id": 3,
         "ngram_vocab_size_base": 101,
         "heads_per_ngram": 2,
+        "use_cache": False,  # of its two kinds of states the cache that it makes by itself has one
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "minimax_m3_vl_text": {  # its defaults have no such layer
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 4,
+    },
     "musicgen_decoder": {"num_codebooks": SAMPLES},  # the rows of a batch are codebooks
     "musicgen_melody_decoder": {"num_codebooks": SAMPLES},
     "reformer": {"axial_pos_embds": False},

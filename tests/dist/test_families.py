@@ -29,12 +29,13 @@ EXACTLY = """
     starcoder2 olmo olmo2 olmoe cohere granite granitemoe glm glm4 glm4_moe persimmon smollm3 ernie4_5
     hunyuan_v1_dense hunyuan_v1_moe helium arcee apertus bert roberta xlm-roberta distilbert electra
     albert ernie deepseek_v2 deepseek_v3 moshi deepseek_v32 glm_moe_dsa axk2 hy_v4 dots3_note_text
+    minimax_m3_vl_text doge
 """
 # With layers that pass a state on, or convolve tokens. They run with all forms.
 RECURRENT = """
     mamba mamba2 falcon_mamba nemotron_h bamba granitemoehybrid jamba zamba zamba2 lfm2 lfm2_moe lfm3 falcon_h1
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
-    rwkv xlstm
+    rwkv xlstm qwen4_exp_text
 """
 # ds_ring/integrations/transformers/written_out.py
 WRITTEN_OUT = """
@@ -61,7 +62,13 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {}, EXACT) for family in MIXED_LAYERS.split()),
     ("qwen2", {"changes": MIXED_QWEN}, EXACT),
     ("gemma4_text", {"changes": {"num_kv_shared_layers": 20}}, EXACT),  # E2B's; it slices its masks
-    ("doge", {}, "keep_window_size keeps the keys with the largest learned terms"),
+    (
+        "doge",
+        {"changes": {"is_moe": True, "num_experts": 16}},
+        "its router takes the scores of an expert from",
+    ),
+    ("minimax_m3_vl_text", {"changes": {"index_local_blocks": 0}}, "expected index_local_blocks from 1"),
+    ("minimax_m3_vl_text", {"section": {"layout": "striped"}}, "keys are chosen by blocks of 4 tokens"),
     *((family, {}, ENCODER_DECODER) for family in ("t5", "bart", "whisper")),
     *((family, {}, EXACT) for family in WRITTEN_OUT.split()),
     *((family, {"head": "causal-lm"}, EXACT) for family in DECODERS_ALONE.split()),
@@ -76,7 +83,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {"section": {"attention": "as_is"}}, EXACT) for family in ("falcon", "stablelm", "nemotron")),
     *((family, {"head": "causal-lm"}, EXACT) for family in ("hrm_text", "xmod")),
     ("mobilebert", {}, "trigram_input"),
-    # n-gram embeddings and delta rules; its other layers select what they attend to
+    # n-gram embeddings and delta rules alone
     ("qwen4_exp_text", {"changes": {"layer_types": ["linear_attention"] * 40, "use_cache": False}}, EXACT),
     *(("llama", {"changes": {"rope_parameters": rope}}, EXACT) for rope in (DYNAMIC, YARN, LONGROPE)),
     *(
@@ -106,7 +113,7 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
 DAY = (
     "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "bert", "gemma3_text", "llama4_text", "qwen3_next",
-    "xlstm", "t5", "doge", "gpt_neo", "bart-causal-lm", "cpmant", "nemotron-as_is", "llama-sequence-classification",
+    "xlstm", "t5", "qwen4_exp_text", "gpt_neo", "bart-causal-lm", "cpmant", "nemotron-as_is", "llama-sequence-classification",
 )  # fmt: skip
 
 
@@ -166,20 +173,20 @@ def with_a_lost_payload(rank: int, world_size: int) -> list[ModelReport]:
         return checked(rank, world_size, CheckRequest("llama"))
 
 
-def with_other_keys(rank: int, world_size: int) -> list[ModelReport]:
-    """Choose the second best key of each query instead of the best one."""
-    from ds_ring.integrations.transformers import indexed
+def with_other_keys(rank: int, world_size: int, family: str) -> list[ModelReport]:
+    """Choose the second best key, or block, of each query instead of the best one."""
+    from ds_ring.integrations.transformers import indexed, indexed_blocks
 
     select = indexed.ring_select
 
     def careless(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
         return select(scores, k + 1, *args, **kwargs)[..., 1:]
 
-    indexed.ring_select = careless
+    indexed.ring_select = indexed_blocks.ring_select = careless
     try:
-        return checked(rank, world_size, CheckRequest("deepseek_v32"))
+        return checked(rank, world_size, CheckRequest(family))
     finally:
-        indexed.ring_select = select
+        indexed.ring_select = indexed_blocks.ring_select = select
 
 
 def with_a_crash(rank: int, world_size: int) -> list[ModelReport]:
@@ -210,10 +217,15 @@ def test_a_lost_payload_is_found_and_its_layer_named(rank_pool):
     assert any(one.name == "model.layers.1.self_attn.v_proj.weight" for one in report.differences)
 
 
-def test_other_keys_than_the_indexer_selects_are_found(rank_pool):
-    (report,) = rank_pool(2).run(with_other_keys)[0]
+@pytest.mark.parametrize(
+    ("family", "layer"),
+    [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)],
+)
+@pytest.mark.day("deepseek_v32-0", "minimax_m3_vl_text-1")
+def test_other_keys_than_the_indexer_selects_are_found(rank_pool, family, layer):
+    (report,) = rank_pool(2).run(with_other_keys, family)[0]
     assert report.result == "WRONG"
-    assert report.differences[0].name == "model.layers.0"
+    assert report.differences[0].name == f"model.layers.{layer}"
 
 
 def test_a_raw_error_is_no_refusal(rank_pool):
@@ -244,7 +256,7 @@ from ds_ring_launcher.commands import check_model
 
 make = model_check.build
 model_check.build = lambda config, *others: os._exit(3) if config.model_type == "olmo" else make(config, *others)
-check_model._types = lambda head: ["gemma4_assistant", "bert", "olmo", "doge"]
+check_model._types = lambda head: ["gemma4_assistant", "bert", "olmo", "cpmant"]
 raise SystemExit(main(["check-model", "--all", "--jobs", "2"]))
 """
 
@@ -254,6 +266,6 @@ def test_all_has_a_row_for_each_type_also_for_one_that_crashes():
     done = subprocess.run([sys.executable, "-c", ALL], capture_output=True, text=True, timeout=300)
     rows = [line.partition(":")[0].split() for line in done.stdout.splitlines() if line[0] != "["]
     assert rows[:2] == [["no", "model", "gemma4_assistant"], ["exact", "bert"]], done.stderr
-    assert rows[2:4] == [["WRONG", "olmo"], ["refused", "doge"]]
+    assert rows[2:4] == [["WRONG", "olmo"], ["refused", "cpmant"]]
     assert done.stdout.endswith("4 model types: 1 exact, 1 refused, 1 no model, 1 WRONG\n")
     assert done.returncode == 1

@@ -35,6 +35,8 @@ from ds_ring.integrations.transformers.families import (
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
 from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
+from ds_ring.integrations.transformers.indexed_blocks import BlockIndexedLayer, selects_blocks
+from ds_ring.integrations.transformers.key_terms import KeyTerms, has_key_terms
 from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
@@ -201,6 +203,13 @@ class Attached:
             indexed = IndexedLayer(module)
             changes += TABLE.apply({"chosen keys": indexed.layer}, self.session, indexed=module)
             changes += TABLE.apply({"chosen keys": indexed.indexer}, self.session, indexer=module.indexer)
+        if selects_blocks(module) and not self.rewritten:
+            blocks = BlockIndexedLayer(module)
+            changes += TABLE.apply({"chosen blocks": blocks.layer}, self.session, indexed=module)
+            changes += TABLE.apply({"chosen blocks": blocks.indexer}, self.session, indexer=module.indexer)
+        if has_key_terms(module) and not self.rewritten:
+            terms = {"key terms": SimpleNamespace(around_forward=KeyTerms(module))}
+            changes += TABLE.apply(terms, self.session, terms=module)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
             scale = QueryScale(module)
             changes += TABLE.apply({"query scale": scale}, self.session, scaling=module)

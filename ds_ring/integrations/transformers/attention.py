@@ -35,6 +35,8 @@ from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
 from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
+from ds_ring.integrations.transformers.indexed_blocks import ChosenMask
+from ds_ring.integrations.transformers.key_terms import TermsMask
 from ds_ring.integrations.transformers.latents import Latents
 from ds_ring.integrations.transformers.layer_masks import (
     LayerMask,
@@ -59,7 +61,7 @@ def attention(
     q_BHSD: Tensor,
     k_BGSD: Tensor,
     v_BGSD: Tensor,
-    attention_mask: Tensor | LayerMask | None,
+    attention_mask: Tensor | LayerMask | ChosenMask | TermsMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -70,7 +72,7 @@ def attention(
         sharding = attention_mask.sharding
     if sharding == REWRITTEN:
         checks.refuse_foreign_arguments(type(module).__name__, kwargs)
-        assert not isinstance(attention_mask, LayerMask), "a graph has masks of numbers"
+        assert attention_mask is None or isinstance(attention_mask, Tensor), "a graph has masks of numbers"
         found: tuple[Tensor, None] = sdpa_attention_forward(
             module, q_BHSD, k_BGSD, v_BGSD, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -86,6 +88,13 @@ def attention(
         )
     sinks, cap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen: Tensor | None = kwargs.pop("indices", None)
+    blocks = kwargs.pop("block_indices", None)  # of indexed_blocks.py, so positions
+    chosen = blocks if chosen is None else chosen
+    terms: TermsMask | None = None
+    if isinstance(attention_mask, ChosenMask):
+        chosen, attention_mask = attention_mask.chosen, attention_mask.mask
+    if isinstance(attention_mask, TermsMask):
+        terms, attention_mask = attention_mask, attention_mask.mask
     score_mod = kwargs.pop("score_mod", None)  # of written_out.py
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
@@ -94,6 +103,19 @@ def attention(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
         )
+    if terms is not None:
+        if pattern is None or scaling is None:
+            raise RingConfigError(
+                f"{type(module).__name__} adds a term of each key to the scores, which a compiled model does"
+                " not do on a ring; do not compile it"
+            )
+        if isinstance(sharding, CachedSharding):
+            raise RingConfigError(
+                f"{type(module).__name__}: expected a call without a cache, got one, whose learned terms of"
+                " keys lie on all ranks; generate in engine.ring.off()"
+            )
+        q_BHSD, k_BGSD = terms.join(q_BHSD, k_BGSD, scaling)
+        chosen = terms.largest(sharding, pattern)
     if chosen is not None:  # `pattern` was applied when they were chosen
         if cap is not None:
             raise RingConfigError(

@@ -15,6 +15,8 @@ from torch import nn
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.indexed import selects_keys
+from ds_ring.integrations.transformers.indexed_blocks import selects_blocks
 from ds_ring.integrations.transformers.recurrent_parts import (
     attends_recurrently,
     convolves_locally,
@@ -119,6 +121,7 @@ _RECURRENT_LAYERS = {
     "hybrid",
     "hybrid_sliding",
 }  # recurrent_parts.py knows theirs
+_INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 _TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
@@ -127,7 +130,6 @@ _BYPASSES = "its attention bypasses transformers' attention interface"
 _SETTINGS: dict[str, tuple[str, str]] = {
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
-    "keep_window_size": ("keeps the keys with the largest learned terms of all keys", "none"),  # Doge
     "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
 }
 
@@ -173,11 +175,9 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(one, [model]))
     }
     # Keys that an indexer selects: those of which the ring can read the formula.
-    indexers = [
-        part.indexer for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)
-    ]
-    if indexers and all(hasattr(one, "index_topk") for one in indexers) and not as_is:
-        layers.discard("indexed_attention")
+    indexed = [part for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)]
+    if indexed and all(selects_keys(one) or selects_blocks(one) for one in indexed) and not as_is:
+        layers -= _INDEXED_LAYERS
     named = ", ".join(sorted(layers))
     reasons = {
         # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.
@@ -205,6 +205,15 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             ' random for each length, and a rank knows its own tokens only; set it to "original_full", if'
             " that is your model (up to 1024 tokens BigBird takes it by itself)"
         )
+    if config.model_type == "doge" and (as_is or config.is_moe):
+        what = (
+            "config.is_moe: its router takes the scores of an expert from two tokens, one in each half of the"
+            " batch, so no token is routed by itself; set is_moe to False, if that is your model"
+            if config.is_moe
+            else "its layers add learned terms of keys to the scores, which the backend does not; set"
+            ' "attention": "ring" in the section, and build it without attn_implementation'
+        )
+        raise RingConfigError(f"{name} cannot run on a ring: {what}")
     for key, (what, value) in _SETTINGS.items():
         if getattr(config, key, None):
             raise RingConfigError(

@@ -128,24 +128,28 @@ class _Keys:
         sharding, tokens = self._sharding, self._sharding.layout.tokens
 
         def select(scores: Computation, k: int) -> Tensor:
-            return _selected(sharding, self._pattern, scores, k, keys_BSD)
+            return selected(sharding, self._pattern, scores, k, keys_BSD)
 
         shape = torch.Size((*keys_BSD.shape[:2], tokens))
         return KeysOfAllRanks(select, shape, lambda samples, slots, shard: shard)
 
 
-def _selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: int, keys: Tensor) -> Tensor:
-    """Return the chosen positions, int64 [B, S, k]; rows with documents of their own one after the other."""
+def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: int, keys: Tensor) -> Tensor:
+    """Return the chosen positions, int64 [B, S, k], or [B, C, S, k] where C heads choose for themselves.
+
+    Rows with documents of their own are chosen for one after the other.
+    """
     place: dict[str, Any] = {"layout": sharding.layout, "mesh": sharding.mesh}
     place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
     if not sharding.groups:
         return ring_select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
-    chosen = keys.new_empty((*keys.shape[:2], min(k, sharding.layout.tokens)), dtype=torch.int64)
+    found, order = [], []
     for group in sharding.groups:
         rows = list(group.rows)
         of_rows = partial(scores, rows)
-        chosen[rows] = ring_select(of_rows, k, keys[rows], pattern=pattern & group.documents, **place)
-    return chosen
+        found.append(ring_select(of_rows, k, keys[rows], pattern=pattern & group.documents, **place))
+        order += rows
+    return torch.cat(found)[torch.tensor(order).argsort().to(keys.device)]
 
 
 def attend(

@@ -92,6 +92,11 @@ TABLE = PatchTable(
             when='"latents" in the section, and the layer has an up-projection',
         ),
         Patch(
+            "terms.prepare_dynamic_mask", "around_forward", "replaced", "key terms",
+            "hands the terms of keys on, which travel with the keys; calls the original without a ring",
+            when="a layer adds a learned term of each key (Doge)",
+        ),
+        Patch(
             "head.forward", "around_forward", "replaced", "tiled loss",
             "returns deferred logits", when="long_sequence.tiled_loss",
         ),
@@ -195,6 +200,16 @@ TABLE = PatchTable(
             when="an indexer selects the keys of a layer",
         ),
         Patch(
+            "indexed", "before_forward", "hook", "chosen blocks",
+            "notes the batch's sharding and the mask, which the layer does not hand down to its indexer",
+            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3)",
+        ),
+        Patch(
+            "indexer.forward", "around_forward", "wrapped", "chosen blocks",
+            "selects from the blocks of all ranks; calls the original without a ring",
+            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3)",
+        ),
+        Patch(
             "base", "before_forward", "hook", "images",
             "gives the features of this rank's image tokens", when="the model takes images",
         ),
@@ -232,6 +247,7 @@ TABLE = PatchTable(
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",
         "latent": "",  # one of many classes; latents.py looks for the method
+        "terms": "",  # key_terms.py looks for the method
         "head": "torch.nn.Linear",
         "checkpointed": _PRETRAINED,
         "part": "torch.nn.Module",
