@@ -94,6 +94,13 @@ _OF_TYPES: dict[str, ConfigValues] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
+    "glm5_next_text": {  # the last layer takes what the one before it chose
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared"],
+        "num_hidden_layers": 3,
+        "index_kpool": 4,
+    },
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # two cycles of three low and a high
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},  # as the trained ones

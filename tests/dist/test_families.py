@@ -35,7 +35,7 @@ EXACTLY = """
 RECURRENT = """
     mamba mamba2 falcon_mamba nemotron_h bamba granitemoehybrid jamba zamba zamba2 lfm2 lfm2_moe lfm3 falcon_h1
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
-    rwkv xlstm qwen4_exp_text
+    rwkv xlstm qwen4_exp_text glm5_next_text
 """
 # ds_ring/integrations/transformers/written_out.py
 WRITTEN_OUT = """

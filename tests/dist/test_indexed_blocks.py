@@ -1,4 +1,4 @@
-"""Indexers of Qwen 4 and MiniMax M3 on a ring, in float64: they choose the tokens that they do on one process.
+"""Indexers of Qwen 4, MiniMax M3 and GLM-5.3 on a ring, in float64: they choose the tokens that they do on one process.
 
 Documents differ from row to row, one is shorter than a block, and shards cut blocks. Also: each family with
 chosen blocks or terms of keys is plain inside `engine.ring.off()`, and a generation on the ring is refused.
@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import MiniMaxM3VLTextConfig, Qwen4ExpTextConfig
+from transformers import Glm5NextTextConfig, MiniMaxM3VLTextConfig, Qwen4ExpTextConfig
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
@@ -38,6 +39,12 @@ def made(kind: str) -> Any:
             indexer_budget=12, indexer_compress_ratio=4,
         )  # fmt: skip
         indexer: Any = Qwen4ExpTextQSAIndexer(config, 0)
+    elif kind == "glm5":
+        config = Glm5NextTextConfig(
+            hidden_size=HIDDEN, q_lora_rank=ROTARY, index_n_heads=3, index_head_dim=DIM, index_topk=15,
+            index_kpool=5,
+        )  # fmt: skip
+        indexer = Glm5NextTextIndexer(config, 0)
     else:
         config = MiniMaxM3VLTextConfig(
             hidden_size=HIDDEN, index_n_heads=2, index_head_dim=DIM, index_block_size=6, index_topk_blocks=5,
@@ -60,7 +67,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def alone(kind: str, packed: bool) -> Tensor:
     """Which tokens each query attends to, bool [B, H, T, T], of each document by itself."""
     indexer, rest = made(kind), inputs()
-    heads = 1 if kind == "qwen4" else 2
+    heads = 2 if kind == "minimax_m3" else 1
     found = torch.zeros(SAMPLES, heads, TOKENS, TOKENS, dtype=torch.bool)
     for row in range(SAMPLES):
         edges = np.cumsum([0, *LENGTHS[row]]) if packed else [0, TOKENS]
@@ -72,6 +79,13 @@ def alone(kind: str, packed: bool) -> Tensor:
             with TotalOrder():
                 if kind == "qwen4":
                     chosen = indexer(hidden, (cos, sin), causal[None, None], None)
+                elif kind == "glm5":
+                    indices = indexer(
+                        hidden, cos, torch.ones_like(hidden[..., 0], dtype=torch.bool), None
+                    ).long()
+                    chosen = torch.zeros(1, 1, end - first, end - first + 1, dtype=torch.bool)
+                    chosen[:, 0].scatter_(2, torch.where(indices < 0, end - first, indices), True)
+                    chosen = chosen[..., :-1]
                 else:
                     positions = torch.arange(end - first)[None]
                     blocks = indexer(hidden, (cos, sin), None, positions)
@@ -91,7 +105,8 @@ def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
     sharding: Any = SimpleNamespace(layout=layout, mesh=mesh, groups=groups, config=config)
     hidden, cos, sin = (shard_sequence(x, layout, mesh=mesh, dim=1, pad_value=float("nan")) for x in inputs())
     with torch.no_grad():
-        chosen = getattr(indexed_blocks, kind)(made(kind), sharding, hidden, (cos, sin))
+        second: Any = cos if kind == "glm5" else (cos, sin)  # there, what queries are made of
+        chosen = getattr(indexed_blocks, kind)(made(kind), sharding, hidden, second)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 3 else chosen
     every = gather_sequence(chosen, layout, mesh=mesh, dim=2)
     mask = torch.zeros(*every.shape[:3], TOKENS + 1, dtype=torch.bool)
@@ -103,7 +118,7 @@ def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
 
 CASES = [
     (kind, packed, name)
-    for kind in ("qwen4", "minimax_m3")
+    for kind in ("qwen4", "minimax_m3", "glm5")
     for packed, name in ((False, "zigzag"), (True, "contiguous"), (True, "balanced"))
 ]
 
@@ -140,6 +155,7 @@ def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str]
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):
     found = rank_pool(4).run(with_another_token)[0]
     assert found["qwen4", True, "contiguous"] > 0 and found["minimax_m3", True, "contiguous"] > 0
+    assert found["glm5", True, "contiguous"] > 0
 
 
 FAMILIES = ("qwen4_exp_text", "minimax_m3_vl_text", "doge")

@@ -35,7 +35,7 @@ from ds_ring.integrations.transformers.families import (
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
 from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
-from ds_ring.integrations.transformers.indexed_blocks import BlockIndexedLayer, selects_blocks
+from ds_ring.integrations.transformers.indexed_blocks import BlockIndexedLayer, chosen_mask, selects_blocks
 from ds_ring.integrations.transformers.key_terms import KeyTerms, has_key_terms
 from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
@@ -207,6 +207,9 @@ class Attached:
             blocks = BlockIndexedLayer(module)
             changes += TABLE.apply({"chosen blocks": blocks.layer}, self.session, indexed=module)
             changes += TABLE.apply({"chosen blocks": blocks.indexer}, self.session, indexer=module.indexer)
+        if hasattr(module, "build_attention_mask_from_topk") and not self.rewritten:
+            mask = {"chosen blocks.mask": SimpleNamespace(around_forward=chosen_mask)}
+            TABLE.apply(mask, self.session, masking=module)
         if has_key_terms(module) and not self.rewritten:
             terms = {"key terms": SimpleNamespace(around_forward=KeyTerms(module))}
             changes += TABLE.apply(terms, self.session, terms=module)

@@ -25,6 +25,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.generation import CachedSharding
+from ds_ring.integrations.transformers.indexed_blocks import selects_blocks
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.selection import ring_select, selected_attention
@@ -37,7 +38,7 @@ _NOTED = (torch.matmul, Tensor.matmul, torch.relu, nn.functional.relu)
 def selects_keys(module: nn.Module) -> bool:
     """Return whether a layer attends to keys that its own indexer, or that of a layer before it, selects."""
     indexer = getattr(module, "indexer", None)
-    return isinstance(indexer, nn.Module) and hasattr(indexer, "index_topk")
+    return isinstance(indexer, nn.Module) and hasattr(indexer, "index_topk") and not selects_blocks(module)
 
 
 class _Visible:

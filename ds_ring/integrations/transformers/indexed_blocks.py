@@ -1,4 +1,4 @@
-"""Attention over blocks of keys that an indexer selects, in transformers models: Qwen 4 and MiniMax M3.
+"""Attention over blocks of keys that an indexer selects, in transformers models: Qwen 4, MiniMax M3, GLM-5.3.
 
 Owns what takes the place of such an indexer's forward on a ring. It computes with the indexer's own
 projections, norms and rotary embedding. The tokens of a block may lie on two ranks: the block's owner, which
@@ -12,6 +12,7 @@ Shapes: B samples, S local tokens, H heads of an indexer, N local blocks, L toke
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in
+from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, said_by_call
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.scan import halo_op, neighbours_of
@@ -44,7 +45,7 @@ _blocks = lru_cache(maxsize=64)(BlockLayout.of_tokens)  # the same for all layer
 class ChosenMask:
     """The mask of a layer that applies it to what its indexer returns; then what was chosen, beside it."""
 
-    mask: LayerMask
+    mask: LayerMask | None
     chosen: Tensor | None = None
     dtype: ClassVar[torch.dtype] = torch.bool
 
@@ -124,6 +125,13 @@ class _Rows:
         firsts = np.where(number >= 0, self.begins[:, None] + number * self.size, -self.size)
         return torch.from_numpy(firsts).to(device)
 
+    def with_last(self, chosen: Tensor) -> Tensor:
+        """Return chosen tokens [B, S, k] of whole blocks, and those of a query's own block if cut off."""
+        # A query that ends its block sees it whole: it was chosen, or not.
+        ends_block = torch.from_numpy((self.positions - self.begins) % self.size == self.size - 1)[:, None]
+        last = self.local(1, chosen.device).masked_fill_(ends_block.to(chosen.device), -self.size)
+        return torch.cat([chosen, self.expand(last).expand(len(chosen), -1, -1)], dim=2)
+
 
 def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _Rows]]:
     """Return the samples of each set of documents, and their blocks."""
@@ -171,10 +179,7 @@ def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin:
         of_starts = {"cos": cos[samples][:, slots], "sin": sin[samples][:, slots]}
         keys = rotary(flat.view_as(pools).unsqueeze(2), **of_starts, unsqueeze_dim=2).squeeze(2)
         chosen = rows.choose(partial(scores, queries[samples]), indexer.block_topk, keys, size - 1)
-        # A query that ends its block sees it whole: it was chosen, or not.
-        ends_block = torch.from_numpy((rows.positions - rows.begins) % size == size - 1)[:, None]
-        last = rows.local(1, chosen.device).masked_fill_(ends_block.to(chosen.device), -size)
-        found.append(torch.cat([chosen, rows.expand(last).expand(len(chosen), -1, -1)], dim=2))
+        found.append(rows.with_last(chosen))
     return _joined(sharding, found)
 
 
@@ -220,10 +225,37 @@ def minimax_m3(
     return _joined(sharding, found)
 
 
+def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: Tensor) -> Tensor:
+    """Return the tokens [B, S, k] that GLM-5.3's indexer selects: of whole blocks, and of a query's last one.
+
+    Keys of blocks are averages of their tokens' keys with learned weights.
+    """
+    size, dim, heads = indexer.index_kpool, indexer.head_dim, indexer.n_heads
+    queries = indexer.wq_b(q_resid).unflatten(2, (-1, dim)).float()
+    weights = indexer.weights_proj(hidden_states.to(indexer.weights_proj.weight.dtype)).float() * heads**-0.5
+    gates = nn.functional.linear(hidden_states, indexer.index_kpool_compress_gate)
+    both = torch.cat([indexer.k_norm(indexer.wk(hidden_states)), gates], dim=-1)
+
+    def scores(samples: Any, slots: slice, keys: Tensor) -> Tensor:
+        products = torch.matmul(queries[samples][:, slots], keys.float().unsqueeze(1).transpose(2, 3))
+        of_heads = torch.relu(products * indexer.softmax_scale)
+        return torch.matmul(weights[samples][:, slots].unsqueeze(2), of_heads).squeeze(2)
+
+    found = []
+    for samples, rows in _rows_of(sharding, size, True):
+        keys, gates = rows.gather(both[samples])[0].split(dim, dim=-1)
+        shares = (gates.float() + indexer.index_kpool_compress_ape.float()).softmax(dim=2).to(keys.dtype)
+        pooled, count = (shares * keys).sum(dim=2), indexer.index_topk // size
+        chosen = rows.choose(partial(scores, samples), count, pooled, size - 1)
+        found.append(rows.with_last(chosen) if indexer.index_kpool_always_select_tail else chosen)
+    return _joined(sharding, found)
+
+
 # By the class of an indexer.
 _INDEXERS: dict[str, Callable[..., Tensor]] = {
     "Qwen4ExpTextQSAIndexer": qwen4,
     "MiniMaxM3VLIndexer": minimax_m3,
+    "Glm5NextTextIndexer": glm5,
 }
 
 
@@ -232,13 +264,22 @@ def selects_blocks(module: nn.Module) -> bool:
     return type(getattr(module, "indexer", None)).__name__ in _INDEXERS
 
 
+def chosen_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return, in place of a mask, what the indexer of a layer or of one before it chose (GLM-5.3)."""
+    layer: Any = original.__self__  # type: ignore[attr-defined]
+    if layer.config._attn_implementation != NAME:
+        return original(*args, **kwargs)  # engine.ring.off()
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    return ChosenMask(None, bound.arguments["topk_indices"])
+
+
 class BlockIndexedLayer:
     """Provide the hook of a layer, and what runs in place of its indexer's forward."""
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._indexer = layer, layer.indexer
         self._sharding: BatchSharding | None = None
-        self._masks: list[LayerMask] = []
+        self._mask: LayerMask | None = None
         self.layer = SimpleNamespace(before_forward=self._note)
         self.indexer = SimpleNamespace(around_forward=self._choose)
 
@@ -247,7 +288,7 @@ class BlockIndexedLayer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # The layer does not hand the sharding down to the indexer.
         self._sharding = kwargs.get(SHARDING)
-        self._masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
+        self._mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)), None)
         if _INDEXERS[type(self._indexer).__name__] is not qwen4:
             return args, kwargs
 
@@ -265,12 +306,13 @@ class BlockIndexedLayer:
                 f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
                 " lies on all ranks; generate in engine.ring.off()"
             )
-        if not isinstance(sharding, BatchSharding) or len(self._masks) != 1 or torch.compiler.is_compiling():
+        if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise RingPatternError(
-                f"{name}: expected the mask of its layer and the batch's sharding, got {len(self._masks)}"
-                f" masks and {type(sharding).__name__}; call the model through the engine, not compiled"
+                f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
+                " through the engine, not compiled"
             )
-        pattern = pattern_in(self._layer, sharding, self._masks[0].pattern)
+        said = self._mask.pattern if self._mask is not None else said_by_call(self._layer, {})
+        pattern = pattern_in(self._layer, sharding, said)
         if not isinstance(pattern, Causal):
             raise RingPatternError(
                 f"{name}: expected a causal pattern, with or without documents, got {pattern}: the blocks of"
@@ -278,4 +320,6 @@ class BlockIndexedLayer:
                 " JSON"
             )
         with torch.no_grad():
-            return _INDEXERS[name](self._indexer, sharding, *args[:2])
+            # the hidden states, and what else scores are made of
+            first, second = [*inspect.signature(forward).bind(*args, **kwargs).arguments.values()][:2]
+            return _INDEXERS[name](self._indexer, sharding, first, second)

@@ -202,12 +202,17 @@ TABLE = PatchTable(
         Patch(
             "indexed", "before_forward", "hook", "chosen blocks",
             "notes the batch's sharding and the mask, which the layer does not hand down to its indexer",
-            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3)",
+            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3, GLM-5.3)",
         ),
         Patch(
             "indexer.forward", "around_forward", "wrapped", "chosen blocks",
             "selects from the blocks of all ranks; calls the original without a ring",
-            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3)",
+            when="an indexer selects blocks of keys (Qwen 4, MiniMax M3, GLM-5.3)",
+        ),
+        Patch(
+            "masking.build_attention_mask_from_topk", "around_forward", "wrapped", "chosen blocks.mask",
+            "hands on what was chosen; calls the original without a ring",
+            when="the layer makes a mask of chosen keys (GLM-5.3)",
         ),
         Patch(
             "base", "before_forward", "hook", "images",
@@ -248,6 +253,7 @@ TABLE = PatchTable(
         "layer": "torch.nn.Module",
         "latent": "",  # one of many classes; latents.py looks for the method
         "terms": "",  # key_terms.py looks for the method
+        "masking": "",  # attached.py looks for the method
         "head": "torch.nn.Linear",
         "checkpointed": _PRETRAINED,
         "part": "torch.nn.Module",
