@@ -42,8 +42,10 @@ from ds_ring.simulation.scan import virtual_halo, virtual_scan
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 WIDTH = 4  # of the convolutions
-# Memory that was used once is kept. Else Linux makes new pages for each large tensor: 70 % of the seconds at 64 Ki.
-KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 35), "MALLOC_TOP_PAD_": str(1 << 28)}
+# Keep memory that was used once: new pages for each large tensor take 70 % of the seconds at 64 Ki tokens.
+KEEP_PAGES = {
+    "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 35), "MALLOC_TOP_PAD_": str(1 << 28),
+}  # fmt: skip
 
 
 def print_bytes(ranks: int, lengths: list[int]) -> None:

@@ -525,7 +525,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring verify-checkpoint": verify_checkpoints,
     "ds-ring resize-checkpoint": only_reads("tests/dist/test_resize.py goes on with such checkpoints"),
     # tools/README.md
-    "python tools/measure_memory.py --tokens": only_reads("takes minutes; tests/dist/test_memory.py holds it"),
+    "python tools/measure_memory.py --tokens": only_reads("takes minutes; see tests/dist/test_memory.py"),
     "python tools/measure_memory.py --chosen": only_reads("takes minutes of an idle machine"),
     "python tools/bench_latents.py": only_reads("takes minutes of an idle machine"),
     "python tools/check_curve.py": only_reads("takes a minute of an idle machine"),
