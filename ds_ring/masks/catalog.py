@@ -37,6 +37,14 @@ class Causal(Pattern):
         return (Branch(least=0),)
 
 
+@dataclass(frozen=True)
+class Before(Pattern):
+    """Attend to what came before the query, without the query itself."""
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(least=1),)
+
+
 class _NumbersOfTokens:
     """Check patterns whose fields are positive integers, and perhaps `causal`."""
 

@@ -250,11 +250,11 @@ def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
 
 
 def check_keys(k_tokens: int, local_tokens: int) -> None:
-    """Raise RingShapeError for keys that are no shard of the layout; the queries are whole on every rank."""
+    """Raise RingShapeError for keys that are no shard of the layout; the queries may be other tokens."""
     if k_tokens != local_tokens:
         raise RingShapeError(
             f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
-            ' tokens; with queries="replicated" k and v are still shards: shard them with'
+            " tokens; k and v are shards, whatever the queries are: shard them with"
             " ds_ring.shard_sequence and the layout that is passed here"
         )
 

@@ -19,7 +19,7 @@ its queries chose, by one matrix product under a boolean mask of the pairs that 
 rows for each query would take k times the memory.
 
 Shapes: B samples, C choices (heads that choose for themselves), H query heads, G key/value heads, S local
-tokens, D and E head dims of keys and values, N = B * C, R chosen rows of one owner.
+tokens, Q local queries, D and E head dims of keys and values, N = B * C, R chosen rows of one owner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, Tiles, expand_ranges
 from ds_ring.runtime.autograd import register, sinks_gradient
-from ds_ring.runtime.checks import DTYPES, check_sinks, why_not_an_operand
+from ds_ring.runtime.checks import (
+    DTYPES,
+    check_heads,
+    check_keys,
+    check_sinks,
+    check_tensors,
+    why_not_an_operand,
+)
 from ds_ring.runtime.context import (
     Options,
     RingContext,
@@ -128,17 +135,18 @@ def selected_attention(
     """Compute attention of each query over the keys that it chose, on a sharded sequence. Differentiable.
 
     Args:
-        q: local queries [B, H, S, D].
+        q: local queries [B, H, Q, D], as many as `chosen` is for: S, unless the keys are not those of tokens.
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G.
-        chosen: what `ring_select` returned: positions [B, S, k], or [B, C, S, k] with C a divisor of G, where
+        chosen: what `ring_select` returned: positions [B, Q, k], or [B, C, Q, k] with C a divisor of G, where
             choice c is that of K/V heads c * G / C and on. -1 is no key; a position counts once.
-        layout, mesh, hop_timeout_s: as `ring_select` had them.
+        layout: of the keys.
+        mesh, hop_timeout_s: as `ring_select` had them.
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H]; see `ring_attention`.
         return_lse: return the lse as well. Its gradient is exact.
 
     Returns:
-        out [B, H, S, E] in q's dtype, and the lse [B, H, S] with `return_lse`. A row that chose nothing has
+        out [B, H, Q, E] in q's dtype, and the lse [B, H, Q] with `return_lse`. A row that chose nothing has
         out 0 and lse -inf (or its sink).
 
     Raises:
@@ -466,11 +474,13 @@ class _SelectedPass:
         self.scale = q.shape[-1] ** -0.5 if context.options.scale is None else context.options.scale
         self.choices = 1 if chosen.dim() == 3 else chosen.shape[1]
         self.slots, self.dtype = layout.local_tokens, accumulator_dtype(q.dtype)
-        self.queries = layout.valid_tokens(self.rank)  # slots of padding come last
-        # [N, S, k]: rank * S + slot of each chosen position
+        # [N, Q, k]: rank * S + slot of each chosen position
         table = _slots_by_position(layout, q.device)
         place = torch.where(chosen >= 0, table[chosen.clamp_min(0)], -1)
         self.place = place.reshape(-1, *place.shape[-2:])
+        # Slots of padding, which chose nothing, come last.
+        choosing = (self.place >= 0).flatten(2).any(-1).any(0).nonzero()
+        self.queries = int(choosing[-1]) + 1 if len(choosing) else 0
         self.q, self.k, self.v = q, self._by_token(k), self._by_token(v)
         # What this rank's queries chose of each rank, and what the queries of each rank chose here, as bits.
         self.wanted = [_packed(self._wanted(owner)) for owner in range(self.size)]
@@ -687,7 +697,10 @@ def _agreed(
     refused: RingError | None = None
     more: dict[str, object] = {}
     try:
-        layout, _ = context.check(q, k, v)
+        check_tensors(q, k, v)
+        check_heads(q.shape[1], k.shape[1], 1)
+        layout = context.layout_for(k.shape[2], k.device.type)
+        check_keys(k.shape[2], layout.local_tokens)
         check_sinks(sinks, q, q.shape[1])
         _check_chosen(chosen, q, k, layout.tokens)
         more = {

@@ -3,6 +3,9 @@
 A recurrence or a convolution passes from run to run, so it needs to know which run of which rank comes next.
 Owns this order and the messages that follow from it; pure data. Each run must be consecutive positions
 (step 1): the zigzag, contiguous and balanced layouts have such runs, the striped and residue layouts do not.
+
+A model that makes one entry of every `size` tokens needs runs of whole blocks. `of_blocks` makes such a
+layout, and `in_blocks` returns the layout of the entries.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.catalog import Documents
 from ds_ring.masks.tiles import IntArray
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, PieceLayout
 
 
 class HaloMessages(NamedTuple):
@@ -168,6 +171,41 @@ def other_documents(
         of_places, of_borders = (np.searchsorted(starts, where, side="right") for where in (places, borders))
         outside.append(of_places != of_borders)
     return np.flatnonzero(np.concatenate(outside))
+
+
+def of_blocks(blocks: Layout, size: int, tokens: int) -> Layout:
+    """Return the layout of `tokens` positions whose blocks of `size` lie as the positions of `blocks` do.
+
+    The last block may be shorter. Each shard is padded to a multiple of `blocks.multiple_of` slots.
+    """
+    runs = sequence_runs(blocks)
+    starts = (runs.starts * size).tolist()
+    return PieceLayout(
+        tokens, blocks.ring_size, blocks.multiple_of, (*starts, tokens), tuple(runs.ranks.tolist())
+    )
+
+
+@lru_cache(maxsize=64)
+def in_blocks(layout: Layout, size: int) -> Layout:
+    """Return the layout of blocks of `size` positions: block b lies where its positions do.
+
+    Raises:
+        RingLayoutError: a run does not begin and end where blocks do; the end of the sequence may cut one.
+    """
+    runs = sequence_runs(layout)
+    for start, length, rank in zip(
+        runs.starts.tolist(), runs.lengths.tolist(), runs.ranks.tolist(), strict=True
+    ):
+        if start % size or (length % size and start + length < layout.tokens):
+            pieces = layout.ring_size * max(len(runs.of_rank(one)) for one in range(layout.ring_size))
+            raise RingLayoutError(
+                f"{layout}: expected runs of whole blocks of {size} tokens, got one of ring rank {rank} from"
+                f" {start} to {start + length - 1}; pad the sequence to a multiple of {pieces * size} tokens,"
+                " or let ds_ring.initialize choose the layout"
+            )
+    starts = (runs.starts // size).tolist()
+    blocks = -(-layout.tokens // size)
+    return PieceLayout(blocks, layout.ring_size, 1, (*starts, blocks), tuple(runs.ranks.tolist()))
 
 
 class Piece(NamedTuple):

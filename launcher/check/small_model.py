@@ -92,6 +92,10 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
     },
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 4,
+    },
     "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
     "glm5_next_text": {  # the last layer takes what the one before it chose

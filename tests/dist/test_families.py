@@ -94,12 +94,14 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((one, {"head": "sequence-classification"}, POOLED) for one in ("bert", "roberta", "distilbert")),
     ("llama", {"head": "token-classification"}, EXACT),
     ("gpt2", {"head": "base"}, EXACT),
+    ("deepseek_v4", {}, EXACT),
 ]
 
 
 # Of exact families the forms of a batch that are refused, and a part of the reason.
 FORMS_REFUSED = {
     ("llama4_text", "packed"): "whose chunks begin with each document",
+    ("deepseek_v4", "packed"): "the model itself does not keep documents apart",
     ("roformer", "packed"): "expected samples whose tokens have the same positions",
     **{(family, "packed"): "whose documents differ" for family in ("musicgen", "musicgen_melody")},
 }
@@ -112,8 +114,9 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
 
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
 DAY = (
-    "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "bert", "gemma3_text", "llama4_text", "qwen3_next",
-    "xlstm", "t5", "qwen4_exp_text", "gpt_neo", "bart-causal-lm", "cpmant", "nemotron-as_is", "llama-sequence-classification",
+    "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "deepseek_v4", "bert", "gemma3_text", "llama4_text",
+    "qwen3_next", "xlstm", "t5", "qwen4_exp_text", "gpt_neo", "bart-causal-lm", "cpmant",
+    "nemotron-as_is", "llama-sequence-classification",
 )  # fmt: skip
 
 
@@ -124,7 +127,8 @@ def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
         return FORMS[:1]
     forms = forms_of(family, asked)
     number = FAMILIES.index(row) % len(forms)
-    return FORMS if family in RECURRENT.split() else forms[number : number + 1]
+    # Of DeepSeek V4, one form is refused.
+    return FORMS if family in (*RECURRENT.split(), "deepseek_v4") else forms[number : number + 1]
 
 
 def name_of(row: tuple[str, dict[str, Any], str]) -> str:

@@ -38,6 +38,7 @@ from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.sequence_runs import in_blocks
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
@@ -62,7 +63,7 @@ class BatchSharding:
     # padding is documents of its own
     masks_padding: bool = False
     images: ImageTokens | None = field(default=None, repr=False)
-    _kept: dict[Any, RowsAttention] = field(default_factory=dict, repr=False)
+    _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def local_tokens(self) -> int:
@@ -75,6 +76,19 @@ class BatchSharding:
         first = self.mesh.ulysses_rank * self.local_tokens
         mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
         return replace(self, slots=mine.to(device))
+
+    def in_blocks(self, size: int) -> BatchSharding:
+        """Return the sharding of a sequence that has one token for every `size` tokens of this one.
+
+        Raises:
+            RingLayoutError: a border between ranks cuts a block.
+        """
+        key = ("in blocks", size)
+        if key not in self._kept:
+            blocks = in_blocks(self.layout, size)
+            self._kept[key] = BatchSharding(self.config, blocks, self.mesh, self.patterns)
+        found: BatchSharding = self._kept[key]
+        return found
 
     def pattern_of(
         self, said: Pattern | None = None, layer: int | None = None, mixed: bool = False
@@ -111,7 +125,8 @@ class BatchSharding:
                 for one in patterns
             ]  # fmt: skip
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
-        return self._kept[key]
+        found: RowsAttention = self._kept[key]
+        return found
 
 
 class RowsAttention:
@@ -133,13 +148,19 @@ class RowsAttention:
 
     def __call__(
         self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None,
-        up_projection: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of `ring_attention`."""
-        more = {"sinks": sinks} if up_projection is None else {"sinks": sinks, "up_projection": up_projection}
+        up_projection: Tensor | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of `ring_attention`.
+
+        With `return_lse`, for rows without documents only, the lse [B, H, S] as well.
+        """
+        more: dict[str, Any] = {"sinks": sinks}
+        if up_projection is not None:
+            more["up_projection"] = up_projection
         if len(self._parts) == 1:
-            out: Tensor = self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
-            return out
+            more |= {"return_lse": True} if return_lse else {}
+            return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
+        assert not return_lse, "no caller has documents and asks for the lse"
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
                 f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"

@@ -70,6 +70,7 @@ from ds_ring.integrations.deepspeed.loader import (
 )
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, RowGroup, group_rows
+from ds_ring.masks.catalog import Causal
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import block_side
@@ -77,6 +78,7 @@ from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.sequence_runs import of_blocks
 
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # that ask the job to end (Slurm's `--signal=USR1@120`)
@@ -440,9 +442,16 @@ class RingSession:
 
     def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        mix, config = self.patterns.counted(tokens, self.needs.layers), self.config
+        mix, config, block = self.patterns.counted(tokens, self.needs.layers), self.config, self.needs.block
+        name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
+        if block > 1:  # the entries of such blocks are seen by all tokens behind them
+            blocks = make_layout(
+                name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal(),
+                multiple_of=mesh.ulysses_size,
+            )  # fmt: skip
+            return of_blocks(blocks, block, tokens)
         return make_layout(
-            "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout,
+            name,
             tokens=tokens,
             ring_size=mesh.ring_size,
             pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,

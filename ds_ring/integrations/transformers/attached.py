@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,12 @@ from ds_ring.integrations.deepspeed.loss import shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.compressed import (
+    CompressedEntries,
+    block_of,
+    compresses,
+    compressors_of,
+)
 from ds_ring.integrations.transformers.families import (
     LossGuard,
     check_outputs,
@@ -159,12 +166,15 @@ class Attached:
             numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
         wrap_functions(model)
         parts = [] if self.rewritten else parts_of(model)
-        replaced = {id(module) for _, _, module in parts}  # of these the ring knows the positions
+        # Of these the ring knows the positions.
+        replaced = {id(module) for _, _, module in parts}
+        replaced |= {id(module) for one in compressors_of(model) for module in one.modules()}
         for module in model.modules():
             self.changes += self._put_on_part(module, None if id(module) in replaced else numbering)
         self._put_on_written_out(parts)
         needs.number_tokens = numbering_of(model) or needs.number_tokens
         needs.slots = needs.slots or pools
+        needs.block = math.lcm(needs.block, block_of(model))
 
     def _put_on_written_out(self, parts: list[tuple[PreTrainedModel, Family, nn.Module]]) -> None:
         """Apply the rows of modules that write attention out, or number tokens."""
@@ -199,6 +209,17 @@ class Attached:
         if depends_on_length(module):
             rotary = rotary_length(module, self.session.batches)
             changes += TABLE.apply({"rotary length": rotary}, self.session, part=module)
+        if compresses(module):
+            entries = CompressedEntries(module)
+            compressor: Any = module.compressor
+            hook = SimpleNamespace(before_forward=entries.note, around_forward=entries)
+            objects = {"compressing": module, "compressor": compressor}
+            changes += TABLE.apply({"compressed entries": hook}, self.session, **objects)
+            if hasattr(compressor, "indexer"):
+                scorer = compressor.indexer.scorer
+                select = {"compressed entries.scorer": SimpleNamespace(around_forward=entries.select)}
+                changes += TABLE.apply(select, self.session, scorer=scorer)
+                set_z3_leaf_module(scorer, True)  # ranks call it another number of times
         if selects_keys(module):
             indexed = IndexedLayer(module)
             changes += TABLE.apply({"chosen keys": indexed.layer}, self.session, indexed=module)

@@ -32,6 +32,7 @@ from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_implementation
 from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
+from ds_ring.integrations.transformers.compressed import check_section, compresses, entries_of
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
 from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
@@ -97,8 +98,9 @@ def attention(
         terms, attention_mask = attention_mask, attention_mask.mask
     score_mod = kwargs.pop("score_mod", None)  # of written_out.py
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
+    entries = entries_of(module)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
-    if k_BGSD.shape[2] != q_BHSD.shape[2] and not isinstance(sharding, CachedSharding):
+    if k_BGSD.shape[2] != q_BHSD.shape[2] and not (isinstance(sharding, CachedSharding) or entries):
         raise RingShapeError(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
@@ -122,6 +124,11 @@ def attention(
                 f"{type(module).__name__}: expected no softcap beside chosen keys, got {cap}"
             )
         out_BHSD = attend_to_chosen(sharding, q_BHSD, k_BGSD, v_BGSD, chosen, scaling, sinks)
+        return out_BHSD.transpose(1, 2).contiguous(), None
+    if entries is not None:
+        if cap is not None or score_mod is not None:
+            raise RingConfigError(f"{type(module).__name__}: expected no softcap beside compressed entries")
+        out_BHSD = entries.attend(q_BHSD, k_BGSD, sharding, pattern, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
     changed, up = score_mod if cap is None else Softcap(float(cap)), None
     latents = getattr(module, "expand_kv", None)
@@ -193,6 +200,8 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
                 f' "zigzag", "contiguous" or "balanced"), since its layers pass a state from token to token,'
                 f' got "{config.layout}"'
             )
+        if any(map(compresses, part.modules())):
+            check_section(part, config)
         check_class(part, as_is=config.attention == "as_is" and implementation == UNMODIFIED)
         if implementation == NAME:
             continue

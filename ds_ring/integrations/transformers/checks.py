@@ -15,6 +15,7 @@ from torch import nn
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.compressed import compresses
 from ds_ring.integrations.transformers.indexed import selects_keys
 from ds_ring.integrations.transformers.indexed_blocks import selects_blocks
 from ds_ring.integrations.transformers.recurrent_parts import (
@@ -122,6 +123,7 @@ _RECURRENT_LAYERS = {
     "hybrid_sliding",
 }  # recurrent_parts.py knows theirs
 _INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
+_COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 _TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
@@ -175,14 +177,22 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(one, [model]))
     }
     # Keys that an indexer selects: those of which the ring can read the formula.
-    indexed = [part for part in model.modules() if isinstance(getattr(part, "indexer", None), nn.Module)]
+    indexed = [
+        part
+        for part in model.modules()
+        if isinstance(getattr(part, "indexer", None), nn.Module) and not hasattr(part, "compress_rate")
+    ]
     if indexed and all(selects_keys(one) or selects_blocks(one) for one in indexed) and not as_is:
         layers -= _INDEXED_LAYERS
+    compressing = not as_is and any(map(compresses, model.modules()))
+    if compressing:
+        layers -= _COMPRESSED_LAYERS
     named = ", ".join(sorted(layers))
     reasons = {
-        # Before the state that a cache has: DeepSeek V4's holds keys that were compressed.
         f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
-        "it carries a recurrent state from token to token": model._is_stateful and not recurrent,
+        # The state of DeepSeek V4's cache holds keys that were compressed.
+        "it carries a recurrent state from token to token": model._is_stateful
+        and not (recurrent or compressing),
         "it takes no position_ids": not recurrent and not is_known and not takes_positions(type(model)),
         "it convolves tokens": any(
             convolves_locally(part) for layer in _layers(model) for part in layer.modules()

@@ -37,6 +37,7 @@ from ds_ring.integrations.deepspeed.batch import CACHES, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.compressed import compresses
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
@@ -179,6 +180,8 @@ class Generation:
             and not isinstance(cache, RingCache),
             f"expected layers whose states transformers' cache holds, got {', '.join(stateless)}, which no"
             " cache on a ring carries from the prompt to the next token": bool(stateless),
+            "expected attention to tokens alone, got layers that attend to compressed entries, which a ring's"
+            " cache lacks": any(map(compresses, self.model.modules())),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
                 settings.cache_implementation
             ),

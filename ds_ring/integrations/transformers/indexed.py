@@ -38,6 +38,8 @@ _NOTED = (torch.matmul, Tensor.matmul, torch.relu, nn.functional.relu)
 def selects_keys(module: nn.Module) -> bool:
     """Return whether a layer attends to keys that its own indexer, or that of a layer before it, selects."""
     indexer = getattr(module, "indexer", None)
+    if hasattr(module, "compress_rate"):  # of entries: compressed.py
+        return False
     return isinstance(indexer, nn.Module) and hasattr(indexer, "index_topk") and not selects_blocks(module)
 
 

@@ -215,6 +215,21 @@ TABLE = PatchTable(
             when="the layer makes a mask of chosen keys (GLM-5.3)",
         ),
         Patch(
+            "compressing", "before_forward", "hook", "compressed entries",
+            "notes the batch's sharding, which the layer does not hand down to its compressor",
+            when="a layer attends to compressed entries (DeepSeek V4)",
+        ),
+        Patch(
+            "compressor.forward", "around_forward", "replaced", "compressed entries",
+            "calls the original with this rank's windows in place of a cache",
+            when="a layer attends to compressed entries (DeepSeek V4)",
+        ),
+        Patch(
+            "scorer.forward", "around_forward", "wrapped", "compressed entries.scorer",
+            "calls the original with the entries of all ranks, shard by shard",
+            when="an indexer selects compressed entries (DeepSeek V4)",
+        ),
+        Patch(
             "base", "before_forward", "hook", "images",
             "gives the features of this rank's image tokens", when="the model takes images",
         ),
@@ -263,6 +278,9 @@ TABLE = PatchTable(
         "q_proj": "torch.nn.Linear",
         "indexed": "torch.nn.Module",
         "indexer": "torch.nn.Module",
+        "compressing": "torch.nn.Module",
+        "compressor": "torch.nn.Module",
+        "scorer": "torch.nn.Module",
         "base": _PRETRAINED,
         "score": "torch.nn.Linear",
         "config": "transformers.PreTrainedConfig",

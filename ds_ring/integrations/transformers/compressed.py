@@ -1,0 +1,330 @@
+"""Attention to compressed entries beside a window, in transformers models: DeepSeek V4.
+
+A layer of V4 has a compressor, which makes one entry of every `rate` tokens. A query attends to the tokens of
+its window and to entries: to all that are complete ("heavily compressed"), or to those that an indexer
+selects ("compressed sparse"). All of them are in one softmax, with a sink for each head.
+
+On a ring, compressor and indexer run as they are, with their projections, norms, rotary embedding and
+formulas. They are given an object in place of a cache (`_LocalWindows`), which hands them the windows of this
+rank with their places in the sequence. In "compressed sparse" layers an entry has a part of the window before
+its own: the first window of each run gets that from its owner (`halo`). The attention function gets the
+tokens' keys and behind them this rank's entries, and merges two parts by their log-sum-exps: the ring's
+attention to the window, and attention to the entries of all ranks.
+
+[Note: queries by their place in a block]
+Query b * rate + r sees the entries before b; with r = rate - 1 it sees entry b, too. So entries are a
+sequence of their own, whose layout is that of the tokens in blocks. Queries with one r are queries of that
+sequence, one for each block. All heads and all r are query heads of one causal pass (`Before`), which share
+the one K/V head of the entries. Entry b of the last r lies on the query's own rank, and is merged there.
+
+Both need runs of whole blocks of tokens. `ModelNeeds.block` tells the choice of the layout so.
+
+Shapes: B samples, H query heads, S local tokens, n local entries, D head dim, k chosen entries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.recurrent import padded
+from ds_ring.masks.catalog import Before, Causal
+from ds_ring.masks.pattern import Pattern
+from ds_ring.runtime.scan import halo_op, neighbours_of
+from ds_ring.runtime.selection import ring_select, selected_attention
+
+# By the class of a compressor: whether an entry has a part of the window before its own, and is selected.
+_COMPRESSORS = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": True}
+
+
+def compresses(module: nn.Module) -> bool:
+    """Return whether an attention layer attends to entries of a compressor that the ring knows."""
+    return type(getattr(module, "compressor", None)).__name__ in _COMPRESSORS
+
+
+def compressors_of(model: nn.Module) -> list[Any]:
+    """Return the compressors in a model."""
+    return [module.compressor for module in model.modules() if compresses(module)]
+
+
+def block_of(model: nn.Module) -> int:
+    """Return how many tokens the blocks of a model have that no border between ranks may cut; 1 for any."""
+    return math.lcm(*(one.compress_rate for one in compressors_of(model)))
+
+
+def check_section(model: nn.Module, config: RingConfig) -> None:
+    """Refuse a section beside which compressed entries are not defined, or a ring does not compute them.
+
+    Raises:
+        RingConfigError, RingPatternError: with the key.
+    """
+    name = type(model).__name__
+    if config.pattern.documents:
+        raise RingPatternError(
+            f'{name}: expected no packed documents, got "documents": true: its compressors make entries of'
+            " every few tokens of a row, across the borders of documents, and compare their places in the row"
+            " with positions in a document, so the model itself does not keep documents apart; pad samples"
+        )
+    if config.pattern != PatternConfig():
+        raise RingPatternError(
+            f"{name}: expected the plain causal pattern, got {pattern_from_config(config)}: which compressed"
+            ' entries a query sees is the model\'s to say; leave "pattern" out of the section'
+        )
+    if config.layout not in ("auto", "contiguous", "zigzag", "balanced"):
+        raise RingConfigError(
+            f'{name}: layout: expected one whose shards are consecutive tokens ("auto", "zigzag",'
+            f' "contiguous" or "balanced"), since its layers make an entry of every few tokens, got'
+            f' "{config.layout}"'
+        )
+    if config.ulysses_size > 1:
+        raise RingConfigError(
+            f"{name}: ulysses_size: expected 1, got {config.ulysses_size}: its keys have one head, which"
+            " cannot be divided; use a ring of all ranks"
+        )
+
+
+class _LocalWindows:
+    """Stand for a layer's cache: give its compressor, and the indexer in it, the windows of this rank.
+
+    Args:
+        sharding: of the tokens.
+        rate: tokens of a window.
+        overlaps: whether an entry has a part of the window before its own.
+    """
+
+    def __init__(self, sharding: BatchSharding, rate: int, overlaps: bool) -> None:
+        self.blocks = sharding.in_blocks(rate)
+        self.rate, self.slots, self._overlaps = rate, self.blocks.layout.local_tokens, overlaps
+        timeout = float(sharding.config.hop_timeout_seconds)
+        self._near = neighbours_of(self.blocks.layout, sharding.mesh, None, timeout)
+        self._beside: dict[str, Tensor] = {}
+        self.entries: dict[str, Tensor] = {}  # of the compressor and of its indexer: [B, n, D]
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's windows of kv and gate [B, S, W], and where they begin.
+
+        With overlap, the window before each run stands in front of it.
+
+        Returns:
+            kv and gate [B, windows * rate, W], and an int64 tensor [windows]: added to rate * index, it is
+            the position of a window's first token.
+        """
+        kv, gate = (padded(x, self.slots * self.rate, 1).unflatten(1, (-1, self.rate)) for x in (kv, gate))
+        layout, rank = self.blocks.layout, self.blocks.mesh.ring_rank
+        numbers = torch.from_numpy(layout.positions(rank)).to(kv.device).clamp_min(0)
+        if self._overlaps:
+            front_kv, front_gate = self._windows_before(name, kv, gate)
+            parts: list[tuple[Tensor, Tensor, Tensor]] = [(kv[:, :0], gate[:, :0], numbers[:0])]
+            for piece in self._near.pieces:
+                own = slice(piece.slot, piece.slot + piece.length)
+                run = slice(piece.run, piece.run + 1)
+                parts.append((front_kv[:, run], front_gate[:, run], numbers[own][:1]))
+                parts.append((kv[:, own], gate[:, own], numbers[own]))
+            kv, gate = (torch.cat([part[i] for part in parts], dim=1) for i in (0, 1))
+            numbers = torch.cat([part[2] for part in parts])
+        first = (numbers - torch.arange(len(numbers), device=numbers.device)) * self.rate
+        return kv.flatten(1, 2), gate.flatten(1, 2), first
+
+    def _windows_before(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the windows before each run, of which the next window reads the first half of the width."""
+        width = kv.shape[-1] // 2
+        both = torch.cat([kv[..., :width], gate[..., :width]], dim=-1)
+        beside = halo_op(both, 1, 1, 0, self._near.handle)[:, :, 0]  # [B, runs, rate, 2 * width]
+        self._beside[name] = beside
+        front_kv, front_gate = (F.pad(x, (0, width)) for x in beside.split(width, dim=-1))
+        begins = [not piece.continues for piece in self._near.pieces]
+        if any(begins):  # no weight for what is before the sequence
+            hidden = torch.zeros_like(front_gate, dtype=torch.bool)
+            hidden[:, begins, :, :width] = True
+            front_gate = front_gate.masked_fill(hidden, float("-inf"))
+        return front_kv, front_gate
+
+    def update_overlap_state(self, *_: Any) -> tuple[None, None]:
+        """Return none: the windows in front of the runs have it."""
+        return None, None
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """Keep this rank's entries, and return none, so that no mask of tokens and entries is made."""
+        own, first = [compressed[:, :0]], 0
+        for piece in self._near.pieces if self._overlaps else ():
+            first += 1
+            own.append(compressed[:, first : first + piece.length])
+            first += piece.length
+        entries = torch.cat(own, dim=1) if self._overlaps else compressed
+        entries = padded(entries, self.slots, 1)
+        if name in self._beside:  # also without windows the backward pass of the halo is every rank's
+            entries = entries + self._beside[name].flatten()[:0].sum()
+        self.entries[name] = entries
+        return compressed[:, :0]
+
+
+class CompressedEntries:
+    """Run in place of the forward of a compressor; then attend to its entries.
+
+    Args:
+        layer: the attention layer.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer, self._own = layer, layer.compressor.forward
+        self._overlaps = _COMPRESSORS[type(layer.compressor).__name__]
+        self._sharding: BatchSharding | None = None
+        self._windows: _LocalWindows | None = None
+        self._chosen: Tensor | None = None
+
+    def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the sharding before the layer runs, which does not hand it down to the compressor."""
+        self._sharding = kwargs.get(SHARDING)
+
+    def __call__(
+        self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any,
+        layer_idx: int,
+    ) -> Any:  # fmt: skip
+        """Return this rank's entries [B, 1, n, D], and no mask."""
+        if self._layer.config._attn_implementation != NAME:  # engine.ring.off()
+            return self._own(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
+        name, sharding = type(self._layer.compressor).__name__, self._sharding
+        if past_key_values is not None:
+            raise RingConfigError(
+                f"{name}: expected a call without a cache, got one: entries of a cache lie on all ranks;"
+                " generate in engine.ring.off()"
+            )
+        if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
+            raise RingConfigError(
+                f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
+                " through the engine, not compiled"
+            )
+        windows = _LocalWindows(sharding, self._layer.compressor.compress_rate, self._overlaps)
+        self._windows, self._chosen = windows, None
+        cache = SimpleNamespace(layers={layer_idx: windows})
+        try:
+            self._own(hidden_states, q_residual, position_ids, cache, layer_idx)
+        finally:
+            self._windows = None
+        return windows.entries["compressor"].unsqueeze(1), None
+
+    def select(
+        self, forward: Callable[..., Tensor], q: Tensor, compressed_kv: Tensor, hidden_states: Tensor
+    ) -> Tensor:
+        """Choose entries of all ranks; return scores of none. Runs around the scorer's forward."""
+        windows = self._windows
+        if windows is None:
+            return forward(q, compressed_kv, hidden_states)
+        rate, blocks, tokens = windows.rate, windows.blocks, q.shape[1]
+        # [B, n, rate, ...]
+        q, hidden_states = (
+            padded(x, windows.slots * rate, 1).unflatten(1, (-1, rate)) for x in (q, hidden_states)
+        )
+
+        def choose(pattern: Pattern, places: range) -> Tensor:
+            def scores(rows: slice, keys: Tensor) -> Tensor:
+                by_place = [forward(q[:, rows, r], keys, hidden_states[:, rows, r]) for r in places]
+                return torch.stack(by_place, dim=1)
+
+            return ring_select(
+                scores, self._layer.compressor.indexer.index_topk, windows.entries["indexer"].detach(),
+                layout=blocks.layout, mesh=blocks.mesh, pattern=pattern,
+                hop_timeout_s=float(blocks.config.hop_timeout_seconds),
+            )  # fmt: skip
+
+        # See [Note: queries by their place in a block].
+        chosen = [choose(Causal(), range(rate - 1, rate))]
+        if rate > 1:
+            chosen.insert(0, choose(Before(), range(rate - 1)))
+        self._chosen = torch.cat(chosen, dim=1).transpose(1, 2).flatten(1, 2)[:, :tokens]
+        return hidden_states.new_zeros((len(q), tokens, 0))
+
+    def attend(
+        self, q: Tensor, kv: Tensor, sharding: BatchSharding, pattern: Pattern | None, scale: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return attention [B, H, S, D] of the layer whose compressor ran last; arguments as of `attend`."""
+        chosen, self._chosen = self._chosen, None
+        assert self._overlaps == (chosen is not None), "an indexer runs in each compressor that has one"
+        return attend(q, kv, sharding, self._layer.compressor.compress_rate, chosen, pattern, scale, sinks)
+
+
+def attend(
+    q: Tensor, kv: Tensor, sharding: BatchSharding, rate: int, chosen: Tensor | None, pattern: Pattern | None,
+    scale: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return attention [B, H, S, D] to the window of `pattern` and to entries.
+
+    Args:
+        q: [B, H, S, D].
+        kv: this rank's tokens, and its entries behind them, keys and values alike: [B, 1, S + n, D].
+        sharding: of the tokens.
+        rate: tokens of an entry.
+        chosen: entries that each query attends to, int64 [B, S, k], -1 for none; None for all complete ones.
+        pattern, scale, sinks: see `BatchSharding.attention`.
+    """
+    tokens = q.shape[2]
+    own, entries = kv[:, :, :tokens].contiguous(), kv[:, :, tokens:].contiguous()
+    window = sharding.attention(scale, pattern)(q, own, own, sinks, return_lse=True)
+    blocks = sharding.in_blocks(rate)
+    if chosen is None:
+        of_entries = attend_to_entries(q, entries, rate, blocks.attention(scale, Before()), scale)
+    else:
+        of_entries = selected_attention(
+            q, entries, entries, chosen, layout=blocks.layout, mesh=blocks.mesh, scale=scale,
+            return_lse=True, hop_timeout_s=float(blocks.config.hop_timeout_seconds),
+        )  # fmt: skip
+    return merged(window, of_entries)[0]
+
+
+def attend_to_entries(
+    q: Tensor, entries: Tensor, rate: int, before: Callable[..., Any], scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attend to all entries that are complete; see [Note: queries by their place in a block].
+
+    Args:
+        q: [B, H, S, D].
+        entries: this rank's, [B, 1, n, D]; keys and values.
+        rate: tokens of an entry.
+        before: the ring's attention with the pattern `Before` over the entries' layout.
+        scale: factor of the scores; None is 1 / sqrt(D).
+
+    Returns:
+        out [B, H, S, D] and the lse [B, H, S], -inf where a query sees no entry.
+    """
+    (_, heads, tokens, width), count = q.shape, entries.shape[2]
+    scale = width**-0.5 if scale is None else scale
+    by_place = F.pad(q, (0, 0, 0, count * rate - tokens)).unflatten(2, (count, rate)).transpose(2, 3)
+    # [B, H * rate, n, D]
+    out, lse = before(by_place.flatten(1, 2), entries, entries, return_lse=True)
+    out, lse = out.unflatten(1, (heads, rate)), lse.unflatten(1, (heads, rate))
+    own_lse = (by_place[:, :, -1].to(lse.dtype) * entries.to(lse.dtype)).sum(-1) * scale  # [B, H, n]
+    last, last_lse = merged((out[:, :, -1], lse[:, :, -1]), (entries, own_lse))
+    out = torch.cat([out[:, :, :-1], last.unsqueeze(2)], dim=2)
+    lse = torch.cat([lse[:, :, :-1], last_lse.unsqueeze(2)], dim=2)
+    return (
+        out.transpose(2, 3).flatten(2, 3)[:, :, :tokens],
+        lse.transpose(2, 3).flatten(2, 3)[:, :, :tokens],
+    )
+
+
+def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge (out, lse) over disjoint keys; differentiable, where a row has keys in one of them at least."""
+    (out, lse), (more, more_lse) = one, other
+    both = torch.logaddexp(lse, more_lse)
+    weight, weight_of_more = (torch.exp(x - both).unsqueeze(-1) for x in (lse, more_lse))
+    # in float32 at least, as the lse
+    return (weight * out.to(lse.dtype) + weight_of_more * more.to(lse.dtype)).to(out.dtype), both
+
+
+def entries_of(module: nn.Module) -> CompressedEntries | None:
+    """Return what runs in place of the compressor of an attention layer; None if it has none."""
+    found: Any = getattr(getattr(module, "compressor", None), "forward", None)
+    return found if isinstance(found, CompressedEntries) else None
