@@ -60,6 +60,7 @@ IMPORTERS = {
     "integrations.deepspeed.loss": {"runtime.exchange"},
     "integrations.deepspeed.dynamic_ring": {"runtime.exchange"},  # measures it
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
+    "integrations.transformers.images": {"runtime.exchange"},  # features, to the ranks of their tokens
     "integrations.transformers.ring_cache": {"runtime.exchange"},  # a convolution's last inputs
     "runtime.latents": {"runtime.kernels", "runtime.merge"},  # a kernel around another one
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype

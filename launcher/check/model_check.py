@@ -34,6 +34,7 @@ from ds_ring.integrations.deepspeed.first_batch import (
 from ds_ring.integrations.deepspeed.initialize import initialize
 from ds_ring.runtime.selection import TotalOrder
 
+from .small_images import add_images
 from .small_model import (
     SAMPLES,
     Form,
@@ -115,13 +116,18 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
     transformers.logging.set_verbosity_error()
     world = dist.get_world_size()
     try:
-        config = shrink(read_config(request.source), request.tokens, request.layers, request.changes)
+        given = read_config(request.source)
+        images = request.head == "image-text"
+        config = shrink(given, request.tokens, request.layers, request.changes, images)
         head = request.head or usual_head(config)
         if head == "causal-lm" and getattr(config, "is_decoder", None) is False:
             config.is_decoder = True  # BERT's and Reformer's: they predict the next token as decoders only
         if head == "causal-lm" and getattr(config, "causal", None) is False:
             config.causal = config.is_decoder = True  # XLM's
         model = build(config, head, request.seed)
+        plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
+        if images:
+            plain = add_images(plain, model, request.seed)
     except RingConfigError as error:
         return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]
     section = dict(request.section) if request.section is not None else section_for(model, head)
@@ -134,7 +140,6 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
     }
     alone, causal = copy.deepcopy(model), bool(section.get("pattern", {}).get("causal", True))
     on_rings = {documents: copy.deepcopy(model) for documents in (False, True)}  # an engine hooks its own
-    plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
     reports: list[ModelReport] = []
     for documents in (False, True):
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})

@@ -30,6 +30,8 @@ from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.checks import uses_interface, works_as_is
 from ds_ring.integrations.transformers.written_out import family_of
 
+from .small_images import shrink_images
+
 ConfigValues = dict[str, Any]
 
 VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
@@ -150,6 +152,14 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "kv_channels": HEAD_DIM,
     },
 }
+# By the start of a text part's model type: the sections of its rotary half where its defaults name none.
+_SECTIONS = {
+    "qwen2_vl": [16, 24, 24],
+    "qwen2_5_vl": [16, 24, 24],
+    "glm": [8, 12, 12],
+    "paddleocr_vl": [16, 24, 24],
+    "hunyuan_vl": [16, 16, 16, 16],
+}
 _DROPOUTS = (
     "dropout",
     "pdrop",
@@ -184,7 +194,11 @@ def read_config(source: str) -> PreTrainedConfig:
 
 
 def shrink(
-    config: PreTrainedConfig, tokens: int, layers: int = 2, changes: Mapping[str, Any] | None = None
+    config: PreTrainedConfig,
+    tokens: int,
+    layers: int = 2,
+    changes: Mapping[str, Any] | None = None,
+    images: bool = False,
 ) -> Any:
     """Return a small configuration of the same class.
 
@@ -193,7 +207,17 @@ def shrink(
         tokens: in a sample; windows and rotary lengths shrink to below it.
         layers: at least so many, and at least one of each kind.
         changes: values of the configuration that are set before it shrinks; windows among them stay.
+        images: return the configuration of the whole model, with a small image encoder.
     """
+    if images:
+        text = shrink(config, tokens, layers, changes)
+        if text.model_type == config.model_type:
+            raise RingConfigError(
+                f"{config.model_type}: expected a configuration with one part for text and one for the"
+                " image encoder, got one for both, which is not made small here; give one that is small"
+                " already"
+            )
+        return _made(config.model_type, shrink_images(config, text.to_dict()))
     try:
         config = config.get_text_config(decoder=True if config.model_type.startswith("musicgen") else None)
     except ValueError as error:  # a model of several, of sound and text say
@@ -291,6 +315,7 @@ def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
         if isinstance(values.get(name), int):
             values[name] = min(values[name], 2 * tokens + 8)
     trained = 7 * tokens // 8
+    _shrink_sections(values)
     rope = values.get("rope_parameters") or {}
     for part in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         kind = part.get("rope_type", "default")
@@ -306,6 +331,20 @@ def _shrink_lengths(values: ConfigValues, tokens: int) -> None:
         values["max_position_embeddings"] = trained if kind == "dynamic" else 2 * tokens
     if values.get("original_max_position_embeddings"):
         values["original_max_position_embeddings"] = trained
+
+
+def _shrink_sections(values: ConfigValues) -> None:
+    """Divide the small rotary half among the axes of time, height and width, in the large one's shares."""
+    rope, model_type = values.get("rope_parameters") or {}, values.get("model_type") or ""
+    sections = rope.get("mrope_section") or next(
+        (own for start, own in _SECTIONS.items() if model_type.startswith(start)), None
+    )
+    if not sections:
+        return
+    share = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    half = int(HEAD_DIM * share) // 2
+    ends = [sum(sections[: number + 1]) * half // sum(sections) for number in range(len(sections))]
+    rope["mrope_section"] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def special_tokens(values: ConfigValues) -> set[int]:
@@ -336,7 +375,7 @@ def _take_dropout_out(values: ConfigValues) -> None:
 
 MOST_PARAMETERS = 20_000_000
 HIDDEN_CLASSES = 8  # labels of a model without a head: its hidden states are taken for logits
-_HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "sequence-classification")
+_HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "image-text", "sequence-classification")
 
 
 class Head(NamedTuple):
@@ -361,6 +400,9 @@ HEADS = {
     "token-classification": Head(
         "AutoModelForTokenClassification", modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     ),
+    "image-text": Head(
+        "AutoModelForImageTextToText", modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    ),
     "base": Head("AutoModel", modeling_auto.MODEL_MAPPING_NAMES),
 }
 
@@ -368,6 +410,8 @@ HEADS = {
 def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     """Return the section as its user would write it: windows and chunks are the model's to say."""
     kind = type(model)
+    if head == "image-text":  # the attention is that of the language part
+        return {"pattern": {"causal": True}}
     as_is = family_of(model) is None and not uses_interface(kind) and works_as_is(kind)
     causal = head != "masked-lm" and not _is_encoder(model.config)
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
@@ -510,6 +554,11 @@ def _taken(x: Tensor, rows: Tensor | None, batch: Batch) -> Tensor:
     return x.flatten(0, 1)[rows if samples == x.shape[0] else taken.nonzero()[:, 0]][None]
 
 
+def _filled(key: str, padding: int) -> int:
+    """Return what padding has in a tensor of a batch."""
+    return padding if key == "input_ids" else 0 if key.endswith("token_type_ids") else IGNORE
+
+
 def needs_documents(form: Form, causal: bool) -> bool:
     """Return whether a form takes "documents": true; a causal pattern hides padding by itself."""
     return form == "packed" or (form == "padded" and not causal)
@@ -531,17 +580,20 @@ def make_form(form: Form, plain: Batch, padding: int, causal: bool) -> Given:
     real_BT = documents_BT >= 0
     ends_BT = torch.nn.functional.pad(documents_BT.diff(dim=1) != 0, (0, 1), value=True)
     batch: Batch = {"input_ids": ids_BT.masked_fill(~real_BT, padding)}
+    images = {key: x for key, x in plain.items() if x.ndim > 1 and x.shape != ids_BT.shape}
     for key, labels in plain.items():
-        if key == "input_ids":
+        if key == "input_ids" or key in images:
             continue
-        batch[key] = labels if labels.ndim == 1 else labels.masked_fill(~real_BT, IGNORE)
+        batch[key] = labels if labels.ndim == 1 else labels.masked_fill(~real_BT, _filled(key, padding))
         if key == "shift_labels" and causal:
             batch[key] = batch[key].masked_fill(ends_BT, IGNORE)
     if form == "padded":
-        batch["attention_mask"] = real_BT.long()
+        batch |= images | {"attention_mask": real_BT.long()}
         return Given(form, batch, batch, (real_BT.flatten().nonzero()[:, 0],) * 2)
     ring_rows, alone_rows, alone = _unpacked(batch, documents_BT, padding)
-    return Given(form, batch | {"document_ids": documents_BT}, alone, (ring_rows, alone_rows))
+    return Given(
+        form, batch | images | {"document_ids": documents_BT}, alone | images, (ring_rows, alone_rows)
+    )
 
 
 def _lengths(tokens: int) -> Tensor:
@@ -573,6 +625,6 @@ def _unpacked(batch: Batch, documents_BT: Tensor, padding: int) -> tuple[Tensor,
     alone: Batch = {"attention_mask": torch.zeros(len(spans) * longest, dtype=torch.int64)}
     alone["attention_mask"][alone_rows] = 1
     for key, values in batch.items():
-        alone[key] = torch.full((len(spans) * longest,), padding if key == "input_ids" else IGNORE)
+        alone[key] = torch.full((len(spans) * longest,), _filled(key, padding))
         alone[key][alone_rows] = values.flatten()[ring_rows]
     return ring_rows, alone_rows, {key: x.view(len(spans), longest) for key, x in alone.items()}

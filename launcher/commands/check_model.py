@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -36,16 +38,18 @@ examples:
   ds-ring check-model mistral --config ds_config.json       with the section of a DeepSpeed JSON
   ds-ring check-model gemma2 --batch packed                 with "documents": true
   ds-ring check-model qwen3 --head token-classification --ring-size 4 --tokens 90 --json
-  ds-ring check-model --all --jobs 2                        every causal language model of transformers
+  ds-ring check-model --all --jobs 2                        the model types of transformers, in four groups
+  ds-ring check-model --all --head image-text --json        one group; a line of JSON for each type
 
 prints exact, refused (with the reason) or WRONG (with the layer and the parameters that differ), and with
 --all a row for each model type, "no model" among them where no small model can be made of its defaults;
 exit status 0 for exact and refused, 1 for WRONG, 2 for wrong input
 """
 _HEADS = (
-    "causal-lm", "masked-lm", "seq2seq-lm", "speech-seq2seq-lm", "sequence-classification",
+    "causal-lm", "masked-lm", "seq2seq-lm", "speech-seq2seq-lm", "image-text", "sequence-classification",
     "token-classification", "base",
 )  # fmt: skip
+_GROUPS = ("causal-lm", "image-text", "masked-lm", "seq2seq-lm")  # of --all
 _FORMS = ("plain", "padded", "packed")
 _RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
 _SHOWN = 12
@@ -58,7 +62,9 @@ def add(commands: Commands) -> None:
         "model", metavar="CONFIG|NAME", nargs="?", help="a config.json, its folder, or a model type: llama"
     )
     check.add_argument(
-        "--all", action="store_true", help="each model type of transformers with that head (causal-lm)"
+        "--all",
+        action="store_true",
+        help="each model type of transformers with that head; without --head: " + ", ".join(_GROUPS),
     )
     check.add_argument("--jobs", type=int, default=1, metavar="N", help="of --all: N types at once")
     check.add_argument("--ring-size", type=int, metavar="P", help="default: the section's, or 2")
@@ -116,8 +122,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         return report
 
     if options.all:
-        asked["head"] = options.head or "causal-lm"
-        return _check_all(check, _types(asked["head"]), options)
+        codes = []
+        for head in (options.head,) if options.head else _GROUPS:
+            asked["head"] = head
+            codes.append(_check_all(check, head, options))
+        return max(codes)
     report = check(options.model)
     if report["result"] == "invalid":
         raise RingConfigError(report["reason"])
@@ -132,17 +141,22 @@ def _types(head: str) -> list[str]:
     return sorted(HEADS[head].families)
 
 
-def _check_all(check: Callable[[str], dict[str, Any]], types: list[str], options: argparse.Namespace) -> int:
+def _check_all(check: Callable[[str], dict[str, Any]], head: str, options: argparse.Namespace) -> int:
     """Print a row for each model type as soon as those before it are done, then the counts."""
     counts: Counter[str] = Counter()
+    types, today = _types(head), datetime.datetime.now(datetime.UTC).date().isoformat()
+    about = {"head": head, "transformers": version("transformers"), "date": today}
     with ThreadPool(options.jobs) as pool:  # of daemon threads, which a forked rank does not wait for
         for report in pool.imap(check, types):
             counts[report["result"]] += 1
             row = f"{_RESULTS[report['result']]:<9} {report['source']}"
             reason = " ".join(report["reason"].split())
-            print(json.dumps(report) if options.json else row + f": {reason}" * bool(reason), flush=True)
+            print(
+                json.dumps(report | about) if options.json else row + f": {reason}" * bool(reason), flush=True
+            )
     if not options.json:
-        print(f"{len(types)} model types: " + ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS))
+        found = ", ".join(f"{counts[key]} {_RESULTS[key]}" for key in _RESULTS)
+        print(f"{len(types)} model types ({head}, transformers {about['transformers']}, {today}): {found}")
     return 1 if counts["WRONG"] else 0
 
 

@@ -5,6 +5,7 @@ Images lie across the borders of shards, and samples have different numbers of t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,45 @@ def test_images_are_exact(
     assert any("vis" in parameter for parameter in expected.gradients)
     for got in rank_pool(world_size).run(on_a_ring, name, layout, ulysses_size):
         check(got, expected)
+
+
+def patches_encoded(rank: int, world_size: int, name: str) -> tuple[int, int]:
+    """How many patches or images this rank's encoder gets in a forward pass, and how many there are."""
+    from ds_ring.config.section import RingConfig, pattern_from_config
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.runtime.mesh import RingMesh
+
+    config, mesh = RingConfig(ring_size=world_size), RingMesh.from_world(world_size)
+    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+    model = build(name)
+    attach(model, session)
+    seen: list[int] = []
+    encode = model.base_model.get_image_features
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(len(kwargs["pixel_values"]))
+        return encode(*args, **kwargs)
+
+    noted.__signature__ = inspect.signature(encode)  # type: ignore[attr-defined]
+    model.base_model.get_image_features = noted
+    batch = batch_of(name)
+    model(**session.shard_batch(batch)).loss.backward()
+    first = [p.grad for key, p in model.named_parameters() if "vis" in key and ".0.mlp" in key]
+    assert first and all(gradient is not None for gradient in first)
+    return sum(seen), len(batch["pixel_values"])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_each_image_is_encoded_once(rank_pool: Pool, name: str) -> None:
+    encoded = rank_pool(3).run(patches_encoded, name)
+    assert sum(one for one, _ in encoded) == encoded[0][1]
+    assert len({one for one, _ in encoded}) == 1  # three images of one size, on three ranks
+
+
+def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:
+    encoded = [one for one, _ in rank_pool(4).run(patches_encoded, "llava")]
+    assert encoded == [1, 1, 1, 1]  # of three images
 
 
 def trained(rank: int, world_size: int) -> tuple[list[float], bool, list[str]]:

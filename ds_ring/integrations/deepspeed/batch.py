@@ -78,6 +78,9 @@ class ImageTokens(NamedTuple):
     places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
     tokens: int  # image tokens of the whole batch
     axes_BSA: Tensor | None  # positions on several axes, where the model has such
+    # by rank of the sequence, the features that its tokens stand for, from 0 on, in the order of its tokens;
+    # none where samples are whole
+    wanted: tuple[Tensor, ...] = ()
 
 
 def prepare_batch(
@@ -338,12 +341,22 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
     prepared[_AXES] = needs.number_axes(dict(batch))
 
 
-def taken_places(local: Batch, prepared: Mapping[str, Tensor]) -> ImageTokens | None:
+def taken_places(
+    local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
+) -> ImageTokens | None:
     """Take the numbers of local image tokens out of `local`, what was cut of the whole `prepared` batch; None
-    where it has no images.
+    where it has no images. Without a layout samples are whole.
     """
     places_BS, axes_BSA = local.pop(_PLACES, None), local.pop(_AXES, None)
-    return None if places_BS is None else ImageTokens(places_BS, int(prepared[_PLACES].max()), axes_BSA)
+    if places_BS is None:
+        return None
+    places_BT, wanted = prepared[_PLACES], []
+    for ring_rank in range(mesh.ring_size) if layout is not None else ():
+        assert layout is not None
+        shard_BS = shard_sequence(places_BT, layout, dim=1, ring_rank=ring_rank)
+        parts = shard_BS.to(places_BS.device).chunk(mesh.ulysses_size, dim=1)
+        wanted += [part[part > 0] - 1 for part in parts]
+    return ImageTokens(places_BS, int(places_BT.max()), axes_BSA, tuple(wanted))
 
 
 def places_of(ids_BT: Tensor, needs: ImageNeeds) -> Tensor:

@@ -128,8 +128,12 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile."""
+    """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile.
+
+    Those of image encoders, which each rank runs on images of its own, are left out.
+    """
     outputs: dict[str, Tensor] = {}
+    apart = _modules_of_encoders(model)
 
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -139,9 +143,22 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
+                if id(layer) in apart:
+                    continue
                 part = SimpleNamespace(after_forward=partial(record, f"{path}.{name}"))
                 stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
         yield outputs
+
+
+def _modules_of_encoders(model: nn.Module) -> set[int]:
+    """Return the identities of the modules of image encoders inside `model`."""
+    of_transformers = [part for part in model.modules() if _is_of_transformers(part)]
+    if not of_transformers:
+        return set()
+    from ds_ring.integrations.transformers.images import image_encoders
+
+    encoders = [encoder for part in of_transformers for encoder in image_encoders(part)]
+    return {id(module) for encoder in encoders for module in encoder.modules()}
 
 
 def _by_token(got: Tensor, expected: Tensor) -> float:

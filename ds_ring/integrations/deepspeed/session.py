@@ -433,7 +433,8 @@ class RingSession:
         rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
-        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, whole_batch)
+        layout = None if short else sharding.layout
+        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, whole_batch, layout, mesh)
         if images is not None:
             sharding = replace(sharding, images=images)
         if padded and real_tokens is not None:

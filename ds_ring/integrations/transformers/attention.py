@@ -34,7 +34,11 @@ from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.compressed import check_section, compresses, entries_of
 from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.images import attention_of_parts, image_encoders
+from ds_ring.integrations.transformers.images import (
+    attention_of_parts,
+    image_encoders,
+    refuse_unknown_encoder,
+)
 from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
 from ds_ring.integrations.transformers.indexed_blocks import ChosenMask
 from ds_ring.integrations.transformers.key_terms import TermsMask
@@ -189,11 +193,16 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     Raises:
         RingConfigError: with the model's class and its attn_implementation.
     """
-    keep = {id(encoder) for outer in _pretrained(model, outermost=True) for encoder in image_encoders(outer)}
+    outermost = _pretrained(model, outermost=True)
+    for outer in outermost if config.attention == "ring" and not _keeps_its_own(config) else ():
+        refuse_unknown_encoder(outer)
+    keep = {id(encoder) for outer in outermost for encoder in image_encoders(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
         if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
             continue  # nothing to do for a ring
+        if image_encoders(part) and config.attention == "ring":
+            continue  # it joins image encoders and a language part, which is looked at by itself
         if config.layout in ("striped", "residue") and any(map(is_recurrent, part.modules())):
             raise RingConfigError(
                 f'{type(part).__name__}: layout: expected one whose shards are consecutive tokens ("auto",'
@@ -285,10 +294,13 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
     names = attention_of_parts(model, NAME)
     switch = SimpleNamespace(at_initialize=lambda: model.set_attn_implementation(names))
     try:
-        if model._can_set_attn_implementation():
+        known = checks.uses_interface(type(model)) or not image_encoders(model)
+        if model._can_set_attn_implementation() and known:
             TABLE.apply({"attention": switch}, session, model=model)
-        else:  # RWKV has no attention but a recurrence
-            TABLE.apply({"attention.none": SimpleNamespace(at_initialize=NAME)}, session, config=model.config)
+        else:  # RWKV has no attention but a recurrence; DeepSeek-VL leaves it to its parts to have one
+            TABLE.apply(
+                {"attention.none": SimpleNamespace(at_initialize=names)}, session, config=model.config
+            )
     except (ValueError, ImportError) as error:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"

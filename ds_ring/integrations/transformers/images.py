@@ -1,9 +1,10 @@
 """Give the language part of a vision-language model the image features of its own tokens.
 
 [Note: features of images]
-Every rank runs the image encoders on all images of its batch and takes the features of its own image tokens
-(batch.py counts them before the batch is cut). No feature is sent, and the gradient of an encoder is a sum
-over the ranks, like any other gradient. Image encoders keep their own attention.
+Each rank runs the image encoders on its share of the images of a batch and gets the features of its own image
+tokens (batch.py counts them before the batch is cut): [Note: shares of images]. Image encoders keep their own
+attention. Every rank encodes all images where samples are whole (below min_sequence_length), and in a
+generation, whose `generate` encodes them before the ring sees the prompt.
 
 Shapes: B samples, T tokens, S local tokens, N image tokens of the batch, E width of the language part.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +24,34 @@ from transformers import PreTrainedModel
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import Batch, ImageNeeds, ImageTokens, places_of
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
-# By model_type, those that tests compare with one process. The others join features to hidden states of
-# several layers, or see all of an image at once.
-EXACT = ("llava", "mistral3", "internvl", "qwen2_vl", "qwen2_5_vl")
-OF_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")
+# By model_type, those that tests compare with one process. Each takes in its forward pass what
+# `get_image_features` returns, and puts one feature in the place of each image token. Gemma 3 and PaliGemma
+# beside it let the tokens of an image, or of a prompt, see each other, where they are given token_type_ids:
+# that mask is refused (layer_masks.py).
+EXACT = tuple(
+    """
+    aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_vl exaone4_5 gemma3 gemma4
+    glm46v glm4v glm4v_moe glm_ocr glmga got_ocr2 hunyuan_vl hyperclovax_vision_v2 idefics2 idefics3 internvl
+    kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_onevision minimax_m3_vl mistral3 mistral_large4
+    ovis2 paddleocr_vl paligemma pp_chart2table qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
+    qwen3_vl_moe qwen4_exp smolvlm vipllava
+    """.split()  # noqa: SIM905
+)
+OF_IMAGES = (
+    "pixel_values",
+    "image_sizes",
+    "image_grid_thw",
+    "image_position_ids",
+    "spatial_shapes",
+    "pixel_attention_mask",
+)
+# What `get_image_features` returns for each image token: of most models, and of layers of the language part.
+_FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_features"
 _ENCODED = "mm_encoder_outputs"  # by modality, what `generate` has of images before its first forward pass
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
 
@@ -39,21 +61,39 @@ def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     config: Any = getattr(model, "config", None)
     if getattr(config, "model_type", None) not in EXACT:
         return []
-    kind = type(config.vision_config)
+    of_text = (type(config), type(config.text_config))
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    roots = [part for part in parts if type(part.config) is kind]
+    roots = [part for part in parts if type(part.config) not in of_text]
     found = {id(part): part for root in roots for part in root.modules() if isinstance(part, PreTrainedModel)}
     return list(found.values())
+
+
+def refuse_unknown_encoder(model: PreTrainedModel) -> None:
+    """Refuse a model with an image encoder of whose images it is not known that a ring computes them exactly.
+
+    Raises:
+        RingConfigError: its type is not in `EXACT`.
+    """
+    kind = type(getattr(model.config, "vision_config", None))
+    has_one = any(isinstance(part, PreTrainedModel) and type(part.config) is kind for part in model.modules())
+    if has_one and hasattr(model.base_model, "get_image_features") and not image_encoders(model):
+        raise RingConfigError(
+            f"{type(model).__name__} cannot run on a ring: it joins an image encoder and a language part in a"
+            " way that no test compares with one process; images are exact with the model types"
+            f" {', '.join(EXACT)}: use one of them, or the language part by itself"
+        )
 
 
 def attention_of_parts(model: Any, name: str) -> str | dict[str, str]:
     """Return what to set as a model's attention so that all of it but its image encoders gets `name`."""
     if not image_encoders(model):
         return name
-    others = (key for key in model.config.sub_configs if key != "vision_config")
-    return {"": name, "vision_config": model.config.vision_config._attn_implementation} | dict.fromkeys(
-        others, name
-    )
+    own = {
+        key: part._attn_implementation
+        for key in model.config.sub_configs
+        if key != "text_config" and (part := getattr(model.config, key, None)) is not None
+    }
+    return {"": name, "text_config": name} | own
 
 
 def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamespace | None:
@@ -85,7 +125,8 @@ def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamesp
                 " engine.ring.shard_batch(batch), got some beside it: which of them a rank's tokens stand"
                 " for is counted before the batch is cut"
             )
-        given[_ENCODED] = {"image": _local_features(base, given, images)}
+        mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
+        given[_ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
         if images.axes_BSA is not None:
             given["position_ids"] = images.axes_BSA.permute(2, 0, 1)
         return (), given
@@ -116,27 +157,175 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
         )
 
 
-def _local_features(base: Any, given: dict[str, Any], images: ImageTokens) -> Any:
+# [Note: shares of images]
+# Images are divided among the ranks of a sequence in their order, by their numbers of patches: each is
+# encoded once. An image token stands for one feature, so each feature goes to the one rank that has its
+# token, and its gradient comes back from there: the encoder's gradient is a sum over the ranks, like any
+# other. Which rank needs which feature is known from the whole batch; how many features a rank has found is
+# asked once. A rank that has no image encodes the first one and uses none of its features, so that every rank
+# runs the same modules (ZeRO 3 gathers their parameters) and has a gradient for each parameter.
+def _local_features(
+    base: Any, given: dict[str, Any], images: ImageTokens, mesh: RingMesh, wait_s: float
+) -> Any:
     """Return what `get_image_features` found, with the features of this rank's image tokens in their order.
 
     Takes the images out of `given`.
     """
     found = (given.get(_ENCODED) or {}).get("image")
+    shared, is_used = False, True
     if found is None:
         takes = inspect.signature(base.get_image_features).parameters
-        names = [key for key in (*OF_IMAGES, "vision_feature_layer") if given.get(key) is not None]
-        found = base.get_image_features(**{k: given[k] for k in names if k in takes}, return_dict=True)
+        pixels = {key: given[key] for key in OF_IMAGES if given.get(key) is not None and key in takes}
+        shared = bool(images.wanted) and mesh.sequence_size > 1
+        if shared:
+            pixels, is_used = _share(pixels, takes, mesh)
+        layer = given.get("vision_feature_layer")
+        more = {} if layer is None or "vision_feature_layer" not in takes else {"vision_feature_layer": layer}
+        found = base.get_image_features(**pixels, **more, return_dict=True)
     given.pop("pixel_values", None)
-    several = isinstance(found.pooler_output, (tuple, list))
-    parts = found.pooler_output if several else [found.pooler_output]
-    rows_NE = torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-    if len(rows_NE) != images.tokens:
+    name = next(name for name in _FEATURES if found.get(name) is not None)
+    of_layers = found.get(_OF_LAYERS) or []
+    parts = [_rows(found[name]), *map(_rows, of_layers)]
+    rows_NE = torch.cat(parts, dim=1)
+    if shared:
+        mine = _exchanged(rows_NE if is_used else rows_NE[:0], base, images, mesh, wait_s)
+    else:
+        _check_number(base, len(rows_NE), images)
+        mine = rows_NE[images.places_BS[images.places_BS > 0] - 1]
+    first, *rest = mine.split([part.shape[1] for part in parts], dim=1)
+    several = isinstance(found[name], (tuple, list))
+    local: dict[str, Any] = {name: (first,) if several else first}
+    if of_layers:
+        local[_OF_LAYERS] = [(part,) if isinstance(of_layers[0], (tuple, list)) else part for part in rest]
+    return type(found)(**local)
+
+
+def _rows(features: Any) -> Tensor:
+    """Return the features [N, E] of a tensor, or of one for each image."""
+    several = isinstance(features, (tuple, list))
+    return torch.cat([x.reshape(-1, x.shape[-1]) for x in (features if several else [features])])
+
+
+def _check_number(base: Any, features: int, images: ImageTokens) -> None:
+    if features != images.tokens:
         raise RingShapeError(
-            f"{type(base).__name__}: expected an image token in the batch for each of {len(rows_NE)} features"
+            f"{type(base).__name__}: expected an image token in the batch for each of {features} features"
             f" of its images, got {images.tokens}; take ids and images from one processor"
         )
-    mine = rows_NE[images.places_BS[images.places_BS > 0] - 1]
-    return type(found)(pooler_output=(mine,) if several else mine)
+
+
+def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[str, Tensor], bool]:
+    """Return the tensors of the images that this rank encodes, and whether it uses their features."""
+    grids_IA, values = pixels.get("image_grid_thw"), pixels["pixel_values"]
+    dim = 0
+    if grids_IA is not None:  # the patches of all images stand one after the other
+        patches_I = grids_IA.prod(dim=1).cpu()
+        if int(patches_I.sum()) != len(values):
+            raise RingShapeError(
+                f"pixel_values: expected {int(patches_I.sum())} patches, as image_grid_thw says, got"
+                f" {len(values)}; take both from one processor"
+            )
+    elif values.ndim == 5 and "pixel_attention_mask" in takes:
+        # Idefics: by sample, and images of zeros where a sample has fewer
+        real_BI = (values != 0).flatten(2).any(dim=2)
+        pixels = {key: x[real_BI][None] for key, x in pixels.items()}
+        patches_I, dim = torch.ones(int(real_BI.sum()), dtype=torch.int64), 1
+    else:
+        patches_I = torch.ones(len(values), dtype=torch.int64)
+    ends_I = patches_I.cumsum(0)
+    # the rank of an image is where its middle lies among all patches
+    owners_I = (2 * ends_I - patches_I) * mesh.sequence_size // (2 * int(ends_I[-1]))
+    mine = (owners_I == mesh.sequence_rank).nonzero()[:, 0]
+    first, count = (int(mine[0]), len(mine)) if len(mine) else (0, 1)
+    start, stop = int(ends_I[first] - patches_I[first]), int(ends_I[first + count - 1])
+
+    def cut(key: str, x: Tensor) -> Tensor:
+        of_patches = grids_IA is not None and key == "pixel_values"
+        return x[start:stop] if of_patches else x.narrow(dim, first, count)
+
+    return {key: cut(key, x) for key, x in pixels.items()}, bool(len(mine))
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """Say which features go to which rank of the sequence.
+
+    Attributes:
+        sends: by rank, the rows of this rank's features that it needs.
+        receives: by rank, the places of its features among this rank's image tokens.
+        count: image tokens of this rank.
+    """
+
+    mesh: RingMesh
+    wait_s: float
+    sends: dict[int, Tensor]
+    receives: dict[int, Tensor]
+    count: int
+
+
+class _Exchanged(torch.autograd.Function):
+    """Send features to the ranks of their tokens, and their gradients back. Collective in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_NE: Tensor, routes: _Routes) -> Tensor:
+        ctx.routes, ctx.rows = routes, len(rows_NE)
+        return _sent(rows_NE, "image features", routes, routes.sends, routes.receives, routes.count)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        routes = ctx.routes
+        name = "image features backward"
+        return _sent(grads[0], name, routes, routes.receives, routes.sends, ctx.rows), None
+
+
+def _sent(
+    rows_NE: Tensor,
+    name: str,
+    routes: _Routes,
+    sends: dict[int, Tensor],
+    receives: dict[int, Tensor],
+    count: int,
+) -> Tensor:
+    """Return `count` rows: those of other ranks and of this one, where `receives` says."""
+    mesh, own = routes.mesh, routes.mesh.sequence_rank
+    exchange = Exchange(mesh, routes.wait_s)
+    with mesh.in_call():
+        agree(exchange, name, {"features": rows_NE.shape[1], "dtype": rows_NE.dtype})
+        arrived = rows_NE.new_zeros((count, rows_NE.shape[1]))
+        arrived[receives[own]] = rows_NE[sends[own]]
+        leaving = [(peer, rows_NE[index]) for peer, index in sends.items() if peer != own and len(index)]
+        coming = [
+            (peer, rows_NE.new_empty((len(places), rows_NE.shape[1])))
+            for peer, places in receives.items()
+            if peer != own and len(places)
+        ]
+        if leaving or coming:
+            exchange.post_in_sequence(leaving, coming).wait()
+        for peer, rows in coming:
+            arrived[receives[peer]] = rows
+    return arrived
+
+
+def _exchanged(rows_NE: Tensor, base: Any, images: ImageTokens, mesh: RingMesh, wait_s: float) -> Tensor:
+    """Return the features of this rank's image tokens, of the features that each rank has encoded."""
+    own = mesh.sequence_rank
+    count = torch.tensor([len(rows_NE)], device=rows_NE.device)
+    with mesh.in_call():
+        exchange = Exchange(mesh, wait_s)
+        agree(exchange, "number of image features", {"image tokens": images.tokens})
+        counts = torch.cat(exchange.all_gather(count, mesh.sequence_group, mesh.sequence_size)).tolist()
+    _check_number(base, sum(counts), images)
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+
+    def of_rank(index: Tensor, rank: int) -> Tensor:
+        return (index >= starts[rank]) & (index < starts[rank] + counts[rank])
+
+    wanted = images.wanted
+    sends = {rank: index[of_rank(index, own)] - starts[own] for rank, index in enumerate(wanted)}
+    receives = {rank: of_rank(wanted[own], rank).nonzero()[:, 0] for rank in range(len(counts))}
+    routes = _Routes(mesh, wait_s, sends, receives, len(wanted[own]))
+    found: Tensor = _Exchanged.apply(rows_NE, routes)
+    return found
 
 
 def _axes_of(base: Any) -> Callable[[Batch], Tensor]:

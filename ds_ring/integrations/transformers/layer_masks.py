@@ -96,6 +96,12 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
     causal = any(leaf.__qualname__ == "causal_mask_function" for leaf in leaves)
     parts = {leaf.__qualname__: _part(leaf, causal) for leaf in leaves}
     unknown = sorted(name for name, part in parts.items() if part is None)
+    if any(map(_joins_blocks, leaves)):
+        raise RingPatternError(
+            "the model lets tokens of a block (of an image in Gemma 3, of the prompt in PaliGemma) see"
+            " each other beside a causal mask, which no ring pattern stands for; leave token_type_ids out of"
+            " the batch if your model was trained with a causal mask alone"
+        )
     if unknown:
         raise RingPatternError(
             f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
@@ -141,6 +147,12 @@ def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
         return [function]
     parts = inspect.getclosurevars(function).nonlocals[_COMPOSED_MASKS[name]]
     return [leaf for part in (parts if isinstance(parts, tuple) else (parts,)) for leaf in _leaves(part)]
+
+
+def _joins_blocks(function: Callable[..., Any]) -> bool:
+    """Return whether a mask function lets tokens of a block see each other beside what another one allows."""
+    parts = inspect.getclosurevars(function).nonlocals.get("mask_functions") or ()
+    return any("block_sequence_ids" in inspect.getclosurevars(part).nonlocals for part in parts)
 
 
 def _is_empty(function: Callable[..., Any]) -> bool:
@@ -199,7 +211,11 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
         types = [next((one for one in NARROW if makes_such_masks(model, one)), "full_attention")] * count
     if not getattr(config, "use_sliding_window", True):
         types = ["full_attention"] * len(types)
-    return patterns_of_types(types, lambda key: getattr(config, key, None), causal)
+    # a value that layers may have of their own is refused as an attribute
+    values = config.to_dict() if getattr(config, "per_layer_config", None) else {}
+    return patterns_of_types(
+        types, lambda key: values[key] if key in values else getattr(config, key, None), causal
+    )
 
 
 def narrowest_beside(said: tuple[Pattern, ...], given: Pattern) -> int:

@@ -459,7 +459,7 @@ def test_masks_that_no_pattern_stands_for_are_refused():
     embeds = torch.zeros(2, 33, 32)
     with pytest.raises(RingPatternError, match="masks attention by or_masks"):
         create_causal_mask(model.config, embeds, None, None, or_mask_function=prefix)
-    with pytest.raises(RingPatternError, match="masks attention by or_masks"):
+    with pytest.raises(RingPatternError, match="tokens of a block"):
         create_causal_mask(model.config, embeds, None, None, block_sequence_ids=torch.zeros_like(IDS))
     with pytest.raises(RingPatternError, match=r"attention_mask: expected none, got \[2, 33\]"):
         create_causal_mask(model.config, embeds, torch.ones_like(IDS), None)
