@@ -26,6 +26,7 @@ from ds_ring.masks.catalog import PrefixLM as PrefixLM
 from ds_ring.masks.catalog import Sinks as Sinks
 from ds_ring.masks.catalog import Slices as Slices
 from ds_ring.masks.catalog import SlidingWindow as SlidingWindow
+from ds_ring.masks.catalog import Tree as Tree
 from ds_ring.masks.mask_mod import MaskMod as MaskMod
 from ds_ring.masks.score_mod import Alibi as Alibi
 from ds_ring.masks.score_mod import Softcap as Softcap

@@ -24,6 +24,7 @@ from ds_ring import (
     Sinks,
     Slices,
     SlidingWindow,
+    Tree,
 )
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.partitions import Remainder, Segment, in_range, labelled
@@ -62,6 +63,21 @@ def dilated(q: np.ndarray, k: np.ndarray, lengths: Any, rates: Any, offsets: Any
     for w, r, o in zip(lengths, rates, offsets, strict=True):
         total = total + ((q // w == k // w) & (q % w % r == o) & (k % w % r == o))
     return total
+
+
+# two roots; node 5 goes on with node 4 alone; node 6 lies behind other nodes than its parent's; 5 are padding
+PARENTS, LENGTHS = (-1, 0, 1, 1, 0, 4, 2, 5, -1, 8, 8), (17, 9, 8, 1, 6, 7, 10, 5, 11, 6, 8)
+
+
+def of_tree(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Walk up from each query's node: does the key's node lie on the way?"""
+    node = np.append(np.repeat(np.arange(len(LENGTHS)), LENGTHS), [-1] * 5)
+    found, at, key = np.zeros(np.broadcast_shapes(q.shape, k.shape), dtype=bool), node[q], node[k]
+    parents = np.array((*PARENTS, -1))
+    while (at >= 0).any():
+        found |= (at == key) & (at >= 0)
+        at = np.where(at >= 0, parents[at], -1)
+    return found & (k <= q)
 
 
 def inside(q: np.ndarray, k: np.ndarray, q0: int, q1: int, k0: int, k1: int) -> np.ndarray:
@@ -169,6 +185,7 @@ MASKS: dict[str, Mask] = {
             | (inside(q, k, 30, 80, 20, 90) & (k - q <= 10) & (k - q >= -10))
         ),
     ),
+    "tree": Mask(Tree(PARENTS, LENGTHS, TOKENS), lambda q, k, h: of_tree(q, k)),
     "slices | window": Mask(
         Slices(SLICES) & Causal() | SlidingWindow(7),
         lambda q, k, h: (

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_ring.masks.partitions import ALL, NO_LABEL, Partition, Primitive, Residue, labelled
+from ds_ring.masks.partitions import ALL, NO_LABEL, Partition, Primitive, Residue, Table, labelled
 from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask, repeat_rows
 
 LARGEST_LABEL = 1 << 31  # labels are int32 on a device
@@ -133,7 +133,17 @@ def overlapping(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> IntArr
 
 def counts_twice(branches: tuple[Branch, ...]) -> bool:
     """Return whether a pair may take part in more than one of the branches."""
-    return bool(np.triu(overlapping(branches, branches), 1).any())
+    both = np.argwhere(np.triu(overlapping(branches, branches), 1)).tolist()
+    return not all(_keys_differ(branches[one], branches[other]) for one, other in both)
+
+
+def _keys_differ(one: Branch, other: Branch) -> bool:
+    """Return whether tables of labels say that no key takes part in both branches."""
+    return any(
+        a.is_apart_from(b)
+        for a, b in itertools.product(one.keys.primitives, other.keys.primitives)
+        if isinstance(a, Table) and isinstance(b, Table)
+    )
 
 
 def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch, ...] | None:

@@ -15,7 +15,7 @@ import numpy as np
 from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.branches import Branch, equal_labels, overlapping
-from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range
+from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED, IntArray
 from ds_ring.registry import JsonKey
@@ -214,25 +214,128 @@ class Documents(Pattern):
         return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
 
 
-def _one_sequence(values: Any) -> IntArray:
+def _one_sequence(values: Any, name: str = "Documents") -> IntArray:
     try:
         array = np.asarray(values)
     except Exception as error:
         raise RingPatternError(
-            f"Documents: expected integers of shape [T] or [1, T], got {shown(values)}"
+            f"{name}: expected integers of shape [T] or [1, T], got {shown(values)}"
             f" ({type(error).__name__} in numpy); pass a list, a numpy array or a tensor on the CPU"
         ) from error
     if array.ndim == 2 and len(array) == 1:
         array = array[0]
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or not len(array):
         raise RingPatternError(
-            f"Documents: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
-            " for a batch of several packed sequences make one Documents for each"
+            f"{name}: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
+            " for a batch of several sequences make one pattern for each"
         )
     # as int64 these would be negative, which means padding
     if array.dtype == np.uint64 and int(array.max()) >= 1 << 63:
-        raise RingPatternError(f"Documents: expected integers below 2**63, got {int(array.max())}")
+        raise RingPatternError(f"{name}: expected integers below 2**63, got {int(array.max())}")
     return array.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Tree(Pattern):
+    """Attend to the token's own node up to itself, and to all of the node's ancestors.
+
+    For rollouts that share prefixes: along each path from a root down, tokens see what they would see in a
+    causal sequence of their own, and a shared prefix is there once. Nodes lie one after the other, each
+    behind its parent. A forest has several roots. Distances along a path are not those in the sequence, so do
+    not combine a tree with windows.
+
+    Attributes:
+        parents: the number of each node's parent, below the node's own; -1 for a root.
+        lengths: tokens of each node.
+        tokens: length T of the sequence; None is the sum of the lengths. Tokens behind the last node are
+            padding, which sees nothing.
+
+    Raises:
+        RingPatternError: no node, other numbers of parents and lengths, a parent that does not come before
+            its node, a length below 1, or fewer tokens than the nodes have.
+    """
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("parents", "lengths"):
+            given = _one_sequence(getattr(self, name), f"Tree: {name}").tolist()
+            object.__setattr__(self, name, tuple(given))
+        if len(self.parents) != len(self.lengths):
+            raise RingPatternError(
+                f"Tree: expected a parent and a length for each node, got {len(self.parents)} parents and"
+                f" {len(self.lengths)} lengths"
+            )
+        for node, (parent, length) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            if not -1 <= parent < node or length < 1:
+                raise RingPatternError(
+                    f"Tree: node {node}: expected a parent from -1 (a root) to {node - 1} and a length of at"
+                    f" least 1, got parent {parent} and length {length}; put each node behind its parent"
+                )
+        total = sum(self.lengths)
+        tokens = total if self.tokens is None else whole_number(self.tokens, "Tree: tokens", RingPatternError)
+        if tokens < total:
+            raise RingPatternError(f"Tree: expected at least the {total} tokens of the nodes, got {tokens}")
+        object.__setattr__(self, "tokens", tokens)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """Return the first position of each node, and the end of the last one; int64 [nodes + 1]."""
+        return np.cumsum([0, *self.lengths])
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """Return the number of each token in its path, int64 [T]; 0 for padding."""
+        found, ends = np.zeros(self.tokens or 0, dtype=np.int64), list[int]()
+        for node, (parent, length) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            first = 0 if parent < 0 else ends[parent]
+            found[self.starts[node] : self.starts[node + 1]] = np.arange(first, first + length)
+            ends.append(first + length)
+        return found
+
+    @cached_property
+    def _levels(self) -> tuple[Branch, ...]:
+        # [Note: branches of a tree]
+        # A branch has the keys of all nodes of one level. A query's label is its ancestor (or own node) on
+        # that level, a key's label is its node, and both are the number of the node's stretch. So there are
+        # as many branches as levels, however many nodes there are, and each pair is in one of them. A node
+        # that is the only child of the node in front of it goes on with its level.
+        level, nodes_above = list[int](), list[tuple[int, ...]]()
+        children = np.bincount(np.array(self.parents) + 1)  # of no parent, of node 0, of node 1, ..
+        for node, parent in enumerate(self.parents):
+            if parent < 0:
+                level.append(0)
+                nodes_above.append((node,))
+            elif parent == node - 1 and children[parent + 1] == 1:
+                level.append(level[parent])
+                nodes_above.append(nodes_above[parent])
+            else:
+                level.append(level[parent] + 1)
+                nodes_above.append((*nodes_above[parent], node))
+        starts = tuple(self.starts[: -1 if self.starts[-1] == self.tokens else None].tolist())
+        padding = (-1,) * (len(starts) - len(level))
+        found = []
+        for number in range(max(level) + 1):
+            queries = tuple(path[number] if len(path) > number else -1 for path in nodes_above)
+            keys = tuple(
+                path[-1] if one == number else -1 for path, one in zip(nodes_above, level, strict=True)
+            )
+            of_queries, of_keys = (
+                labelled(Table(starts, ids + padding, self.tokens or 0)) for ids in (queries, keys)
+            )
+            found.append(Branch(of_queries, of_keys, least=0))
+        return tuple(found)
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return self._levels
+
+    def __str__(self) -> str:
+        # tuples of ints have the same hash in every process, and ranks compare this text
+        return (
+            f"Tree({len(self.parents)} nodes of {self.tokens} tokens, {hash((self.parents, self.lengths))})"
+        )
 
 
 SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")

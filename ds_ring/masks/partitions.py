@@ -152,6 +152,11 @@ class Table(Primitive):
         row, stretch = row[held], stretch[held]
         return Pieces(row, axis.rows(row).between(starts[stretch], ends[stretch]), labels[stretch])
 
+    def is_apart_from(self, other: Table) -> bool:
+        """Return whether no token takes part in both tables, which have the same stretches."""
+        mine, theirs = np.array(self.ids), np.array(other.ids)
+        return self.starts == other.starts and not ((mine >= 0) & (theirs >= 0)).any()
+
     def _stretch_of(self, positions: IntArray) -> IntArray:
         return np.searchsorted(self._stretches[0], positions, side="right") - 1
 

@@ -300,6 +300,16 @@ def _of_tile(
     return loss.detach(), gradient_nV
 
 
+def logprobs_and_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label [...] (0 without one) and the entropy, [..., 2] in float32.
+
+    Of float64 logits [..., V] they are float64.
+    """
+    all_of = logits.to(accumulator_dtype(logits.dtype)).log_softmax(dim=-1)
+    chosen = all_of.gather(-1, labels.clamp_min(0)[..., None])[..., 0].masked_fill(labels == IGNORE, 0)
+    return torch.stack([chosen, -(all_of.exp() * all_of).sum(dim=-1)], dim=-1)
+
+
 # Stand for logits that are computed in tiles, when the loss is known: `DeferredLogits`.
 #
 # A model computes logits in its head, may scale or cap them, and gives them to a loss function. Owns the
@@ -359,6 +369,19 @@ class DeferredLogits:
         def job(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
             change = self._change if self._steps else None
             return tiled_loss(hidden, weight_VH, bias_V, labels.to(hidden.device), items, self._tile, change)
+
+        return self._call_head(self._hidden, job)
+
+    def logprobs(self, labels: Tensor) -> Tensor:
+        """Return the log-probability of each label and the entropy, [..., 2], tile by tile."""
+
+        def job(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+            def of_tile(hidden: Tensor, labels: Tensor) -> Tensor:
+                logits = self._change(linear(hidden, weight_VH, bias_V))
+                return logprobs_and_entropies(logits, labels[..., 0])
+
+            parameters = [weight_VH] if bias_V is None else [weight_VH, bias_V]
+            return tiled_call(of_tile, [hidden, labels.to(hidden.device)[..., None]], parameters, self._tile)
 
         return self._call_head(self._hidden, job)
 

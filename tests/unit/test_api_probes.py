@@ -251,6 +251,15 @@ CALLS: dict[str, Call] = {
             )
         },
     ),
+    "Tree": Call(
+        ds_ring.Tree,
+        {"parents": (-1, 0, 0), "lengths": (2, 1, 3)},
+        {
+            "parents": Argument((*NO_LIST, (-1, 0), (-1, 1, 0), (-2, 0, 0), (0, 0, 0)), ([-1, 0, 0],)),
+            "lengths": Argument((*NO_LIST, (2, 1), (2, 0, 3)), ([2, 1, 3],)),
+            "tokens": Argument((*(x for x in NO_COUNT if x is not None), 5), (None, 6)),
+        },
+    ),
     "Dilated": Call(
         ds_ring.Dilated,
         {"segment_lengths": (4, 8), "dilation_rates": (1, 2)},

@@ -19,12 +19,15 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
+    TREE_ENDS,
     check_ids,
     has_no_label,
     ids_from_positions,
     positions_in_documents,
     without_padding,
 )
+from ds_ring.integrations.deepspeed.trees import trees_of
+from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
@@ -106,7 +109,9 @@ def prepare_batch(
             f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
             " pairs belongs into the pattern, which every rank can read"
         )
-    if documents:
+    if TREE_ENDS in tensors:
+        _check_trees(tensors, pattern, documents or mask_BT is not None)
+    elif documents:
         _find_documents(tensors, mask_BT)
     elif DOCUMENT_IDS in tensors:
         raise RingPatternError(
@@ -125,7 +130,7 @@ def prepare_batch(
         if documents:
             real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
         tensors[REAL_TOKENS] = real_BT
-    if not documents:
+    if not documents and TREE_ENDS not in tensors:
         _check_positions(tensors["position_ids"], pattern)
         if mask_BT is not None:
             _check_padding(mask_BT, labels_BT, pattern)
@@ -226,6 +231,24 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
             f"position_ids: expected [samples, tokens], got {list(position_ids.shape)}; multi-axis rotary"
             " positions cannot be sharded yet"
         )
+
+
+def _check_trees(tensors: Batch, pattern: Pattern, more: bool) -> None:
+    """Check the trees of a batch, and add positions if there are none; see [Note: trees] in trees.py."""
+    if pattern != Causal() or more or DOCUMENT_IDS in tensors:
+        raise RingPatternError(
+            f"batch[{TREE_ENDS!r}]: expected the pattern Causal() and no documents or attention_mask beside"
+            f" trees, got {pattern}{' and one of these' if more or DOCUMENT_IDS in tensors else ''};"
+            " distances on a path of a tree are not those in the row; give each document a root of its own"
+        )
+    if "labels" in tensors:
+        raise RingShapeError(
+            f"batch: expected shift_labels beside {TREE_ENDS}, each at the token that predicts it, got"
+            " labels: the next token of a path need not be the next one of the row; take the batch from"
+            " engine.ring.tree_batch"
+        )
+    depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
+    tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
 
 
 def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:

@@ -29,10 +29,10 @@ from ds_ring.integrations.deepspeed.batch import (
     valid_tokens,
 )
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.masks.catalog import Chunked
+from ds_ring.masks.catalog import Causal, Chunked, Tree
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreFunction
+from ds_ring.masks.score_mod import Alibi, ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
@@ -100,7 +100,13 @@ class BatchSharding:
                 ' beside chunks, got some: set "documents": false, or config.attention_chunk_size to'
                 f" {self.layout.tokens} before the model is built"
             )
-        return self.patterns.of(self.layout.tokens, said, layer, mixed)
+        found = self.patterns.of(self.layout.tokens, said, layer, mixed)
+        if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
+            raise RingPatternError(
+                f"a layer of the model: expected Causal() beside a tree of rollouts, got {found}; distances"
+                " on a path are not those in the row, so hand the rollouts over as rows of their own"
+            )
+        return found
 
     def attention(
         self,
@@ -114,9 +120,15 @@ class BatchSharding:
         JSON's.
         """
         asked = self.patterns.pattern if pattern is None else pattern
+        if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
+            raise RingPatternError(
+                "a layer of the model: expected scores that do not depend on distances beside a tree of"
+                " rollouts, got ALiBi: distances on a path are not those in the row, so hand the rollouts"
+                " over as rows of their own"
+            )
         key = (scale, asked, score_mod)
         if key not in self._kept:
-            patterns = [asked & group.documents for group in self.groups] or [asked]
+            patterns = [asked & group.pattern for group in self.groups] or [asked]
             parts = [
                 RingAttention(
                     self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one,
@@ -187,6 +199,7 @@ class RecentBatches:
         self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
         self._current: BatchSharding | None = None
         self.is_off = False  # batches are each rank's own, and nothing is sharded
+        self.defers_logits = False  # the pass under way is one of `logprobs`
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -196,6 +209,15 @@ class RecentBatches:
             yield
         finally:
             self.is_off = before
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Let a model with a tiled head defer its logits meanwhile, labels or not."""
+        self.defers_logits = True
+        try:
+            yield
+        finally:
+            self.defers_logits = False
 
     @property
     def current(self) -> BatchSharding:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,17 +24,33 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.masks.catalog import Documents
+from ds_ring.masks.catalog import Documents, Tree
 
 DOCUMENT_IDS = "document_ids"
+TREE_ENDS = "tree_ends"  # see [Note: trees] in trees.py
 PADDING = -1  # the document of tokens that belong to none
 
 
 class RowGroup(NamedTuple):
     """Hold rows of a batch that attend alike; one ring pass."""
 
-    documents: Documents  # they narrow the pattern of every layer
+    pattern: Documents | Tree  # narrows the pattern of every layer
     rows: tuple[int, ...]  # of the local batch, ascending
+
+    @property
+    def documents(self) -> Documents:
+        """Return the documents, for layers that pass from token to token of a row.
+
+        Raises:
+            RingPatternError: the rows are trees.
+        """
+        if isinstance(self.pattern, Tree):
+            raise RingPatternError(
+                "a layer of the model: expected attention alone beside a tree of rollouts, got a layer that"
+                " passes from token to token, or block to block, of the row; hand the rollouts over as rows"
+                " of their own"
+            )
+        return self.pattern
 
 
 def check_ids(document_ids: Tensor) -> None:
@@ -89,15 +105,17 @@ def has_no_label(document_ids: Tensor) -> Tensor:
     return ends | (document_ids < 0)
 
 
-def group_rows(document_ids: Tensor, batch_rows: int) -> tuple[RowGroup, ...]:
-    """Group rows with equal documents; the group whose attention is most work comes first.
+def group_rows(
+    ids: Tensor, batch_rows: int, of_row: Callable[[np.ndarray], Documents | Tree] | None = None
+) -> tuple[RowGroup, ...]:
+    """Group rows with equal documents, or trees; the group whose attention is most work comes first.
 
-    `document_ids` are [B, T], or [1, T] for all rows alike.
+    `ids` are [B, T], or [1, T] for all rows alike: document ids, or what `of_row` reads.
     """
-    documents = [_documents(row) for row in document_ids.cpu().numpy()]
+    documents = [(of_row or _documents)(row) for row in ids.cpu().numpy()]
     if len(documents) == 1:
         documents *= batch_rows
-    rows_of: dict[Documents, list[int]] = {}
+    rows_of: dict[Documents | Tree, list[int]] = {}
     for row, own in enumerate(documents):
         rows_of.setdefault(own, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -_pairs(group[0]))
@@ -118,8 +136,10 @@ def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.diff(starts, append=len(ids_T))
 
 
-def _pairs(documents: Documents) -> int:
-    """Count query and key pairs of one document each: what attention costs, but for the static pattern."""
+def _pairs(documents: Documents | Tree) -> int:
+    """Count the query and key pairs: what attention costs, but for the static pattern."""
+    if isinstance(documents, Tree):
+        return int((documents.depths[: documents.starts[-1]] + 1).sum())
     ids = np.array(documents.ids)
     lengths = np.diff(documents.starts, append=documents.tokens)[ids >= 0]
     tokens = np.bincount(ids[ids >= 0], weights=lengths) if len(lengths) else np.zeros(1)

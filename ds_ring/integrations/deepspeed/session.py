@@ -23,10 +23,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig, named_patterns
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
+    LABEL_KEYS,
     REAL_TOKENS,
     Batch,
     ModelNeeds,
@@ -69,7 +70,14 @@ from ds_ring.integrations.deepspeed.loader import (
     wrapped,
 )
 from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, PackedRows, RowGroup, group_rows
+from ds_ring.integrations.deepspeed.packing import (
+    DOCUMENT_IDS,
+    TREE_ENDS,
+    PackedRows,
+    RowGroup,
+    group_rows,
+)
+from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, logprobs_of, tree_of
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
@@ -82,6 +90,7 @@ from ds_ring.schedule.sequence_runs import of_blocks
 
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # that ask the job to end (Slurm's `--signal=USR1@120`)
+_NOT_OF_MODELS = (*LABEL_KEYS, "num_items_in_batch", LOSS_WEIGHTS)  # what `logprobs` keeps from a model
 _SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is smaller
 
 
@@ -230,6 +239,61 @@ class RingSession:
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
+
+    def tree_batch(
+        self,
+        rollouts: Sequence[Any],
+        weights: Sequence[Any] | None = None,
+        *,
+        tokens: int | None = None,
+    ) -> TreeBatch:
+        """Return a batch of one row that has the common prefixes of rollouts once: see `TreeBatch`.
+
+            tree = engine.ring.tree_batch(rollouts)
+            batch = engine.ring.shard_batch(tree.batch)
+            whole = engine.ring.gather(engine.ring.logprobs(engine, batch))
+            loss = policy_loss(tree.of_rollouts(whole))  # a list of [tokens - 1], the same on every rank
+            engine.backward(loss)
+
+        Args:
+            rollouts: token ids, integers [tokens] each; those of one sequence group are equal on its ranks.
+            weights: of each rollout's tokens in the loss, [tokens] each; token 0 is predicted by none. The
+                batch then has their sums by the token that predicts, "loss_weights" [1, T].
+            tokens: pad the row to so many.
+
+        Raises:
+            RingShapeError: no rollout, an empty one, or other than one integer for each token.
+        """
+        return TreeBatch(rollouts, weights, tokens)
+
+    def logprobs(
+        self, model: Callable[..., Any], batch: Mapping[str, Tensor], *, entropies: bool = False
+    ) -> Any:
+        """Return the log-probability of each label of a batch from `shard_batch`, float32 [B, S].
+        Differentiable.
+
+        Labels are `batch["shift_labels"]`; a token without one has 0. With "tiled_loss" in the
+        "long_sequence" section the logits of S tokens x vocabulary never exist: they are computed tile by
+        tile, and again in the backward pass.
+
+        Args:
+            model: the engine, or a model on its ring (a reference model, say); called without labels.
+            batch: local tensors, as `shard_batch` returned them.
+            entropies: return the entropies of the predictions [B, S], too. They have a gradient as well.
+
+        Raises:
+            RingShapeError: the batch has no labels.
+        """
+        if "shift_labels" not in batch:
+            raise RingShapeError(
+                f"logprobs: expected a batch with shift_labels, got the keys {sorted(batch)}; give labels to"
+                " shard_batch, or take a batch from tree_batch"
+            )
+        inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
+        with self.batches.deferred():
+            logits = model(**inputs).logits
+        both = logprobs_of(logits, batch["shift_labels"])
+        return (both[..., 0], both[..., 1]) if entropies else both[..., 0]
 
     def mean_loss(self, loss: Tensor) -> Tensor:
         """Return the mean over the world's labelled tokens, out of every rank's `engine(**batch).loss`.
@@ -425,12 +489,13 @@ class RingSession:
         whole_batch = prepared
         prepared, whole = whole_tensors(prepared, self.needs.images)
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
+        short = short and TREE_ENDS not in prepared  # mostly one row
         mesh = RingMesh.single() if short else mesh or self.mesh
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
         sharding = self._sharding(prepared, tokens, longest, mesh)
-        rest = {key: tensor for key, tensor in prepared.items() if key != DOCUMENT_IDS}
+        rest = {key: tensor for key, tensor in prepared.items() if key not in (DOCUMENT_IDS, TREE_ENDS)}
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
         layout = None if short else sharding.layout
@@ -455,17 +520,22 @@ class RingSession:
             name,
             tokens=tokens,
             ring_size=mesh.ring_size,
-            pattern={one & groups[0].documents: layers for one, layers in mix.items()} if groups else mix,
+            pattern={one & groups[0].pattern: layers for one, layers in mix.items()} if groups else mix,
             multiple_of=mesh.ulysses_size,
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
         )
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length
+        ids = prepared.get(TREE_ENDS, ids)
         if ids is None and key in kept:
             kept.move_to_end(key)
             return kept[key]
-        groups = () if ids is None else group_rows(ids, token_shape(prepared)[0])
+        groups = (
+            ()
+            if ids is None
+            else group_rows(ids, token_shape(prepared)[0], tree_of if TREE_ENDS in prepared else None)
+        )
         greatest = torch.tensor(longest, device=self.device)
         layout = self.layout_for(tokens, mesh, groups)
         sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)

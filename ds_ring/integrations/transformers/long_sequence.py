@@ -108,7 +108,7 @@ class TiledHead:
 
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = model.training and torch.is_grad_enabled()
-            wanted = trains or kwargs.get("labels") is not None
+            wanted = trains or kwargs.get("labels") is not None or session.batches.defers_logits
             if wanted and torch.compiler.is_compiling():
                 if self._strict:
                     raise RingConfigError(

@@ -123,7 +123,7 @@ def test_documents_that_end_with_the_shard_send_nothing(layout_name: str) -> Non
         ({"document_ids": np.empty(0, dtype=np.int64)}, "got int64 of shape \\(0,\\)"),
         (
             {"document_ids": np.zeros((2, 4), dtype=int)},
-            r"of shape \(2, 4\); for a batch .* one Documents for each",
+            r"of shape \(2, 4\); for a batch .* one pattern for each",
         ),
         ({"position_ids": 3}, r"of shape \(\)"),
         ({"document_ids": [True, False]}, "expected integers .* got bool"),

@@ -1,0 +1,208 @@
+"""Rollouts that share prefixes as trees: one row of tokens that has each common prefix once.
+
+Owns the merging of token lists into a tree (`TreeBatch`), and how a tree is written into a batch's tensors
+and read again. The pattern is core's `Tree`.
+
+[Note: trees]
+A batch says by `tree_ends` [B, T] who sees what: for each token, one past the last position of the row that
+may see it. Nodes lie in depth-first order, so these are the tokens of its subtree, without a gap; 0 marks
+padding. One row may hold several trees, one after the other. `position_ids` count along each path.
+
+[Note: one next token for each]
+A token at the end of a shared prefix has several next tokens, and a position of a row has one label. So each
+branch begins with a copy of the last shared token, which sees the prefix and itself, as the original would:
+the same hidden state, once for each branch. The prefix ends one token earlier. This costs one token for each
+branch.
+
+Shapes: B samples, T tokens of the row, S local tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingPatternError, RingShapeError, shown
+from ds_ring.integrations.deepspeed.packing import TREE_ENDS
+from ds_ring.masks.catalog import Tree
+from ds_ring.masks.tiles import IntArray
+from ds_ring.runtime.tiled import IGNORE, DeferredLogits, logprobs_and_entropies
+
+LOSS_WEIGHTS = "loss_weights"
+
+
+class TreeBatch:
+    """Hold rollouts as one row in which their common prefixes are there once.
+
+    Attributes:
+        batch: what `shard_batch` takes: input_ids, position_ids, shift_labels and tree_ends, int64 [1, T],
+            and the summed loss_weights float32 [1, T] where weights were given.
+        tree: who sees whom.
+        places: for each rollout, the position in the row of each of its tokens, int64 [tokens].
+    """
+
+    def __init__(
+        self, rollouts: Sequence[Any], weights: Sequence[Any] | None = None, tokens: int | None = None
+    ) -> None:
+        ids = [_token_ids(number, one) for number, one in enumerate(rollouts)]
+        if not ids:
+            raise RingShapeError("tree_batch: expected at least one rollout, got none")
+        nodes, self.places = _merged(ids)
+        self.tree = Tree(tuple(parent for parent, _ in nodes), tuple(len(own) for _, own in nodes), tokens)
+        length = self.tree.tokens or 0
+        row, labels = np.zeros(length, dtype=np.int64), np.full(length, IGNORE, dtype=np.int64)
+        row[: self.tree.starts[-1]] = np.concatenate([own for _, own in nodes])
+        for own, places in zip(ids, self.places, strict=True):
+            labels[places[:-1]] = own[1:]
+        columns = {
+            "input_ids": row, "position_ids": self.tree.depths, "shift_labels": labels,
+            TREE_ENDS: ends_of(self.tree),
+        }  # fmt: skip
+        self.batch: dict[str, Tensor] = {name: torch.from_numpy(x)[None] for name, x in columns.items()}
+        if weights is not None:
+            self.batch[LOSS_WEIGHTS] = self._summed(ids, weights)[None]
+
+    def of_rollouts(self, whole: Tensor) -> list[Tensor]:
+        """Return what each rollout has of values of all tokens, a list of [tokens - 1]. Differentiable.
+
+        Args:
+            whole: [1, T] or [T], of the tokens that predict (log-probabilities, say), in the order of the
+                row. Entry i of a rollout is that of its token i + 1.
+        """
+        if whole.numel() != self.tree.tokens:
+            raise RingShapeError(
+                f"of_rollouts: expected one value for each of {self.tree.tokens} tokens, got shape"
+                f" {list(whole.shape)}; gather the local ones first: engine.ring.gather(local)"
+            )
+        flat = whole.flatten()
+        return [flat[torch.from_numpy(places[:-1]).to(flat.device)] for places in self.places]
+
+    def _summed(self, ids: list[IntArray], weights: Sequence[Any]) -> Tensor:
+        """Return the sum of the rollouts' weights where tokens predict, float32 [T]."""
+        total = torch.zeros(self.tree.tokens or 0)
+        given = [torch.as_tensor(one, dtype=torch.float32) for one in weights]
+        if [tuple(one.shape) for one in given] != [one.shape for one in ids]:
+            raise RingShapeError(
+                f"tree_batch: weights: expected one for each token of each rollout, {[len(x) for x in ids]},"
+                f" got shapes {[list(one.shape) for one in given]}"
+            )
+        for one, places in zip(given, self.places, strict=True):
+            total[torch.from_numpy(places[:-1])] += one[1:]
+        return total
+
+
+def _token_ids(number: int, given: Any) -> IntArray:
+    found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
+    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
+        raise RingShapeError(
+            f"tree_batch: rollout {number}: expected token ids, integers [tokens] with at least one, got"
+            f" {found.dtype} {list(found.shape)}: {shown(given)}"
+        )
+    return found.astype(np.int64)
+
+
+def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntArray]]:
+    """Return the nodes, (parent, token ids) in depth-first order, and the place of each token of each list.
+
+    See [Note: one next token for each].
+    """
+    # Sorted, lists with a common prefix stand together, and one that ends first stands first.
+    order = sorted(range(len(ids)), key=lambda one: ids[one].tolist())
+    lists = [ids[one] for one in order]
+    shared = np.array([_common(a, b) for a, b in itertools.pairwise(lists)], dtype=np.int64)
+
+    def parts(low: int, high: int, end: int) -> list[tuple[int, int]]:
+        """Cut a range of lists that share `end` tokens where their next tokens differ."""
+        cuts = low + 1 + np.flatnonzero(shared[low : high - 1] <= end)
+        return list(itertools.pairwise([low, *cuts.tolist(), high]))
+
+    nodes, places, tokens = list[tuple[int, IntArray]](), [np.zeros(len(x), dtype=np.int64) for x in ids], 0
+    # ranges of lists, their first token that is not in a node yet, and the node above; the next one last
+    waiting = [(low, high, 0, -1) for low, high in reversed(parts(0, len(lists), 0))]
+    while waiting:
+        low, high, first, parent = waiting.pop()
+        end = int(min(len(lists[low]), *shared[low : high - 1])) if high - low > 1 else len(lists[low])
+        going_on = low + sum(len(one) == end for one in lists[low:high])
+        below = parts(going_on, high, end) if going_on < high else []
+        last = end - 1 if len(below) > 1 else end
+        if first < last:
+            for one in order[low:high]:
+                places[one][first:last] = np.arange(tokens, tokens + last - first)
+            nodes.append((parent, lists[low][first:last]))
+            parent, tokens = len(nodes) - 1, tokens + last - first
+        for one in order[low:going_on]:
+            places[one][last:end] = tokens  # the copy with which the first branch begins
+        waiting += [(a, b, last, parent) for a, b in reversed(below)]
+    return nodes, places
+
+
+def _common(a: IntArray, b: IntArray) -> int:
+    """Return the number of tokens with which both begin."""
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def ends_of(tree: Tree) -> IntArray:
+    """Return `tree_ends` [T] of a tree whose nodes lie in depth-first order; see [Note: trees]."""
+    ends = tree.starts[1:].copy()
+    for node in range(len(ends) - 1, -1, -1):
+        if tree.parents[node] >= 0:
+            ends[tree.parents[node]] = max(ends[tree.parents[node]], ends[node])
+    found = np.zeros(tree.tokens or 0, dtype=np.int64)
+    found[: tree.starts[-1]] = np.repeat(ends, tree.lengths)
+    return found
+
+
+def tree_of(ends_T: IntArray) -> Tree:
+    """Return the tree that `tree_ends` of a row describe; see [Note: trees].
+
+    Raises:
+        RingPatternError: subtrees that do not lie inside each other.
+    """
+    tokens = int(np.count_nonzero(ends_T))
+    starts = np.append(0, np.flatnonzero(np.diff(ends_T)) + 1)
+    starts = starts[starts < tokens]
+    ends = ends_T[starts].tolist()
+    lengths = np.diff(starts, append=tokens)
+    parents, above = list[int](), list[int]()
+    for node, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        while above and ends[above[-1]] <= start:
+            above.pop()
+        most = ends[above[-1]] if above else tokens
+        if not start + length <= ends[node] <= most:
+            raise RingPatternError(
+                f"batch[{TREE_ENDS!r}]: expected one past the last token that sees token {start}, from"
+                f" {start + length} to {most}, got {ends[node]}; subtrees lie inside each other, and 0 marks"
+                " padding on the right; take them from engine.ring.tree_batch"
+            )
+        parents.append(above[-1] if above else -1)
+        above.append(node)
+    if not parents or ends_T[tokens:].any():
+        raise RingPatternError(
+            f"batch[{TREE_ENDS!r}]: expected at least one token, and padding (0) on the right only, got"
+            f" {shown(ends_T.tolist())}; take them from engine.ring.tree_batch"
+        )
+    return Tree(tuple(parents), tuple(lengths.tolist()), len(ends_T))
+
+
+def trees_of(ends_BT: Tensor) -> list[Tree]:
+    """Return the tree of each row."""
+    if ends_BT.ndim != 2 or ends_BT.is_floating_point() or ends_BT.dtype == torch.bool:
+        raise RingShapeError(
+            f"batch[{TREE_ENDS!r}]: expected integers [samples, tokens], got"
+            f" {str(ends_BT.dtype).removeprefix('torch.')} {list(ends_BT.shape)}"
+        )
+    return [tree_of(row) for row in ends_BT.cpu().numpy()]
+
+
+def logprobs_of(logits: Tensor | DeferredLogits, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label and the entropy, [B, S, 2]."""
+    if isinstance(logits, DeferredLogits):
+        return logits.logprobs(labels)
+    return logprobs_and_entropies(logits, labels)

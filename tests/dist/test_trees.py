@@ -1,0 +1,354 @@
+"""Trees of rollouts against each rollout by itself: attention in float64, log-probabilities, a policy's step."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ds_ring import (
+    RingMesh,
+    RingPatternError,
+    RingShapeError,
+    Tree,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+    simulate,
+)
+from ds_ring.integrations.deepspeed.packing import TREE_ENDS
+from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, ends_of, tree_of
+from tests.dist.deepspeed_ranks import (
+    VOCABULARY,
+    Size,
+    build_model,
+    full_gradient,
+    json_config,
+    start_deepspeed,
+)
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+LAYOUTS = ("zigzag", "contiguous", "balanced", "striped")
+
+
+def random_tree(seed: int) -> Tree:
+    """Up to 64 nodes, in depth-first order for every other seed; up to 16 leaves, perhaps padding."""
+    rng = np.random.default_rng(seed)
+    count, parents = int(rng.integers(1, 65)), [-1]
+    while len(parents) < count:
+        leaves = set(range(len(parents))) - set(parents)
+        above = rng.choice(sorted(leaves)) if len(leaves) >= 16 else rng.integers(-1, len(parents))
+        if seed % 2 and above >= 0:  # depth first: below the path that ends at the last node
+            path = [len(parents) - 1]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            above = path[0] if len(leaves) >= 16 else rng.choice(path)
+        parents.append(int(above))
+    lengths = rng.integers(1, 7, len(parents)).tolist()
+    return Tree(tuple(parents), tuple(lengths), sum(lengths) + int(rng.integers(0, 4)))
+
+
+def rollouts_of(tree: Tree) -> list[Tensor]:
+    """The positions of each path from a root to a leaf."""
+    found = []
+    for leaf in sorted(set(range(len(tree.parents))) - set(tree.parents)):
+        nodes = [leaf]
+        while tree.parents[nodes[-1]] >= 0:
+            nodes.append(tree.parents[nodes[-1]])
+        parts = [torch.arange(tree.starts[node], tree.starts[node + 1]) for node in reversed(nodes)]
+        found.append(torch.cat(parts))
+    return found
+
+
+class Passed(NamedTuple):
+    """What attention computes, [1, H, T, D] each, zeros at padding."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def operands(tree: Tree) -> list[Tensor]:
+    """q, k, v and the gradient of the output, which is zero at padding."""
+    torch.manual_seed(len(tree.parents))
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    found = [torch.randn(1, h, tree.tokens, DIM, dtype=torch.float64) for h in heads]
+    found[3][:, :, tree.starts[-1] :] = 0
+    return found
+
+
+def one_by_one(tree: Tree) -> Passed:
+    """Each rollout as a causal sequence of its own. The gradient of a shared token belongs to one of them."""
+    q, k, v, grad = operands(tree)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    whole, taken = torch.zeros_like(grad), torch.zeros(tree.tokens, dtype=torch.bool)
+    for path in rollouts_of(tree):
+        part = torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, path] for x in leaves), is_causal=True, enable_gqa=True
+        )
+        new = ~taken[path]
+        if taken[path].any():
+            torch.testing.assert_close(part[:, :, ~new], whole[:, :, path[~new]].detach(), rtol=0, atol=1e-14)
+        whole = whole.index_copy(2, path[new], part[:, :, new])
+        taken[path] = True
+    return Passed(whole.detach(), *torch.autograd.grad(whole, leaves, grad))
+
+
+def largest_error(got: Passed, want: Passed) -> float:
+    return max(float((a.nan_to_num() - b).abs().max()) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.night) for n in range(20, 200, 20))]
+)
+def test_simulated_rings_compute_each_rollout(first: int) -> None:
+    for seed in range(first, first + 20):
+        tree = random_tree(seed)
+        layout = make_layout(
+            LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=(1, 2, 3, 4, 8)[seed % 5], pattern=tree
+        )
+        *given, grad = operands(tree)
+        found = simulate(*given, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
+        passed = Passed(found.out, found.dq, found.dk, found.dv)
+        assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
+
+
+def attend(rank: int, world_size: int, seeds: range) -> list[Passed]:
+    mesh, found = RingMesh.from_world(world_size), []
+    for seed in seeds:
+        tree = random_tree(seed)
+        layout = make_layout(LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=world_size, pattern=tree)
+        *given, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in operands(tree))
+        leaves = [x.requires_grad_() for x in given]
+        out = ring_attention(*leaves, pattern=tree, layout=layout, mesh=mesh)
+        parts = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+        found.append(Passed(*(gather_sequence(x, layout, mesh=mesh, dim=2) for x in parts)))
+    return found
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_rings_compute_each_rollout(rank_pool: Any, ring_size: int) -> None:
+    seeds = range(1000, 1008)
+    for of_rank in rank_pool(ring_size).run(attend, seeds):
+        for seed, passed in zip(seeds, of_rank, strict=True):
+            assert largest_error(passed, one_by_one(random_tree(seed))) < 1e-12, seed
+
+
+def test_a_wrong_parent_is_found() -> None:
+    tree, wrong = Tree((-1, 0, 0, 2), (5, 3, 4, 6)), Tree((-1, 0, 1, 2), (5, 3, 4, 6))
+    layout = make_layout("zigzag", tokens=18, ring_size=2)
+    *given, grad = operands(tree)
+    found = simulate(*given, pattern=wrong, layout=layout, grad_out=grad, measure_memory=False)
+    assert largest_error(Passed(found.out, found.dq, found.dk, found.dv), one_by_one(tree)) > 1e-3
+
+
+# --- rollouts as a batch ------------------------------------------------------------------------------
+
+
+@given(
+    base=st.lists(st.integers(0, 2), max_size=12),
+    tails=st.lists(
+        st.tuples(st.integers(0, 12), st.lists(st.integers(0, 2), min_size=1, max_size=9)),
+        min_size=1,
+        max_size=12,
+    ),
+)
+def test_a_tree_has_every_rollout(base: list[int], tails: list[tuple[int, list[int]]]) -> None:
+    """Each token of a rollout sees the tokens before it, at their positions, and has the next one as its label."""
+    rollouts = [np.array(base[:shared] + tail) for shared, tail in tails]
+    batch = TreeBatch(rollouts, [np.arange(len(one)) for one in rollouts], tokens=400)
+    tree, row = batch.tree, batch.batch["input_ids"][0].numpy()
+    mask = tree.mask(np.arange(400), np.arange(400))
+    assert (tree_of(ends_of(tree)).mask(np.arange(400), np.arange(400)) == mask).all()
+    assert len(tree.parents) <= 2 * len(rollouts) and sum(tree.lengths) <= sum(map(len, rollouts))
+    weights = np.zeros(400)
+    for one, places in zip(rollouts, batch.places, strict=True):
+        assert row[places].tolist() == one.tolist()
+        assert batch.batch["shift_labels"][0].numpy()[places[:-1]].tolist() == one[1:].tolist()
+        for at, place in enumerate(places):
+            seen = np.flatnonzero(mask[place])
+            assert row[seen].tolist() == one[: at + 1].tolist()
+            assert batch.batch["position_ids"][0].numpy()[seen].tolist() == list(range(at + 1))
+        weights[places[:-1]] += np.arange(1, len(one))
+    assert batch.batch[LOSS_WEIGHTS][0].tolist() == weights.tolist()
+
+
+WRONG_ROLLOUTS = {
+    "none": ([], None, "at least one rollout, got none"),
+    "empty": ([[1, 2], []], None, "rollout 1: expected token ids"),
+    "floats": ([[1.0, 2.0]], None, "rollout 0: expected token ids, integers"),
+    "a table": ([[[1, 2]]], None, r"got int64 \[1, 2\]"),
+    "weights": ([[1, 2], [3]], [[1.0], [1.0]], r"one for each token of each rollout, \[2, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ROLLOUTS)
+def test_wrong_rollouts_are_refused(name: str) -> None:
+    rollouts, weights, message = WRONG_ROLLOUTS[name]
+    with pytest.raises(RingShapeError, match=message):
+        TreeBatch(rollouts, weights)
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 3, 5, 4], [2, 1, 3], [0, 2], [5, 5], [0, 0]])
+def test_ends_that_are_no_tree_are_refused(ends: list[int]) -> None:
+    with pytest.raises(RingPatternError, match=TREE_ENDS):
+        tree_of(np.array(ends))
+
+
+# --- a policy -----------------------------------------------------------------------------------------
+
+PROMPT, ANSWERS = 40, 6
+SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
+
+
+def answers() -> list[Tensor]:
+    """Rollouts of two prompts; some answers begin alike."""
+    drawn = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(2):
+        prompt = torch.randint(0, VOCABULARY, (PROMPT,), generator=drawn)
+        for number in range(ANSWERS):
+            tail = torch.randint(0, VOCABULARY, (7 + 2 * number,), generator=drawn)
+            tail[: number // 2] = torch.arange(number // 2)
+            found.append(torch.cat([prompt, tail]))
+    return found
+
+
+def policy_loss(logprobs: list[Tensor], entropies: list[Tensor]) -> Tensor:
+    """GRPO's, for made-up advantages and old log-probabilities, and a bonus of entropy."""
+    terms = []
+    for number, (one, entropy) in enumerate(zip(logprobs, entropies, strict=True)):
+        ratio, advantage = (one[PROMPT - 1 :] + 4.0 + 0.01 * number).exp(), (-1.0) ** number * (1 + number)
+        clipped = ratio.clamp(0.8, 1.2)
+        terms.append(-torch.minimum(ratio * advantage, clipped * advantage).mean() - 0.1 * entropy.mean())
+    return torch.stack(terms).mean()
+
+
+class Step(NamedTuple):
+    """A policy's step: the loss, what it was computed from, and the gradients."""
+
+    loss: float
+    logprobs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+
+def step_alone() -> Step:
+    """Each rollout by itself, in one process."""
+    model, logprobs, entropies = build_model(SIZE, "sdpa"), [], []
+    for one in answers():
+        all_of = model(input_ids=one[None]).logits[0, :-1].log_softmax(-1)
+        logprobs.append(all_of.gather(1, one[1:, None])[:, 0])
+        entropies.append(-(all_of.exp() * all_of).sum(-1))
+    loss = policy_loss(logprobs, entropies)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Step(float(loss.detach()), [one.detach() for one in logprobs], gradients)
+
+
+def step_on_ring(rank: int, world_size: int, ring: int, stage: int, long_sequence: Any) -> Step:
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    model = build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    section = {"long_sequence": long_sequence, "min_sequence_length": 4096}  # of which trees know nothing
+    config = json_config(ring, 1, stage, ring_attention=section)
+    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    tree = engine.ring.tree_batch(answers())
+    batch = engine.ring.shard_batch(tree.batch)
+    both = engine.ring.logprobs(engine, batch, entropies=True)
+    logprobs, entropies = (tree.of_rollouts(engine.ring.gather(x)) for x in both)
+    with torch.no_grad():  # the old ones, before the first update
+        again = engine.ring.logprobs(engine, batch)
+    assert torch.equal(again, both[0])
+    loss = policy_loss(logprobs, entropies)
+    engine.backward(loss)
+    gradients = {name: full_gradient(deepspeed, p) for name, p in engine.module.named_parameters()}
+    return Step(float(loss.detach()), [one.detach() for one in logprobs], gradients)
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "stage", "long_sequence"),
+    [(2, 2, 1, {"tiled_loss": 16}), (2, 2, 3, {"tiled_loss": 16}), (4, 4, 2, "off"), (4, 2, 3, "off")],
+)
+def test_a_step_on_a_tree_is_that_on_its_rollouts(
+    rank_pool: Any, world: int, ring: int, stage: int, long_sequence: Any
+) -> None:
+    want = step_alone()
+    for got in rank_pool(world).run(step_on_ring, ring, stage, long_sequence):
+        assert got.loss == pytest.approx(want.loss, abs=1e-6)
+        for one, other in zip(got.logprobs, want.logprobs, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-5)
+        for name, gradient in want.gradients.items():
+            error = float((got.gradients[name] - gradient).norm() / gradient.norm())
+            assert error < 2e-5, f"{name}: {error:.2e}"
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    """What each use that a tree does not allow says, on every rank."""
+    start_deepspeed()
+    import transformers
+
+    import ds_ring
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 32, "vocab_size": VOCABULARY}
+    tree = TreeBatch(answers())
+
+    def message(config: Any, section: dict[str, Any] | None = None, **changes: Any) -> str:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = json_config(world_size, 1, 0, ring_attention=section or {})
+        engine = ds_ring.initialize(model=model, optimizer=sgd, config=options)[0]
+        batch = {key: x for key, x in (tree.batch | changes).items() if x is not None}
+        try:
+            engine.ring.logprobs(engine, engine.ring.shard_batch(batch))
+        except (RingPatternError, RingShapeError) as error:
+            return str(error)
+        return "nothing"
+
+    llama, ids = transformers.LlamaConfig(**sizes), tree.batch["input_ids"]
+    return {
+        "a window": message(transformers.MistralConfig(**sizes, sliding_window=8)),
+        "another pattern": message(llama, {"pattern": {"window": 8}}),
+        "documents": message(llama, {"pattern": {"documents": True}}),
+        "ALiBi": message(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=VOCABULARY)),
+        "a recurrence": message(
+            transformers.Qwen3NextConfig(
+                **sizes, layer_types=["linear_attention", "full_attention"], num_experts=2, head_dim=8,
+                linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
+                linear_value_head_dim=8, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+                num_experts_per_tok=1,
+            )
+        ),
+        "labels": message(llama, labels=ids),
+        "a mask": message(llama, attention_mask=torch.ones_like(ids)),
+        "no labels": message(llama, shift_labels=None),
+    }  # fmt: skip
+
+
+REFUSED = {
+    "a window": "expected Causal\\(\\) beside a tree",
+    "another pattern": "expected the pattern Causal\\(\\)",
+    "documents": "no documents or attention_mask beside trees",
+    "ALiBi": "do not depend on distances",
+    "a recurrence": "expected attention alone beside a tree",
+    "labels": "expected shift_labels beside tree_ends",
+    "a mask": "no documents or attention_mask beside trees",
+    "no labels": "expected a batch with shift_labels",
+}
+
+
+def test_what_a_tree_does_not_allow_is_refused(rank_pool: Any) -> None:
+    for found in rank_pool(2).run(refused):
+        assert found.keys() == REFUSED.keys()
+        for name, message in REFUSED.items():
+            with pytest.raises(RingPatternError, match=message):
+                raise RingPatternError(found[name])
