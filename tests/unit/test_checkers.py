@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring.integrations.deepspeed.first_batch import Numbers, Tolerance, beyond, compare
+from ds_ring.integrations.deepspeed.first_batch import Numbers, Tolerance, beyond, compare, recording
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard
@@ -87,6 +87,15 @@ def test_the_first_batch_check_and_check_model_find(fault: Callable[[Numbers], N
     fault(got)
     found = beyond(compare(got, numbers()), allowed)
     assert found and str(found[0]).startswith(SEEDED[fault]), found
+
+
+def test_the_first_batch_check_compares_layers_that_learn() -> None:
+    """Not rotary embeddings in a ModuleList (Granite SWA), of which one row may serve all samples."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Identity()])})
+    with recording(model) as outputs:
+        for layer in model["layers"]:
+            layer(torch.ones(1, 3, 2))
+    assert list(outputs) == ["layers.0"]
 
 
 @pytest.mark.parametrize("place", ["loss", "gradient"])

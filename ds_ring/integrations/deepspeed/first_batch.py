@@ -128,7 +128,7 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs [B, T, ...] of the model's layers (what stands in a ModuleList) meanwhile.
+    """Record the outputs [B, T, ...] of the model's layers meanwhile: what stands in a ModuleList and learns.
 
     Those of image encoders, which each rank runs on images of its own, are left out.
     """
@@ -143,7 +143,8 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for path, parent in model.named_modules():
             for name, layer in parent.named_children() if isinstance(parent, nn.ModuleList) else ():
-                if id(layer) in apart:
+                # Rotary embeddings (Granite SWA) have no parameters; one row of theirs can serve all samples.
+                if id(layer) in apart or next(layer.parameters(), None) is None:
                     continue
                 part = SimpleNamespace(after_forward=partial(record, f"{path}.{name}"))
                 stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
