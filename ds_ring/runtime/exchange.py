@@ -108,9 +108,7 @@ class Exchange:
         sent, received = ([Message(tensor, peer) for peer, tensor in side] for side in (sends, receives))
         check_messages(sent)
         check_messages(received)
-        of, to = (
-            [self.mesh.global_rank_in_sequence(peer) for peer, _ in side] for side in (receives, sends)
-        )
+        of, to = ([self.mesh.global_rank_in_sequence(peer) for peer, _ in side] for side in (receives, sends))
         sizes = sizes_of(sent, received)
         route = self._route(of, to, (*receives, *sends)[0][1], self.mesh.sequence_group, sizes)
         return self.start(route, [x for _, x in sends], [x for _, x in receives])

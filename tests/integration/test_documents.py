@@ -324,6 +324,13 @@ def in_zigzag_parts(place: Place, text: str) -> None:
     assert place.python(2, before, text, after) < 1e-5
 
 
+def as_ring_flash_attn(place: Place, text: str) -> None:
+    qkv = "qkv = torch.stack([q, k, v], 2).transpose(1, 3)"  # [B, T, 3, H, D]
+    before = f"{TENSORS}{HALVES}\n{qkv}\nrank, world_size = torch.distributed.get_rank(), 2"
+    after = "result = float((out - whole[:, :, zigzag].transpose(1, 2)).abs().max())"
+    assert place.python(2, before, text, after) < 1e-5
+
+
 def as_megatron(place: Place, text: str) -> None:
     before = f"{TENSORS}{HALVES}\nq, k, v = (x[:, :, zigzag].permute(2, 0, 1, 3) for x in (q, k, v))"
     after = "result = float((out - whole[:, :, zigzag].permute(2, 0, 1, 3).flatten(2)).abs().max())"
@@ -491,7 +498,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# after: the same call": instead_of_ulysses,
     "# before: a mesh of Ulysses": only_reads("another framework's run; test_deepspeed_parity has ours"),
     "# after: no registration": only_reads("README's run, which is run"),
-    "# before (needs flash-attn and CUDA": only_reads("needs flash-attn and CUDA"),
+    "# two lines before the others": as_ring_flash_attn,
     "# after: q, k, v as they were": in_zigzag_parts,
     "# before (flash, efficient or cuDNN": only_reads("torch's ring needs CUDA's attention"),
     "# after: the model calls": instead_of_context_parallel,

@@ -21,7 +21,16 @@ from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard
 from tests.integration import test_documents as documents
 from tests.merge_cases import cases, wrong
-from tools import bench_host, check_generation, check_long, check_plan, check_training, fault_campaign, soak
+from tools import (
+    bench_host,
+    check_generation,
+    check_long,
+    check_plan,
+    check_training,
+    fault_campaign,
+    ring_flash_attn_tests,
+    soak,
+)
 
 NAN = float("nan")
 
@@ -335,6 +344,13 @@ def test_the_test_of_named_files_finds(text: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(documents, "ROOT", tmp_path)
     with pytest.raises(AssertionError):
         documents.test_files_and_names_in_them_are_there("seeded.md")
+
+
+@pytest.mark.parametrize("seeded", ["[1] max 0.5, mean 0", "[1] max nan, mean nan"])
+def test_the_tests_of_ring_flash_attn_find_one_rank(seeded: str) -> None:
+    printed = "out: max 4, mean 1\nout diff:\n[0] max 0.001, mean 0\n"
+    assert ring_flash_attn_tests.differences(printed) == {"out diff": 0.001 / 4}
+    assert ring_flash_attn_tests.differences(printed + seeded)["out diff"] > 0.1
 
 
 def test_bench_host_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,16 @@ TABLE = PatchTable(
             "transformers.AttentionMaskInterface", "at_import", "registered", "mask function",
             'attn_implementation="ds_ring"',
         ),
+        Patch(
+            "transformers.modeling_flash_attention_utils._flash_attention_forward", "at_enable", "wrapped",
+            "ring_flash_attn", "computes FlashAttention on the ring",
+            when="ring_flash_attn.substitute_hf_flash_attn was called",
+        ),
+        Patch(
+            "transformers.AttentionInterface", "at_enable", "registered", "ring_flash_attn.name",
+            '"flash_attention_2" calls the function above',
+            when="ring_flash_attn.substitute_hf_flash_attn was called",
+        ),
         *(
             Patch(
                 f"modeling.{name}", "around_call", "wrapped", f"recurrence.{name}",
