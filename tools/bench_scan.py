@@ -70,7 +70,7 @@ def layer_of(asked: dict[str, int]) -> Any:
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
     torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
+    config: Any = Qwen3_5TextConfig(
         hidden_size=asked["hidden"], linear_num_key_heads=asked["heads"],
         linear_num_value_heads=asked["heads"], linear_key_head_dim=asked["head_dim"],
         linear_value_head_dim=asked["head_dim"], num_hidden_layers=2,
@@ -120,7 +120,7 @@ def time_on_ranks(asked: dict[str, int]) -> dict[str, list[float]]:
 
 def values(positions: IntArray, seed: int, count: int) -> Tensor:
     """Return numbers in [-1, 1) made from positions, [n, count] float32: the same wherever they are made."""
-    x = positions.astype(np.uint64)[:, None] * np.uint64(count + 1) + np.arange(count, dtype=np.uint64)
+    x: Any = positions.astype(np.uint64)[:, None] * np.uint64(count + 1) + np.arange(count, dtype=np.uint64)
     x = (x + np.uint64(seed)) * np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(29)
     x *= np.uint64(0xBF58476D1CE4E5B9)

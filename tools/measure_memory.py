@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from bench import parser_of, print_row
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
@@ -56,6 +58,11 @@ def resident_kib(reset: bool = False) -> int:
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
+def scores_of(queries: Tensor, rows: slice, keys: Tensor) -> Tensor:
+    """Return the scores [1, rows, keys] of some queries."""
+    return queries[:, rows] @ keys.mT
+
+
 def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
     """One gloo rank that attends to chosen keys: the growth of its peak memory, and bytes sent."""
     size = dist.get_world_size()
@@ -71,7 +78,7 @@ def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
         if prefer == "alike":
             queries[..., 0] = 100.0
         chosen = ring_select(
-            lambda rows, some, queries=queries: queries[:, rows] @ some.mT, options.chosen, keys,
+            partial(scores_of, queries), options.chosen, keys,
             layout=layout, mesh=mesh, hop_timeout_s=options.deadline,
         )  # fmt: skip
         result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh, hop_timeout_s=options.deadline)

@@ -1,9 +1,10 @@
-"""What a token gets from tokens before it without attention: `halo` and `ring_scan`.
+"""What a token gets from tokens before it without attention: `halo`, `shift_sequence` and `ring_scan`.
 
-`halo` copies the few tokens beside each run of a shard, for short convolutions and token shifts. `ring_scan`
-computes the state with which each run begins, for layers that are linear in their state (linear attention,
-state-space models, gated delta rules). Both send messages between the ranks that hold neighbouring runs. The
-bytes of a scan do not depend on the length of the sequence.
+`halo` copies the few tokens beside each run of a shard, for short convolutions. `shift_sequence` returns for
+each token the one a fixed number of positions away. `ring_scan` computes the state with which a run begins,
+for layers that are linear in their state (linear attention, state-space models, gated delta rules). All send
+messages between the ranks that hold neighbouring runs. The bytes of a scan do not depend on the length of the
+sequence.
 
 A recurrence maps a state S to M S + B over a run. Such maps compose associatively, so the states of all runs
 are an exclusive scan over the pairs (M, B) (Blelloch 1990, "Prefix sums and their applications"; Martin and
@@ -20,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +83,7 @@ class Neighbours:
     pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
     own_runs: int = field(init=False, default=0)
     _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _exists: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
@@ -112,6 +115,21 @@ class Neighbours:
             self._masks[key] = rows.to(like.device, like.dtype)
         through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
         return through, continues
+
+    def exists(self, offset: int, device: torch.device) -> Tensor:
+        """Return for each slot whether there is a token `offset` positions behind it in its document, [S]."""
+        if (offset, device) in self._exists:
+            return self._exists[offset, device]
+        parts, rank = self.mesh.ulysses_size, self.mesh.sequence_rank
+        slots = self.layout.part_slots(parts)
+        first = rank % parts * slots
+        mine = self.layout.positions(rank // parts)[first : first + slots]
+        other = mine + offset
+        found = (mine >= 0) & (other >= 0) & (other < self.layout.tokens)
+        if self.documents is not None:
+            a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
+            found &= a == b
+        return self._exists.setdefault((offset, device), torch.from_numpy(found).to(device))
 
     @contextmanager
     def call(
@@ -211,6 +229,47 @@ def halo(
     if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
         dim += x.dim()
     return halo_op(x, dim, before, after, handle)
+
+
+def shift_sequence(
+    x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh, documents: Documents | None = None,
+    fill: float = 0, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return for each token of this rank's shard the one `offset` positions behind it. Differentiable.
+
+    A sharded sequence cannot be shifted by slicing: what follows a run lies on another rank. For labels, for
+    the embeddings and labels of multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2), and with
+    a negative offset for token shifts (RWKV).
+
+    Args:
+        x: local shard, any dtype, with S slots in `dim`.
+        offset: how many positions, not 0; negative for tokens in front.
+        dim, layout, mesh, documents, hop_timeout_s: see `halo`.
+        fill: value where there is no such token: outside the sequence, in another document, in padding.
+
+    Returns:
+        The shape of x.
+
+    Raises:
+        RingShapeError: offset is 0 or no whole number; and what `halo` raises.
+    """
+    if offset:
+        whole_number(abs(offset), "shift_sequence: offset", RingShapeError)
+    before, after = max(-offset, 0), max(offset, 0)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
+    named["hop_timeout_s"] = hop_timeout_s
+    copies = halo(x, before, after, dim=dim, **named)
+    near, dim = neighbours_of(**named), dim % x.dim()
+    # Also a rank without tokens takes part in the backward pass.
+    parts, runs = [x.narrow(dim, 0, 0) + copies.flatten()[:0].sum().to(x.dtype)], near.runs
+    for number, run in enumerate(runs.of_rank(mesh.sequence_rank).tolist()):
+        own, beside = x.narrow(dim, int(runs.slots[run]), int(runs.lengths[run])), copies.select(dim, number)
+        both = torch.cat([own, beside] if offset > 0 else [beside, own], dim=dim)
+        parts.append(both.narrow(dim, after, own.shape[dim]))
+    padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
+    shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
+    exists = near.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
+    return torch.where(exists, shifted, torch.full_like(shifted, fill))
 
 
 def _clear_other_documents(near: Neighbours, before: int, after: int, copies: Tensor) -> None:

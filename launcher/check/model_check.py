@@ -145,9 +145,11 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
         own = section | ({"pattern": pattern} if pattern else {})
         forms = [form for form in request.forms if needs_documents(form, causal) == documents]
-        given = [make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms]
-        if given and (not reports or reports[-1].result == "exact"):
-            reports += _compared(on_rings[documents], alone, given, head, own, request.stage, told)
+        batches = [
+            make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms
+        ]
+        if batches and (not reports or reports[-1].result == "exact"):
+            reports += _compared(on_rings[documents], alone, batches, head, own, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import (
+    Causal,
     Documents,
     RingLayoutError,
     RingMesh,
@@ -27,6 +28,7 @@ from ds_ring import (
     make_layout,
     ring_scan,
     shard_sequence,
+    shift_sequence,
 )
 from ds_ring.runtime import scan
 from ds_ring.runtime.scan import neighbours_of
@@ -174,6 +176,70 @@ def test_exact(
         expected = {"out", "k", "v", "weight"} | (set() if matrix else {"decay"})
         assert errors.keys() >= expected
         assert all(error < 1e-12 for error in errors.values()), errors
+
+
+def predict_ahead(
+    ids: Tensor, labels: Tensor, weights: dict[str, Tensor], ahead: Callable[[Tensor, int, float], Tensor]
+) -> Tensor:
+    """The summed loss of two predictions of DeepSeek-V3's kind, from a token and from the next one's embedding."""
+    embedded = weights["embedding"][ids]
+    hidden = embedded.sin()
+    both = torch.cat([hidden, ahead(embedded, 1, 0.0)], dim=-1) @ weights["join"]
+    behind = ahead(both, -2, 0.5)  # a token shift, over more than one border
+    loss = torch.zeros((), dtype=torch.float64)
+    for logits, wanted in ((hidden, ahead(labels, 0, -100)), (both + behind, ahead(labels, 1, -100))):
+        logits = logits @ weights["embedding"].T
+        loss = loss + torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), wanted.flatten(), reduction="sum"
+        )
+    return loss
+
+
+def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size: int) -> list[float]:
+    """Errors of the loss and of each gradient, on a ring against one process."""
+    torch.manual_seed(0)
+    shapes = {"embedding": (7, 6), "join": (12, 6)}
+    weights = {
+        key: torch.randn(*shape, dtype=torch.float64).requires_grad_() for key, shape in shapes.items()
+    }
+    ids = torch.randint(7, (B, T))
+    documents = Documents(IDS) if packed else None
+    numbers = torch.tensor(IDS if packed else [0] * T)
+
+    def by_slices(x: Tensor, offset: int, fill: float) -> Tensor:
+        found = torch.full_like(x, fill)
+        for t in range(T):
+            if 0 <= t + offset < T and numbers[t + offset] == numbers[t]:
+                found[:, t] = x[:, t + offset]
+        return found
+
+    labels = by_slices(ids, 1, -100)
+    want = predict_ahead(ids, labels, weights, lambda x, n, fill: by_slices(x, n, fill) if n else x)
+    wanted = torch.autograd.grad(want, [*weights.values()])
+    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
+    layout = make_layout(name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses_size, pattern=Causal())
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    mine, following = (
+        shard_sequence(x, layout, mesh=mesh, dim=1, pad_value=pad) for x, pad in ((ids, 0), (labels, -100))
+    )
+    got = predict_ahead(
+        mine, following, weights,
+        lambda x, n, fill: shift_sequence(x, n, dim=1, documents=documents, fill=fill, **named) if n else x,
+    )  # fmt: skip
+    found = [got.detach(), *torch.autograd.grad(got, [*weights.values()])]
+    for x in found:
+        torch.distributed.all_reduce(x)
+    return [relative_error(a, b) for a, b in zip(found, [want, *wanted], strict=True)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (4, 1), (4, 2)])
+def test_multi_token_prediction_is_exact(
+    rank_pool: Pool, world_size: int, ulysses_size: int, name: str, packed: bool
+) -> None:
+    for found in rank_pool(world_size).run(mtp_errors, name, packed, ulysses_size):
+        assert max(found) < 1e-12, found
 
 
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:

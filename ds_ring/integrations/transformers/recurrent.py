@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.runtime.scan import Neighbours, compose, halo_op, neighbours_of, scan_op
+from ds_ring.runtime.scan import Neighbours, compose, halo_op, neighbours_of, scan_op, shift_sequence
 
 Original = Callable[..., Any]
 
@@ -125,14 +125,13 @@ def with_halo(near: Neighbours, x: Tensor, before: int, call: Callable[[Tensor],
     return padded(torch.cat(found, dim=2), x.shape[2], 2)
 
 
-def shifted(near: Neighbours, x: Tensor, first: Tensor) -> Tensor:
+def token_before(near: Neighbours, x: Tensor, first: Tensor) -> Tensor:
     """Return the token before each token of x [B, S, C], and `first` [C] where a document begins."""
-    beside = halo_op(x, 1, 1, 0, near.handle)[:, :, 0]  # [B, R, C]
-    parts = [x[:, :0] + beside.flatten()[:0].sum()]  # also without tokens the backward pass is every rank's
-    for piece in near.pieces:
-        front = beside[:, piece.run] if piece.continues else first.expand(len(x), -1)
-        parts += [front[:, None], x[:, piece.slot : piece.slot + piece.length - 1]]
-    return padded(torch.cat(parts, dim=1), x.shape[1], 1)
+    before = shift_sequence(
+        x, -1, dim=1, layout=near.layout, mesh=near.mesh, documents=near.documents,
+        hop_timeout_s=near.hop_timeout_s,
+    )  # fmt: skip
+    return torch.where(near.exists(-1, x.device)[:, None], before, first)
 
 
 def padded(x: Tensor, slots: int, dim: int) -> Tensor:

@@ -29,7 +29,7 @@ from ds_ring.integrations.transformers.recurrent import (
     recurrence,
     refuse_states,
     sharding_of,
-    shifted,
+    token_before,
     with_halo,
 )
 from ds_ring.runtime.scan import Neighbours, scan_op
@@ -279,7 +279,9 @@ def compressed_convolution(
     of_heads = key.unflatten(2, heads).repeat_interleave(groups, dim=2)
     mean = (query.unflatten(2, heads) + of_heads) * 0.5
     first = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))[0, 0]
-    delayed = by_rows(sharding, lambda near, x: shifted(near, x, first), layer.v_proj_delayed(hidden_states))
+    delayed = by_rows(
+        sharding, lambda near, x: token_before(near, x, first), layer.v_proj_delayed(hidden_states)
+    )
     value = torch.cat([layer.v_proj_current(hidden_states), delayed], dim=-1).unflatten(2, heads)
     return of_query + mean, of_key + mean.unflatten(2, (-1, groups)).mean(dim=3), value
 
@@ -290,7 +292,7 @@ def token_shift(original: Original, x: Tensor) -> Tensor:
     if sharding is None:
         found: Tensor = original(x)
         return found
-    return by_rows(sharding, lambda near, x: shifted(near, x, x.new_zeros(x.shape[2])), x)
+    return by_rows(sharding, lambda near, x: token_before(near, x, x.new_zeros(x.shape[2])), x)
 
 
 def convolution_module(original: Original, x: Tensor) -> Tensor:
