@@ -77,7 +77,7 @@ def test_tiles_are_the_definition(
     whole = np.array([[0, 1, tokens]])
     for heads in HEADS:
         check(branches, tokens, heads, whole, whole)
-    for layout_name in LAYOUTS:
+    for layout_name in [*LAYOUTS][causal::2]:  # the others with the other value of `causal`
         pattern = Dilated(lengths, rates, causal, rule)
         layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=3)
         reader, origin = ((0, 2), (1, 0), (2, 1), (2, 2))[(len(layout_name) + tokens) % 4]

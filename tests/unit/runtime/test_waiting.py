@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-# One interpreter imports torch; three processes forked from it end, one after the other.
+# One interpreter imports torch; two processes forked from it end, one after the other.
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist
 from ds_ring.runtime.waiting import _WaitTask, _waiters
 
-for attempt in range(3):
+for attempt in range(2):
     child = os.fork()
     if not child:
         store = f"file://{sys.argv[1]}{attempt}"
