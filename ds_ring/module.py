@@ -68,7 +68,9 @@ def ring_attention(
         scale: factor of the scores; None is 1 / sqrt(D).
         kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
             fast kernel.
-        transport: "ring", or "all_gather" as the reference to measure the ring against.
+        transport: "ring"; "reproducible" for bits that depend on neither ring size nor layout, whose runs
+            must begin at multiples of 128 tokens (see `runtime/reproducible_pass.py`); or "all_gather" as the
+            reference to measure the ring against.
         overlap: compute while messages are in flight. Set to False only to measure the difference.
         prune: send only the tokens that the receiver reads. Set to False only to measure the difference.
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.

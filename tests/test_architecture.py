@@ -46,6 +46,7 @@ IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
     "runtime.buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
+    "runtime.reproducible_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
     "runtime.autograd": {"runtime.exchange", "runtime.merge"},  # the all-to-all; the accumulators' dtype
     "runtime.replicated": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
     "runtime.selection": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
@@ -66,7 +67,7 @@ IMPORTERS = {
     "simulation.simulate": {"runtime.kernels", "runtime.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"runtime.exchange", "runtime.kernels"},  # the tokens of what stays at home
 }
-PASSES = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated"}
+PASSES = {"runtime.ring_pass", "runtime.gather_pass", "runtime.replicated", "runtime.reproducible_pass"}
 MAY_IMPORT_A_PASS = {
     "runtime.autograd",
     "simulation.rank",

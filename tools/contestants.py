@@ -106,6 +106,7 @@ def _ours(place: ContestSetup, layout_name: str = "zigzag", **options: Any) -> E
 
 contestant("ds_ring")(_ours)
 contestant("ds_ring, no overlap")(functools.partial(_ours, overlap=False))
+contestant("ds_ring, reproducible")(functools.partial(_ours, transport="reproducible"))
 contestant("ds_ring, all_gather")(functools.partial(_ours, transport="all_gather"))
 
 

@@ -160,7 +160,7 @@ else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
     KernelName = Annotated[Literal["auto", *KERNELS], WORD]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
-TransportName = Annotated[Literal["ring", "all_gather"], WORD]
+TransportName = Annotated[Literal["ring", "reproducible", "all_gather"], WORD]
 GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
 
 
@@ -211,7 +211,9 @@ class RingConfig(Section):
     )
     transport: TransportName = Field(
         default="ring",
-        description="how K/V move; all_gather takes O(T) memory and is there to be compared with",
+        description="how K/V move; reproducible: the bits of attention and its gradients depend on neither "
+        "ring size nor layout, whose shards are whole blocks of block_size tokens; all_gather takes O(T) "
+        "memory and is there to be compared with",
     )
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"
@@ -356,8 +358,9 @@ class RingConfig(Section):
     @classmethod
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
-        if info.data.get("transport") == "all_gather" and value != default:
-            raise Refused(without_effect(shown(value), '"transport": "all_gather"', "has no hops"))
+        transport = info.data.get("transport")
+        if transport in ("all_gather", "reproducible") and value != default:
+            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', "passes nothing on"))
         return value
 
     @field_validator("dynamic_ring")

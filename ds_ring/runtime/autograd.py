@@ -57,6 +57,7 @@ from ds_ring.runtime.latents import LatentKernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.replicated import ReplicatedPass
+from ds_ring.runtime.reproducible_pass import ReproduciblePass
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout
 
@@ -177,7 +178,7 @@ def _over_heads(
 def _pass_of(
     q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
-) -> RingPass | GatherPass:  # fmt: skip
+) -> RingPass | GatherPass | ReproduciblePass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
     plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse, up)
     if up is not None:
@@ -188,6 +189,8 @@ def _pass_of(
     # The all-gather reference sends all heads at once: no chunks, no overlap, no buffers kept between calls.
     if options.transport == "all_gather":
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
+    if options.transport == "reproducible":
+        return ReproduciblePass(plan, ring_rank, kernel, context.exchange, scale, options.block_size)
     chunk_bytes = options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
     return RingPass(
         plan.rank(ring_rank),
@@ -205,7 +208,9 @@ def _pass_of(
     )
 
 
-def _run(made: RingPass | GatherPass | ReplicatedPass, work: Callable[..., Any], *tensors: Any) -> Any:
+def _run(
+    made: RingPass | GatherPass | ReproduciblePass | ReplicatedPass, work: Callable[..., Any], *tensors: Any
+) -> Any:
     """Run a pass; tell the other ranks if it raises, since they would otherwise wait for this rank."""
     try:
         return work(*tensors)

@@ -53,12 +53,18 @@ from ds_ring.runtime.latents import LatentKernel, check_same_for_heads
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.waiting import Task
-from ds_ring.schedule.layout import Layout, check_layout_name, make_layout
+from ds_ring.schedule.layout import (
+    Layout,
+    check_layout_name,
+    in_whole_blocks,
+    make_layout,
+    whole_blocks,
+)
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_bytes, head_chunks, heads_on_host
 from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
-TRANSPORTS = ("ring", "all_gather")
+TRANSPORTS = ("ring", "all_gather", "reproducible")
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 
@@ -69,7 +75,7 @@ class Options:
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
         kernel: "auto", or a kernel of `registry.py`.
-        transport: "ring", or the reference "all_gather".
+        transport: "ring"; "reproducible", see `reproducible_pass.py`; or the reference "all_gather".
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
@@ -80,7 +86,7 @@ class Options:
         recompute: part of the sequence, its first tokens, whose attention is computed again where a
             checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
         score_mod: changes scores pair by pair.
-        block_size: side of a block of the flex kernel, slots.
+        block_size: side of a block of the flex kernel, slots; and of a square of transport "reproducible".
         chunk_bytes: see [Note: head chunks]; None takes what `lowering.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
         offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
@@ -113,19 +119,20 @@ class Options:
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
             )
-        if self.transport == "all_gather" and self.gradient_payload != "float32":
+        if self.transport != "ring" and self.gradient_payload != "float32":
             raise RingConfigError(
-                f'gradient_payload: expected "float32" beside transport "all_gather", which sums without'
-                f' hops, got {shown(self.gradient_payload)}; use transport "ring"'
+                f'gradient_payload: expected "float32" beside transport "{self.transport}", which passes no'
+                f' sums on, got {shown(self.gradient_payload)}; use transport "ring"'
             )
         for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)
         if self.offload != "auto":
             true_or_false(self.offload, "offload", RingConfigError)
-        if self.offload is True and self.transport == "all_gather":
+        if self.offload is True and self.transport != "ring":
             raise RingConfigError(
-                'offload_attention: expected transport "ring", which sends heads in groups, got "all_gather",'
-                ' which takes all of them at once; set one of the two to its default ("ring", false)'
+                'offload_attention: expected transport "ring", which sends heads in groups, got'
+                f' "{self.transport}", which takes all of them at once; set one of the two to its default'
+                ' ("ring", false)'
             )
         if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
             raise RingConfigError(
@@ -265,10 +272,12 @@ class RingContext:
             return self.layout
         mesh, options = self.mesh, self.options
         block = block_side(options.kernel, device_type, (self.pattern,), options.block_size)
-        return make_layout(
+        layout = make_layout(
             self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
+        reproducible = options.transport == "reproducible"
+        return in_whole_blocks(layout, options.block_size) if reproducible else layout
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
@@ -303,6 +312,13 @@ class RingContext:
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
         check_length(self.pattern, layout)
+        if self.options.transport == "reproducible":
+            whole_blocks(layout, self.options.block_size)
+            if latents:
+                raise RingConfigError(
+                    'up_projection: expected none beside transport "reproducible", got one: its gradient is a'
+                    ' sum over the hops of a rank; use transport "ring", or expand k and v'
+                )
         # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))

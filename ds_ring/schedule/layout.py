@@ -225,6 +225,42 @@ class ResidueLayout(Layout):
         return f"{super().__str__()}, {how}"
 
 
+@lru_cache(maxsize=64)
+def in_whole_blocks(layout: Layout, size: int) -> Layout:
+    """Return the layout with its borders moved to the nearest multiples of `size`.
+
+    Raises:
+        RingLayoutError: a shard is not consecutive positions.
+    """
+    rows = []
+    for ring_rank in range(layout.ring_size):
+        for start, step, length in layout.runs(ring_rank).tolist():
+            if step != 1 and length > 1:
+                raise RingLayoutError(
+                    f"{layout}: expected shards of consecutive positions, since blocks of {size} tokens stay"
+                    ' together, got others; use the layout "zigzag", "contiguous" or "balanced"'
+                )
+            rows.append((start, ring_rank))
+    starts, owners = zip(*sorted(rows), strict=True)
+    borders = [min((start + size // 2) // size * size, layout.tokens) for start in starts]
+    moved = PieceLayout(
+        layout.tokens, layout.ring_size, layout.multiple_of, (*borders, layout.tokens), tuple(owners)
+    )
+    same = all(np.array_equal(moved.runs(r), layout.runs(r)) for r in range(layout.ring_size))
+    return layout if same else moved
+
+
+def whole_blocks(layout: Layout, size: int) -> Layout:
+    """Return a layout whose runs begin at multiples of `size`, or raise RingLayoutError."""
+    moved = in_whole_blocks(layout, size)
+    if moved is not layout:
+        raise RingLayoutError(
+            f"{layout}: expected runs that begin at multiples of {size} tokens (block_size), got others; use"
+            f" ds_ring.schedule.layout.in_whole_blocks(layout, {size}), or a length that the shards divide so"
+        )
+    return layout
+
+
 def make_contiguous(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
     """Give rank p the p-th part of the sequence."""
     return ChunkLayout(tokens, ring_size, multiple_of, 1)

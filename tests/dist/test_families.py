@@ -75,6 +75,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
         "its router takes the scores of an expert from",
     ),
     ("minimax_m3_vl_text", {"changes": {"index_local_blocks": 0}}, "expected index_local_blocks from 1"),
+    ("llama", {"section": {"transport": "reproducible", "block_size": 16}}, EXACT),
     ("minimax_m3_vl_text", {"section": {"layout": "striped"}}, "keys are chosen by blocks of 4 tokens"),
     *((family, {"head": "image-text"}, EXACT) for family in IMAGE_TEXT.split()),
     *((family, {"head": "image-text"}, "see each other") for family in ("gemma3", "paligemma")),

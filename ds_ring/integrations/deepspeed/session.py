@@ -85,7 +85,7 @@ from ds_ring.runtime.context import block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
-from ds_ring.schedule.layout import Layout, make_layout
+from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 from ds_ring.schedule.sequence_runs import of_blocks
 
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
@@ -516,7 +516,7 @@ class RingSession:
                 multiple_of=mesh.ulysses_size,
             )  # fmt: skip
             return of_blocks(blocks, block, tokens)
-        return make_layout(
+        layout = make_layout(
             name,
             tokens=tokens,
             ring_size=mesh.ring_size,
@@ -524,6 +524,7 @@ class RingSession:
             multiple_of=mesh.ulysses_size,
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
         )
+        return in_whole_blocks(layout, config.block_size) if config.transport == "reproducible" else layout
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length

@@ -436,7 +436,7 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     (
         "transport",
         section(transport="all-gather"),
-        ['"ring", "all_gather", got "all-gather"; did you mean "all_g'],
+        ['"ring", "reproducible", "all_gather", got "all-gather"; did you mean "all_g'],
     ),
     (
         "offsets",
