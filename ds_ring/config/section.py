@@ -359,8 +359,9 @@ class RingConfig(Section):
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
         transport = info.data.get("transport")
-        if transport in ("all_gather", "reproducible") and value != default:
-            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', "passes nothing on"))
+        why = {"all_gather": "has no hops", "reproducible": "passes nothing on"}.get(str(transport))
+        if why is not None and value != default:
+            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', why))
         return value
 
     @field_validator("dynamic_ring")
