@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ds_ring.errors import RingConfigError
 from ds_ring.registry import LAYOUTS
 
 from .parsers import Commands, add_command, add_json, refuse_extra
@@ -94,6 +95,11 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             settings_of(options, say),
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
         )
+        if options.compare and found.beside:
+            raise RingConfigError(
+                f"--compare: expected a model of softmax attention alone, got {found.beside[0].kind.name}, of"
+                " which the other methods say nothing; leave it out"
+            )
         advice = advise(found, say)
         rows = compare(found, advice.longest_tokens) if options.compare else []
         say("how to span the nodes")

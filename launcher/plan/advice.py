@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
+from .beside import Recurrence, Selection
 from .estimate import Estimate, estimate
 from .node_orders import Hiding, hiding_shard, waiting
 from .options import can_hold, fewest_devices, longest_sequence, peak_bytes, sets_that_fit
@@ -128,14 +129,19 @@ class LatentAdvice(NamedTuple):
     latent_bytes: int  # that it sends as latents
     expansion_s: float  # of arithmetic more, which nothing hides
     pays_below_bytes_per_s: float  # over slower links latents are faster
+    # over these links latents are faster with fewer tokens on a ring rank: arithmetic of attention grows as
+    # their square, transfers and the expansion as their number; 0 if they never are
+    pays_below_tokens_per_rank: int
 
 
 def latents_on_the_wire(found: Estimate) -> LatentAdvice | None:
     """Return what latents change; None for a model without them, and where nothing is sent."""
-    setting, cost = found.setting, max((one.cost for one in found.passes), key=lambda cost: cost.seconds)
-    sizes, hardware = setting.model.latents, setting.hardware
+    setting, sizes, hardware = found.setting, found.setting.model.latents, found.setting.hardware
+    if sizes is None or not found.passes:
+        return None
+    cost = max((one.cost for one in found.passes), key=lambda cost: cost.seconds)
     sent = cost.forward_bytes + cost.backward_bytes
-    if sizes is None or not sent:
+    if not sent:
         return None
     heads = setting.model.heads // setting.ulysses_size
     expanded, latent = heads * (sizes.nope + sizes.rope + sizes.value), sizes.latent + sizes.rope
@@ -145,7 +151,10 @@ def latents_on_the_wire(found: Estimate) -> LatentAdvice | None:
     products = 4 * received + setting.batch * found.layout.local_tokens
     flops = 2 * sizes.latent * heads * (sizes.nope + sizes.value) * products
     more = flops / (hardware.flops(setting.dtype) * hardware.matmul_efficiency)
-    return LatentAdvice(sent, round(sent * latent / expanded), more, sent / (cost.compute_s + more))
+    # With x times the tokens: x sent / rate > x^2 compute + x more.
+    most = max(0.0, (sent / setting.bytes_per_s - more) / cost.compute_s) * found.layout.local_tokens
+    below = sent / (cost.compute_s + more)
+    return LatentAdvice(sent, round(sent * latent / expanded), more, below, int(most))
 
 
 def _latents(found: Estimate) -> list[str]:
@@ -157,7 +166,8 @@ def _latents(found: Estimate) -> list[str]:
         f'latents: the figures are those of expanded keys ("latents": false). With latents a rank sends'
         f" {one.latent_bytes / 1e6:,.1f} MB in a layer's passes, not {one.expanded_bytes / 1e6:,.1f} MB, and"
         f" computes {one.expansion_s * 1e3:.3g} ms more: faster over links of less than {least:.3g} GB/s;"
-        f" these have {rate:.3g} GB/s"
+        f" these have {rate:.3g} GB/s, over which latents are faster below T/P ="
+        f" {one.pays_below_tokens_per_rank:,}"
     ]
 
 
@@ -224,6 +234,21 @@ def _exposed(found: Estimate, hiding: Hiding) -> list[str]:
 
 def _state_of_things(found: Estimate) -> list[str]:
     setting, warnings = found.setting, []
+    if setting.model.experts > 1:
+        warnings.append(
+            f"experts: the model names {setting.model.experts}, and no matrix of them is counted: every MLP"
+            " is planned with intermediate_size, in parameters, memory and time"
+        )
+    if any(isinstance(one.kind, Selection) for one in found.beside):
+        warnings.append(
+            "chosen keys: which rows cross is known at run time; counted are all that a rank's queries see,"
+            " at most k for each. Latents do not travel here"
+        )
+    if any(isinstance(one.kind, Recurrence) for one in found.beside):
+        warnings.append(
+            "layers beside attention keep what goes into their kernels and comes out; what a kernel keeps"
+            " inside is not counted, and their arithmetic is rough"
+        )
     if setting.hardware.kind == "cuda":
         warnings.append("the figures for GPUs are computed, not measured: ds_ring has not been timed on one")
     if setting.zero.stage in (1, 2, 3) and setting.zero.bucket_elements > setting.model.parameters:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 
+from .beside import LayerCost, layer_memory
 from .layer_passes import LayerPass, LayerPasses, OnProgress, layer_passes
 from .model_memory import LocalTokens, MemoryMoment, TrainingStep
 from .pass_memory import PassMemory
@@ -68,6 +69,8 @@ class Estimate(NamedTuple):
     # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
     attention_s: float
     exposed_s: float
+    beside: tuple[LayerCost, ...]  # of one layer of each kind that is not attention over all keys
+    beside_s: float  # of all of them, with what checkpointing computes again
     # swap_bytes, swap_s: of attention, Ulysses' all-to-alls
     swap_bytes: int
     swap_s: float
@@ -105,7 +108,7 @@ class Estimate(NamedTuple):
     @property
     def step_s(self) -> float:
         """Return the seconds of one optimizer step of one micro-batch."""
-        return self.attention_s + self.dense_s + self.zero_s + self.host_s
+        return self.attention_s + self.beside_s + self.dense_s + self.zero_s + self.host_s
 
 
 def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
@@ -125,10 +128,17 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
     ulysses, model = setting.ulysses_size, setting.model
     inside = setting.batch * slots
     tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
+    element = ELEMENT_BYTES[setting.dtype]
+    others = {
+        kind: layer_memory(kind, setting.batch, slots // ulysses, setting.tokens, element)
+        for kind in set(model.beside)
+    }
     return TrainingStep(
         model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
         setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
-        heads_here(setting, slots),
+        heads_here(setting, slots), sum(others[kind].kept for kind in model.beside),
+        max((one.kept for one in others.values()), default=0),
+        max((one.messages for one in others.values()), default=0) * (setting.ring_size * ulysses > 1),
     )  # fmt: skip
 
 
@@ -176,7 +186,11 @@ def estimate(
         dense += 2.0 * model.layers * model.mlp_parameters * tokens
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
     swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
-    swap_s = times * model.layers * swaps.seconds
+    swap_s = times * model.attention_layers * swaps.seconds
+    beside_s = sum(
+        one.layers * ((1 + setting.checkpointing) * one.forward_s + one.backward_s)
+        for one in attention.beside
+    )
     # An all-reduce sends 2 (W-1)/W of its size, a gather or scatter one. Stage 3 gathers the parameters twice
     # and scatters gradients once (Rajbhandari et al. 2020, section 7).
     zero = setting.zero
@@ -193,7 +207,9 @@ def estimate(
         total,
         total.seconds + again + swap_s,
         total.exposed_s,
-        times * model.layers * swaps.sent_bytes,
+        attention.beside,
+        beside_s,
+        times * model.attention_layers * swaps.sent_bytes,
         swap_s,
         dense,
         dense / rate,
@@ -218,7 +234,7 @@ def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, flo
     moved, adam_s = 0, 0.0
     if setting.checkpointing and setting.offload_checkpoints:
         moved += 2 * model.layers * step.checkpoint_bytes
-    moved += 2 * model.layers * step.offloaded_bytes
+    moved += 2 * model.attention_layers * step.offloaded_bytes
     share = zero.share(model.parameters)
     if zero.offload_optimizer:
         moved += 2 * zero.element_bytes * share

@@ -6,6 +6,7 @@ Options come before the DeepSpeed JSON, which comes before defaults.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,8 +18,9 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 
 from ..commands.parsers import require_sizes
+from .beside import Selection
 from .hardware import read_hardware
-from .model_file import mix_of, model_of, said_of_layers
+from .model_file import layer_patterns, model_of, said_of_layers
 from .model_memory import Zero
 from .options import (
     MOST_TOKENS,
@@ -128,13 +130,27 @@ def _setting(
     hardware.flops(dtype)  # or an error that names what it has
     hardware.runs(config.kernel)  # likewise
     said = said_of_layers(options.hf_config, model.layers)
+    patterns = layer_patterns(config, said, options.tokens or MOST_TOKENS)
+    kinds = model.kinds or (None,) * model.layers
+    attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
+    beside = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
+    if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.beside):
+        expected = "1 for attention over chosen keys"
+        raise RingConfigError(
+            f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring instead')}"
+        )
+    if model.attention_layers == 0:
+        raise RingConfigError(
+            "--hf-config: layer_types: expected a layer of attention, got none; plan a model that has one"
+        )
     batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
     setting = TrainingSetting(
         tokens=options.tokens or 1,
         ring_size=ring,
         ulysses_size=ulysses,
         model=model,
-        pattern=mix_of(config, said, options.tokens or MOST_TOKENS),
+        pattern=tuple(attention.items()),
+        beside=tuple((*which, layers) for which, layers in beside.items()),
         layout=config.layout,
         zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
         dtype=dtype,

@@ -7,7 +7,7 @@ pass_time.py has the cost of one pass, pass_memory.py its memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
+from .beside import LayerCost, Place, layer_cost
 from .hardware import Hardware
 from .pass_memory import PassMemory, PassShape, pass_memory
 from .pass_time import CostPart, PassCost, pass_cost
@@ -42,6 +43,7 @@ class LayerPasses(NamedTuple):
 
     layout: Layout  # of all of them
     passes: tuple[LayerPass, ...]  # by pattern
+    beside: tuple[LayerCost, ...]  # by kind and pattern of the layers that are not attention over all keys
     memory: PassMemory  # of the rank and the layer that need most
     ranks: int  # how many ring ranks were looked at
 
@@ -51,8 +53,10 @@ class LayerPasses(NamedTuple):
         return total_cost(self.passes)
 
 
-def total_cost(passes: Iterable[LayerPass]) -> PassCost:
+def total_cost(passes: Sequence[LayerPass]) -> PassCost:
     """Return the sum of the passes of all layers."""
+    if not passes:  # all attention is over chosen keys
+        return PassCost(0, 0, 0, 0, 0.0, 0.0, 0.0, 0, 0, 0)
     weighted = [[one.layers * value for value in vars(one.cost).values()] for one in passes]
     return PassCost(*(sum(values) for values in zip(*weighted, strict=True)))
 
@@ -62,13 +66,17 @@ def blocks_of(setting: TrainingSetting) -> int:
     return setting.block_size if KERNELS[setting.kernel_that_runs].takes_blocks else 1
 
 
-def plans_of(setting: TrainingSetting) -> list[tuple[Plan, int]]:
-    """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
-    mix = setting.mix
-    layout = make_layout(
-        setting.layout, tokens=setting.tokens, ring_size=setting.ring_size, pattern=dict(mix),
-        multiple_of=setting.ulysses_size, block_size=blocks_of(setting),
+def layout_of(setting: TrainingSetting) -> Layout:
+    """Return the layout of all layers."""
+    return make_layout(
+        setting.layout, tokens=setting.tokens, ring_size=setting.ring_size,
+        pattern=dict(setting.mix_of_layout), multiple_of=setting.ulysses_size, block_size=blocks_of(setting),
     )  # fmt: skip
+
+
+def plans_of(setting: TrainingSetting, layout: Layout | None = None) -> list[tuple[Plan, int]]:
+    """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
+    layout = layout_of(setting) if layout is None else layout
     heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
     return [
         (
@@ -78,7 +86,7 @@ def plans_of(setting: TrainingSetting) -> list[tuple[Plan, int]]:
             ),
             layers,
         )
-        for one, layers in mix
+        for one, layers in setting.mix
     ]  # fmt: skip
 
 
@@ -150,8 +158,8 @@ def slowest_pass(
 
 def slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[LayerPass, ...]:
     """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
-    plans = plans_of(setting)
-    shape = pass_shape(setting, plans[0][0].layout)
+    layout = layout_of(setting)
+    plans, shape = plans_of(setting, layout), pass_shape(setting, layout)
     rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap)
     return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
 
@@ -162,9 +170,8 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     Raises:
         RingError: layout and pattern do not go together.
     """
-    plans, ranks = plans_of(setting), sampled_ranks(setting.ring_size)
-    layout = plans[0][0].layout
-    shape, needs, costs = pass_shape(setting, layout), [], []
+    layout, ranks = layout_of(setting), sampled_ranks(setting.ring_size)
+    plans, shape, needs, costs = plans_of(setting, layout), pass_shape(setting, layout), [], []
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
     executed = [executed_of(plan, blocks_of(setting)) for plan, _ in plans]
     for done, rank in enumerate(ranks):
@@ -178,16 +185,29 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     return LayerPasses(
         layout,
         tuple(LayerPass(plan.pattern, layers, cost) for (plan, layers), cost in passes),
+        _beside(setting, layout, ranks),
         max(needs, key=lambda memory: memory.total),
         len(ranks),
     )
 
 
+def _beside(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple[LayerCost, ...]:
+    """Estimate the layers beside attention over all keys."""
+    parts, element = setting.ulysses_size, ELEMENT_BYTES[setting.dtype]
+    looked_at = sorted({rank * parts + part for rank in ranks for part in (0, parts - 1)})
+    return tuple(
+        layer_cost(
+            kind, layers, Place(layout, parts, setting.batch, element, pattern), looked_at, setting.hardware,
+            setting.dtype, setting.bytes_per_s, setting.kernel_that_runs,
+        )
+        for kind, pattern, layers in setting.beside
+    )  # fmt: skip
+
+
 def rough_pass_memory(setting: TrainingSetting) -> tuple[Layout, PassMemory]:
     """Return the layout, and what passes need by two ranks and one class of heads: enough for a search."""
-    plans = plans_of(setting)
-    layout = plans[0][0].layout
-    shape, needs = pass_shape(setting, layout), []
+    layout = layout_of(setting)
+    plans, shape, needs = plans_of(setting, layout), pass_shape(setting, layout), []
     for rank in sorted({0, setting.ring_size // 2}):
         parts = [[CostPart(plan.classes[0].rank(rank), len(plan.classes))] for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
@@ -200,5 +220,7 @@ def _memory(parts: list[CostPart], shape: PassShape) -> PassMemory:
 
 def _most(of_layers: list[PassMemory]) -> PassMemory:
     """Return what a rank needs for the layer that needs most; message buffers stay from layer to layer."""
+    if not of_layers:
+        return PassMemory(0, 0, 0)
     largest = max(of_layers, key=lambda memory: memory.accumulators + memory.workspace)
     return largest._replace(buffers=max(memory.buffers for memory in of_layers))

@@ -20,6 +20,8 @@ from ds_ring.masks.layer_patterns import NARROW, LayerPatterns, patterns_of_type
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
+from .beside import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
+
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
 # layer_patterns.py combines the two; for a model object, integrations/transformers reads its masks.
 
@@ -34,26 +36,23 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
-    """Return what a config.json says of every layer, as of a causal model.
+    """Return what a config.json says of the attention of every layer, as of a causal model.
 
     Args:
         values: of the file. Without `layer_types` all layers have the window or chunk that it names.
 
     Raises:
-        RingConfigError: layers that are not attention, or keys of another kind.
+        RingConfigError: layers that are neither attention nor one of `beside.KNOWN`, or keys of another kind.
     """
     own = text_part(values)
-    count = own.get("num_hidden_layers")
-    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
-        raise _refused("num_hidden_layers", "a whole number of at least 1", count, "correct it")
-    return patterns_of_types(_types(own, count), lambda key: _width(own, key), True)
+    return patterns_of_types(_types(own), lambda key: _width(own, key), True)
 
 
 def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
     """Return what is known of each layer: by a config.json or its text, or by their number alone.
 
     Raises:
-        RingConfigError: both are given, or one of them is wrong.
+        RingConfigError: both are given, or one of them is wrong, or a layer is not attention.
     """
     if hf_config is None:
         if layers is not None and not 1 <= layers <= MOST_LAYERS:
@@ -63,7 +62,19 @@ def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, 
         return None if layers is None else (None,) * layers
     if layers is not None:
         raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
-    return said_by(read_hf_config(hf_config))
+    values = read_hf_config(hf_config)
+    said = said_by(values)
+    others = [kind.name for kind in kinds_by(values) if kind is not None]
+    if others:
+        advice = "measure its attention by --layers alone"
+        raise _refused("layer_types", "layers of attention", others[0], advice)
+    return said
+
+
+def kinds_by(values: Mapping[str, Any]) -> Kinds:
+    """Return which layers of a config.json are not softmax attention over all keys, and what they are."""
+    own = text_part(values)
+    return kinds_of(own, _types(own))
 
 
 def read_hf_config(path_or_text: str) -> Json:
@@ -78,7 +89,12 @@ def read_hf_config(path_or_text: str) -> Json:
 
 
 def mix_of(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> Mix:
-    """Count the layers of each pattern, in the order of the layers.
+    """Count the layers of each pattern, in the order of the layers; see `layer_patterns`."""
+    return tuple(Counter(layer_patterns(config, said, tokens)).items())
+
+
+def layer_patterns(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> list[Pattern]:
+    """Return the pattern of each layer.
 
     Args:
         config: the section; its "pattern" and "layers".
@@ -95,21 +111,26 @@ def mix_of(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> M
         expected = f"layers from 0 to {len(said) - 1}, which the model has"
         raise RingConfigError(f"pattern: layers: {sentence(expected, str(max(beyond)), 'leave it out')}")
     patterns, mixed = LayerPatterns(pattern_from_config(config), named), len(set(said)) > 1
-    counted = Counter(patterns.of(tokens, one, layer, mixed) for layer, one in enumerate(said))
-    return tuple(counted.items())
+    return [patterns.of(tokens, one, layer, mixed) for layer, one in enumerate(said)]
 
 
-def _types(own: Mapping[str, Any], count: int) -> Sequence[str]:
+def _types(own: Mapping[str, Any]) -> Sequence[str]:
+    count = own.get("num_hidden_layers")
+    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+        raise _refused("num_hidden_layers", "a whole number of at least 1", count, "correct it")
+    known = (*_FULL, *NARROW, *readers_of(own))
     types = own.get("layer_types")
+    if types is None and len(known) > len(_FULL) + len(NARROW):
+        raise _refused("layer_types", "the type of each layer", types, "add it")
     if types is None:
         narrow = [word for word, key in NARROW.items() if _width(own, key)]
         return [narrow[0] if narrow else _FULL[0]] * count
     if not isinstance(types, list) or len(types) != count or not all(isinstance(one, str) for one in types):
         raise _refused("layer_types", f"a list of {count} words, one for each layer", types, "correct it")
-    unknown = [one for one in types if one not in (*_FULL, *NARROW)]
+    unknown = [one for one in types if one not in known]
     if unknown:
-        advice = "plan a model whose layers are all attention: ds_ring refuses this one"
-        raise _refused("layer_types", f"{', '.join((*_FULL, *NARROW))}", unknown[0], advice)
+        advice = "such a layer is not known: plan the attention alone by --layers and the other sizes"
+        raise _refused("layer_types", ", ".join(known), unknown[0], advice)
     return types
 
 
@@ -154,6 +175,8 @@ class ModelShape:
     tied: bool = False  # the output matrix is the embedding
     # of multi-head latent attention; then head_dim is the mean of a key's and a value's, N + R and E
     latents: LatentShape | None = None
+    experts: int = 0  # that a file names; their matrices are not counted
+    kinds: Kinds = ()  # of every layer, None for attention; empty where all are attention
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
@@ -184,14 +207,29 @@ class ModelShape:
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @cached_property
+    def beside(self) -> tuple[Kind, ...]:
+        """Return what the layers that are not attention over all keys are, one for each of them."""
+        return tuple(kind for kind in self.kinds if kind is not None)
+
+    @cached_property
+    def attention_layers(self) -> int:
+        """Count the layers that have q, k and v: all but recurrences and convolutions."""
+        return self.layers - sum(not isinstance(kind, Selection) for kind in self.beside)
+
+    @cached_property
+    def mixing_parameters(self) -> int:
+        """Count what mixes tokens, of all layers: attention's projections and those of other kinds."""
+        return self.attention_layers * self.attention_parameters + sum(one.parameters for one in self.beside)
+
+    @cached_property
     def mlp_parameters(self) -> int:
         """Count the gate, up and down projections of one layer."""
         return 3 * self.hidden * self.intermediate
 
     @cached_property
     def layer_parameters(self) -> int:
-        """Count the parameters of one layer, its two norms included."""
-        return self.attention_parameters + self.mlp_parameters + 2 * self.hidden
+        """Count the parameters of one layer, its two norms included; the mean of layers that differ."""
+        return self.mixing_parameters // self.layers + self.mlp_parameters + 2 * self.hidden
 
     @cached_property
     def head_parameters(self) -> int:
@@ -202,7 +240,8 @@ class ModelShape:
     def parameters(self) -> int:
         """Count all parameters, each once."""
         matrices = (1 if self.tied else 2) * self.head_parameters
-        return self.layers * self.layer_parameters + matrices + self.hidden
+        of_layers = self.layers * (self.mlp_parameters + 2 * self.hidden) + self.mixing_parameters
+        return of_layers + matrices + self.hidden
 
     @cached_property
     def largest_parameter(self) -> int:
@@ -215,7 +254,7 @@ class ModelShape:
     def matrix_parameters(self) -> int:
         """Count parameters that multiply every token: all but the embedding's rows and the norms."""
         # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
-        return self.layers * (self.attention_parameters + self.mlp_parameters) + self.head_parameters
+        return self.layers * self.mlp_parameters + self.mixing_parameters + self.head_parameters
 
 
 _KEYS = {
@@ -225,6 +264,7 @@ _KEYS = {
     "intermediate": "intermediate_size",
     "vocab": "vocab_size",
 }
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _OPTIONS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab")
 
 
@@ -277,7 +317,8 @@ def with_layer_types(path_or_text: str) -> dict[str, Any]:
     whole = read_hf_config(path_or_text)
     values = text_part(whole)
     model_type, narrow = values.get("model_type"), [key for key in NARROW.values() if values.get(key)]
-    if "layer_types" in values or model_type is None or not narrow:
+    needed = narrow or (["the sizes of its other layers"] if model_type in KNOWN else [])
+    if "layer_types" in values or model_type is None or not needed:
         return whole
     try:
         from transformers import CONFIG_MAPPING
@@ -287,12 +328,12 @@ def with_layer_types(path_or_text: str) -> dict[str, Any]:
         known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known:
         raise RingConfigError(
-            f"--hf-config: layer_types: expected the type of each layer beside {narrow[0]}, got none, and"
+            f"--hf-config: layer_types: expected the type of each layer beside {needed[0]}, got none, and"
             f" transformers, which knows it, is not installed or does not know {model_type!r}; add it"
         )
     made = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
-    types = getattr(made, "layer_types", None)
-    return dict(values) | ({} if types is None else {"layer_types": list(types)})
+    lists = {key: getattr(made, key, None) for key in ("layer_types", "indexer_types")}
+    return dict(values) | {key: list(found) for key, found in lists.items() if found is not None}
 
 
 def _head_dim(given: int | None, hidden: int, heads: int) -> int:
@@ -327,6 +368,8 @@ def _from_transformers(path_or_text: str) -> ModelShape:
         kv_heads=_optional(values, "num_key_value_heads") or sizes["heads"],
         head_dim=_head_dim(head_dim, sizes["hidden"], sizes["heads"]),
         latents=latents,
+        experts=max(_optional(values, key) or 0 for key in _EXPERTS),
+        kinds=kinds_by(with_layer_types(path_or_text)),
         tied=bool(whole.get("tie_word_embeddings", False)),
     )
 

@@ -192,6 +192,11 @@ class TrainingStep:
     # heads_here: of attention on the host, the part that is on the device while heads are computed; None
     # where all of it stays on the device
     heads_here: float | None = None
+    # beside_bytes, most_beside, messages: of layers beside attention over all keys, what all of them keep for
+    # the backward pass, the one that keeps most, and what exchanges need at once
+    beside_bytes: int = 0
+    most_beside: int = 0
+    messages: int = 0
 
     @property
     def norm_bytes(self) -> int:
@@ -271,8 +276,12 @@ class TrainingStep:
                 # A layer's come back when they are asked for, the next layer's meanwhile (kept_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
-            return layers * kept if attention else inputs
-        return layers * (self._attention_here if attention else 2 * self.norm_bytes + self.mlp_bytes)
+            # Of attention over chosen keys nothing is kept (kept_results.py).
+            return min(layers, self.model.layers - len(self.model.beside)) * kept if attention else inputs
+        if not attention:
+            others = self.beside_bytes * layers // self.model.layers
+            return layers * (2 * self.norm_bytes + self.mlp_bytes) + others
+        return min(layers, self.model.attention_layers) * self._attention_here
 
     def moments(self) -> list[MemoryMoment]:
         """Return every moment that can be the highest, in the order of a step."""
@@ -297,7 +306,8 @@ class TrainingStep:
     def _moment(self, name: str, components: Components, layers: int = 0) -> MemoryMoment:
         """Return a moment at which so many layers wait for their backward pass."""
         offloaded = self.checkpointing and self.offload_checkpoints
-        waiting = min(layers, 1) if self.checkpointing else layers  # checkpointed layers do so one by one
+        # checkpointed layers do so one by one
+        waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {
             "states on the host": self.zero.host(self.model),
             "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
@@ -355,9 +365,9 @@ class TrainingStep:
             made = head + (layers - left) * per_layer
             saved, attention = self.saved(left, False), self.saved(left, True)
             if self.checkpointing:  # computed again
-                saved += 2 * self.norm_bytes + self.mlp_bytes
+                saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_beside
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
-                same = self.keeps_attention == 1 and self.heads_here is None
+                same = self.keeps_attention == 1 and self.heads_here is None and attention > 0
                 attention += self._attention_here - (self._kept_bytes if same else 0)
             mlp = self._mlp(made, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
@@ -387,6 +397,7 @@ class TrainingStep:
             self._states(made)
             | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
+            | {"messages beside attention": self.messages}
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from .beside import Selection
 from .estimate import Estimate, estimate
 from .layer_passes import plans_of, slowest_passes, total_cost
 from .pass_time import EXPOSED, PassCost
@@ -56,6 +57,8 @@ def hiding_shard(setting: TrainingSetting) -> Hiding:
     """
     if setting.ring_size == 1:
         return Hiding(None, "a ring of one sends nothing")
+    if not setting.mix:
+        return Hiding(None, "all attention is over chosen keys, of which the rows are asked for")
     if not setting.overlap:
         return Hiding(None, 'with "overlap": false every hop waits for its transfer')
     low = high = _most(setting)
@@ -158,7 +161,8 @@ def _others(setting: TrainingSetting) -> Iterator[TrainingSetting]:
     inside = math.gcd(setting.model.kv_heads, setting.model.heads, setting.hardware.devices_per_node)
     ways = [whole] if _has_levels(whole) else []
     ways.append(_one_ring(setting))
-    if inside > 1 and whole.ring_size % inside == 0:
+    selects = any(isinstance(kind, Selection) for kind in setting.model.beside)  # not with Ulysses
+    if inside > 1 and whole.ring_size % inside == 0 and not selects:
         ways.append(replace(setting, ring_size=whole.ring_size // inside, ulysses_size=inside))
     own = _sizes(setting)
     yield from (way for way in ways if _sizes(way) != own)

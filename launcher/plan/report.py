@@ -13,6 +13,7 @@ from ds_ring.schedule.choose import in_words
 from ..tables import console as make_console
 from ..tables import print_table
 from .advice import Advice, Remedy, latents_on_the_wire
+from .beside import LayerCost
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -53,7 +54,7 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "layout": found.layout.name,
         "kernel": setting.kernel_that_runs,
         "tokens_per_device": setting.tokens // (setting.ring_size * setting.ulysses_size),
-        "pattern": in_words(setting.mix) if len(setting.mix) > 1 else str(setting.mix[0][0]),
+        "pattern": in_words(setting.mix),
         "dtype": setting.dtype,
         "zero_stage": setting.zero.stage,
         "activation_checkpointing": setting.checkpointing,
@@ -79,13 +80,15 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
             "usable_node_bytes": _usable_of_node(found),
             "components": {name: size for name, size in found.host_peak.host.items() if size},
         },
-        "attention": _pass(max(found.passes, key=lambda one: one.cost.seconds)),
+        "attention": _pass(max(found.passes, key=lambda one: one.cost.seconds)) if found.passes else None,
         "attention_by_pattern": [
             {"pattern": str(one.pattern), "layers": one.layers} | _pass(one) for one in found.passes
         ],
+        "beside_attention": [_layer(one, found) for one in found.beside],
         "step": {
             "attention_s": found.attention_s,
             "exposed_s": found.exposed_s,
+            "beside_s": found.beside_s,
             "swap_bytes_sent": found.swap_bytes,
             "swap_s": found.swap_s,
             "dense_flops": found.dense_flops,
@@ -120,6 +123,22 @@ def _pass(one: LayerPass) -> dict[str, Any]:
         "exposed_s": cost.exposed_s,
         "hops": cost.hops,
         "exposed_hops": cost.exposed_hops,
+    }
+
+
+def _layer(one: LayerCost, found: Estimate) -> dict[str, Any]:
+    """Return what a layer of a kind costs; in a step each sends its forward bytes again if checkpointed."""
+    forward, backward = one.bytes_sent
+    return {
+        "kind": one.kind.name,
+        "layers": one.layers,
+        "messages": {part.what: {"forward": part.forward, "backward": part.backward} for part in one.sent},
+        "forward_bytes_sent": forward,
+        "backward_bytes_sent": backward,
+        "step_bytes_sent": one.layers * ((1 + found.setting.checkpointing) * forward + backward),
+        "forward_s": one.forward_s,
+        "backward_s": one.backward_s,
+        "waiting_s": one.waiting_s,
     }
 
 
@@ -217,6 +236,10 @@ def _cost_table(found: Estimate) -> Table:
         table.add_row("  Ulysses' all-to-alls", f"{found.swap_bytes / GIB:.3g} GiB", f"{found.swap_s:.3g}")
     sent = (cost.forward_bytes + cost.backward_bytes) / GIB
     table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
+    for layer in found.beside:
+        size, count = _layer(layer, found)["step_bytes_sent"], layer.layers
+        seconds = count * ((1 + found.setting.checkpointing) * layer.forward_s + layer.backward_s)
+        table.add_row(f"{count} x {layer.kind.name}", f"{size / GIB:.3g} GiB sent", f"{seconds:.3g}")
     table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
     table.add_row("ZeRO, not overlapped", f"{found.zero_bytes / GIB:.3g} GiB", f"{found.zero_s:.3g}")
     if found.host_bytes or found.host_s:

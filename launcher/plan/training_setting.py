@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -11,6 +12,7 @@ from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import Mix
 from ds_ring.schedule.lowering import chunk_bytes_on
 
+from .beside import Kind, Selection
 from .hardware import Hardware
 from .model_file import ModelShape
 from .model_memory import Zero
@@ -29,7 +31,8 @@ class TrainingSetting:
     # ring_size, ulysses_size: ranks that share one; their product divides the devices
     ring_size: int
     ulysses_size: int
-    # model, pattern: what is trained; where layers differ, each pattern with its number of layers
+    # model, pattern: what is trained; where layers differ, each pattern with its number of layers, without
+    # those of `beside`
     model: ModelShape
     pattern: Pattern | Mix
     layout: str  # a name of `make_layout`
@@ -56,6 +59,8 @@ class TrainingSetting:
     # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
+    # the other layers (`beside.py`): their kind, their pattern, how many there are
+    beside: tuple[tuple[Kind, Pattern, int], ...] = ()
 
     @property
     def mix(self) -> Mix:
@@ -63,6 +68,14 @@ class TrainingSetting:
         if isinstance(self.pattern, Pattern):
             return ((self.pattern, self.model.layers),)
         return self.pattern
+
+    @property
+    def mix_of_layout(self) -> Mix:
+        """Return the patterns for which a layout is chosen: all attention's, also that over chosen keys."""
+        counts = Counter(dict(self.mix))
+        for kind, pattern, layers in self.beside:
+            counts[pattern] += layers * isinstance(kind, Selection)
+        return tuple((one, layers) for one, layers in counts.items() if layers)
 
     @property
     def devices(self) -> int:

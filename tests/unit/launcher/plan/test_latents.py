@@ -70,3 +70,17 @@ def test_latents_are_faster_below_the_break_even_and_not_above() -> None:
     with_latents = estimate(base).passes[0].cost.compute_s + one.expansion_s
     assert seconds(one.pays_below_bytes_per_s / 4) > with_latents
     assert seconds(one.pays_below_bytes_per_s * 1e6) < with_latents
+
+
+def test_latents_are_faster_with_fewer_tokens_than_the_break_even_and_not_with_more() -> None:
+    base = replace(setting(4, tokens=1 << 14), model=shape())
+    one = latents_on_the_wire(estimate(base))
+    assert one is not None and one.pays_below_tokens_per_rank > 0
+
+    def pays_below(shard: int) -> float:
+        found = latents_on_the_wire(estimate(replace(base, tokens=4 * shard)))
+        assert found is not None
+        return found.pays_below_bytes_per_s
+
+    few, many = (one.pays_below_tokens_per_rank * n // 4 for n in (3, 5))
+    assert pays_below(many) < base.bytes_per_s < pays_below(few)

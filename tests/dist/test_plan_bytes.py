@@ -1,0 +1,348 @@
+"""Bytes that `ds-ring plan` estimates for layers beside attention against those that ranks count.
+
+Real ranks train a small model of each kind for one step; all their exchanges count what they send. Virtual
+ranks run scans and halos of other rings and layouts. Faults are seeded in what the ranks do.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds_ring import Causal, RingMesh, halo, make_layout, ring_scan
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS
+from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.scan import neighbours_of
+from ds_ring.schedule.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.simulation.scan import virtual_halo, virtual_scan
+from ds_ring_launcher import cli
+from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
+from ds_ring_launcher.plan.advice import latents_on_the_wire
+from ds_ring_launcher.plan.beside import KNOWN, Place, Recurrence, Selection, sent_by
+from ds_ring_launcher.plan.estimate import estimate
+from ds_ring_launcher.plan.inputs import settings_of
+from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
+from ds_ring_launcher.plan.model_file import _OPTIONS, model_of, said_of, text_part, with_layer_types
+from ds_ring_launcher.plan.pass_time import bytes_sent
+from ds_ring_launcher.plan.training_setting import TrainingSetting
+from tests.dist.deepspeed_ranks import start_deepspeed
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+TOKENS, BATCH = 61, 2
+DELTA = Recurrence("delta", 0, 0, 3, 5, 2 * 3 * 4, 2 * 3 * 3, matrix=True)
+DECAY = Recurrence("decay", 0, 0, 6, 2, 2 * 3 * 4, 2)
+
+
+def tensors(kind: Recurrence, runs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """M and B of some runs, of two heads with states [3, 4]."""
+    move = torch.ones(runs, BATCH, 2, 3, 3) if kind.matrix else torch.ones(runs, BATCH, 2, 1, 1)
+    return move, torch.ones(runs, BATCH, 2, 3, 4)
+
+
+@pytest.mark.parametrize("kind", [DELTA, DECAY], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: str, kind: Any) -> None:
+    place = Place(make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal())
+    runs = sequence_runs(place.layout)
+    given = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
+    scans = [
+        virtual_scan(place.layout, *zip(*given, strict=True), matrix=kind.matrix, reverse=back)
+        for back in (False, True)
+    ]
+    halos = virtual_halo(
+        place.layout, lambda _, slots: torch.zeros(len(slots), BATCH, kind.channels).half(), kind.before
+    )
+    for rank in range(size):
+        of_halo, of_scan = sent_by(kind, place, rank)
+        assert (of_scan.forward, of_scan.backward) == tuple(one.bytes_sent[rank] for one in scans)
+        assert of_halo.forward == halos.bytes_sent[rank]
+        assert sum(of_halo.backward_received) == of_halo.forward  # gradients take the way back
+
+
+def counted() -> int:
+    """Bytes that all exchanges of this process have sent."""
+    return sum(one.counters.bytes_sent for one in gc.get_objects() if type(one) is Exchange)
+
+
+def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault: str = "") -> list[int]:
+    """Bytes of a halo and a scan on this rank, forward and backward."""
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    near, rounds = neighbours_of(layout, mesh), SequenceRuns.rounds
+    if fault == "transitions":  # are sent where the state is known
+        SequenceRuns.rounds = lambda self: [  # type: ignore[method-assign]
+            [one._replace(is_complete=False) for one in steps] for steps in rounds(self)
+        ]
+    try:
+        x = torch.ones(BATCH, near.runs.local_tokens, kind.channels, requires_grad=True)
+        pair = [one.requires_grad_() for one in tensors(kind, near.own_runs)]
+        found, before = [], counted()
+        for call in (
+            lambda: halo(x, kind.before + (fault == "halo"), dim=1, **named),  # a token more
+            lambda: ring_scan(*pair, matrix=kind.matrix, **named),
+        ):
+            out = call()
+            found.append(counted() - before)
+            out.sum().backward()
+            found.append(counted() - before - found[-1])
+            before = counted()
+        return found
+    finally:
+        SequenceRuns.rounds = rounds  # type: ignore[method-assign]
+        mesh.close()
+
+
+def planned(kind: Recurrence, size: int, ulysses: int) -> list[list[int]]:
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
+    place = Place(layout, ulysses, BATCH, 4, Causal())
+    of_ranks = [sent_by(kind, place, rank) for rank in range(size)]
+    return [[n for one in of_rank for n in (one.forward, one.backward)] for of_rank in of_ranks]
+
+
+@pytest.mark.parametrize(("size", "ulysses"), [(2, 1), (4, 1), (4, 2)])
+def test_bytes_of_scans_and_halos_are_those_of_real_ranks(rank_pool: Pool, size: int, ulysses: int) -> None:
+    for kind in (DELTA, DECAY):
+        assert rank_pool(size).run(primitives, kind, ulysses) == planned(kind, size, ulysses)
+
+
+@pytest.mark.parametrize("fault", ["transitions", "halo"])
+def test_messages_that_are_not_planned_are_found(rank_pool: Pool, fault: str) -> None:
+    found, want = rank_pool(4).run(primitives, DELTA, 1, fault), planned(DELTA, 4, 1)
+    assert found != want
+    which = slice(2, 4) if fault == "halo" else slice(0, 2)
+    assert [one[which] for one in found] == [one[which] for one in want]
+
+
+# --- whole models ----------------------------------------------------------------------------------
+
+EVERY_KEY = {"index_topk": 64}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {}, "qwen3_5_text": {}, "olmo_hybrid": {}, "kimi_linear": {}, "bailing_hybrid": {},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}, "minimax": {},
+    "lfm3": {}, "deepseek_v32": EVERY_KEY, "axk2": EVERY_KEY, "glm_moe_dsa": EVERY_KEY, "hy_v4": EVERY_KEY,
+}  # fmt: skip
+
+
+def configuration(family: str, changes: dict[str, Any]) -> Any:
+    return shrink(read_config(family), TOKENS, 2, changes)
+
+
+def trained(
+    rank: int, world_size: int, family: str, changes: dict[str, Any], layout: str, latents: bool
+) -> int:
+    """Bytes that this rank sends in one step of a small model."""
+    start_deepspeed()
+    import ds_ring
+
+    config = configuration(family, changes)
+    model = build(config, "causal-lm", seed=0)
+    engine = ds_ring.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        config={
+            "train_micro_batch_size_per_gpu": SAMPLES, "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9, "sequence_parallel_size": world_size,
+            "ring_attention": {"layout": layout, "latents": latents},
+        },
+    )[0]  # fmt: skip
+    try:
+        local = engine.ring.shard_batch(make_batch(config, "causal-lm", TOKENS, 0, True))
+        before = counted()
+        engine.backward(engine(**local).loss)
+        return counted() - before
+    finally:
+        engine.ring.mesh.close()
+
+
+def as_json(config: Any) -> str:
+    """A config.json, without the infinity of one key, which is no JSON."""
+    values = {key: value for key, value in config.to_dict().items() if key != "time_step_limit"}
+    return json.dumps(values, default=str)
+
+
+def setting(config: Any, size: int, layout: str) -> TrainingSetting:
+    """What `ds-ring plan` reads of a model."""
+    names = (
+        "layers hidden heads kv_heads head_dim intermediate vocab loss_chunk tiled_loss tiled_mlp ulysses_size"
+        " config pattern zero_stage ring_size offload_param recompute_attention activation_checkpointing"
+        " offload_checkpoints offload_attention offload_optimizer recompute_half_of_attention fit"
+    )
+    given = dict.fromkeys(names.split()) | {
+        "hf_config": as_json(config), "tokens": TOKENS, "devices": size,
+        "batch": SAMPLES, "dtype": "float32", "hardware": "cpu", "layout": layout,
+    }  # fmt: skip
+    asked = settings_of(Namespace(**given), lambda _: None)
+    return replace(asked, ring_ranks_per_node=0)  # all ranks are in one node here
+
+
+def of_ranks(asked: TrainingSetting) -> list[int]:
+    """Bytes that each rank sends in a step."""
+    layout, found = layout_of(asked), []
+    for rank in range(asked.ring_size):
+        total = 0
+        for plan, layers in plans_of(asked, layout):
+            total += layers * sum(bytes_sent(parts_of(plan, rank), pass_shape(asked, layout)))
+        for kind, pattern, layers in asked.beside:
+            place = Place(layout, 1, asked.batch, 4, pattern)
+            total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.day("qwen3_5_text", "glm_moe_dsa")
+def test_bytes_of_a_step_are_those_of_a_model(rank_pool: Pool, family: str) -> None:
+    changes = FAMILIES[family]
+    config = configuration(family, changes)
+    for size, layout in ((2, "zigzag"), (4, "contiguous")):
+        want = of_ranks(setting(config, size, layout))
+        assert rank_pool(size).run(trained, family, changes, layout, False) == want and max(want) > 0
+
+
+def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
+    config = configuration("deepseek_v32", {"index_topk": 2})
+    asked = setting(config, 4, "zigzag")
+    (kind, pattern, layers), want = asked.beside[0], of_ranks(asked)
+    found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
+    assert isinstance(kind, Selection) and kind.top_k == 2
+    for rank, (real, most) in enumerate(zip(found, want, strict=True)):
+        rows = sent_by(kind, Place(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
+        assert most - layers * (rows.forward + rows.backward) < real <= most
+
+
+def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
+    config = configuration("deepseek_v3", {})
+    asked = setting(config, 2, "zigzag")
+    advice = latents_on_the_wire(estimate(asked))
+    assert advice is not None
+    for latents, want in ((True, advice.latent_bytes), (False, advice.expanded_bytes)):
+        found = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
+        assert config.num_hidden_layers * want in found  # of the rank that takes longest
+
+
+# --- what is not known -----------------------------------------------------------------------------
+
+
+def mixing_types() -> list[str]:
+    """Types of transformers whose modeling file has a layer that is not softmax attention over all keys."""
+    root, found = Path(transformers.__file__).parent / "models", []
+    words = (
+        *RECURRENT_FUNCTIONS,
+        *(name.partition(".")[0] for name in RECURRENT_METHODS),
+        "Indexer(nn.Module)",
+    )
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        folder = CONFIG_MAPPING[name].__module__.split(".")[-2]
+        text = "".join(file.read_text() for file in (root / folder).glob("modeling_*.py"))
+        if any(word in text for word in words) or "keep_window_size" in text:
+            found.append(name)
+    return found
+
+
+def test_no_model_with_other_layers_is_planned_as_attention() -> None:
+    refused, read = [], []
+    for name in mixing_types():
+        config = text_part(json.loads(as_json(CONFIG_MAPPING[name]())))
+        asked = Namespace(hf_config=json.dumps(config), **dict.fromkeys(_OPTIONS))
+        try:
+            shape = model_of(asked)
+        except RingConfigError:
+            refused.append(name)
+            continue
+        assert shape.beside or (set(config["layer_types"]) == {"full_attention"} and name in KNOWN), name
+        read.append(name)
+    assert {"nemotron_h", "jamba", "falcon_h1", "deepseek_v4", "minimax_m3_vl_text", "doge"} <= {*refused}
+    assert {"qwen3_next", "kimi_linear", "deepseek_v32"} <= {*read} <= {*KNOWN}
+
+
+QWEN = {
+    "model_type": "qwen3_5_text", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 256,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+SPARSE = {
+    "model_type": "deepseek_v32", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "vocab_size": 256, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 8, "index_topk": 32, "index_n_heads": 2, "index_head_dim": 8,
+}  # fmt: skip
+
+
+def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
+    sizes = ["--tokens", "4096", "--devices", "4", "--hardware", "cpu", "--dtype", "float32"]
+    status = cli.main(["plan", "--hf-config", json.dumps(config), *sizes, *more])
+    return status, "".join(capsys.readouterr())
+
+
+def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
+    found = json.loads(run(capsys, QWEN, "--json")[1])
+    (one,) = found["beside_attention"]
+    assert (one["kind"], one["layers"]) == ("gated delta rule", 3)
+    assert [row["layers"] for row in found["attention_by_pattern"]] == [1]
+    assert one["step_bytes_sent"] == 3 * (one["forward_bytes_sent"] + one["backward_bytes_sent"]) > 0
+    again = json.loads(run(capsys, QWEN, "--json", "--activation-checkpointing")[1])["beside_attention"][0]
+    assert again["step_bytes_sent"] == 3 * (2 * one["forward_bytes_sent"] + one["backward_bytes_sent"])
+    assert found["step"]["total_s"] > found["step"]["beside_s"] > 0
+    status, text = run(capsys, QWEN)
+    assert status == 0 and "3 x gated delta rule" in text
+    sparse = json.loads(run(capsys, SPARSE, "--json")[1])
+    assert sparse["attention"] is None and [one["layers"] for one in sparse["beside_attention"]] == [2]
+    assert not any("experts" in one for one in sparse["warnings"])
+    status, text = run(capsys, SPARSE | {"n_routed_experts": 16})
+    assert "the model names 16" in " ".join(text.split())
+    assert status == 0 and "2 x chosen keys" in text and "which rows cross is known at run time" in text
+    assert "hide behind compute: never: all attention is over chosen keys" in " ".join(text.split())
+
+
+def test_parameters_are_those_of_transformers() -> None:
+    for values in (QWEN, SPARSE | {"mlp_layer_types": ["dense"] * 2}):
+        config = CONFIG_MAPPING[values["model_type"]](
+            **{k: v for k, v in values.items() if k != "model_type"}
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        real = sum(x.numel() for x in model.parameters() if x.dim() == 2)
+        asked = Namespace(hf_config=json.dumps(values), **dict.fromkeys(_OPTIONS))
+        shape = model_of(asked)
+        norms = (2 * shape.layers + 1) * shape.hidden
+        # of Qwen 3.5 the gate of the attention's output
+        gates = (shape.layers - len(shape.beside)) * shape.hidden * 4 * 16
+        assert shape.parameters - norms + gates == real, values["model_type"]
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "says"),
+    [
+        (QWEN, ["--layout", "striped"], "expected shards of consecutive positions"),
+        (QWEN, ["--compare"], "--compare: expected a model of softmax attention alone, got gated delta rule"),
+        (QWEN | {"linear_conv_kernel_dim": 0}, [], "linear_conv_kernel_dim: expected a whole number"),
+        (QWEN | {"layer_types": ["linear_attention"] * 4}, [], "expected a layer of attention, got none"),
+        (QWEN | {"layer_types": ["mystery"] * 4}, [], "layer_types: expected full_attention, attention"),
+        (SPARSE, ["--ulysses-size", "2"], "expected 1 for attention over chosen keys, got 2"),
+        (QWEN | {"model_type": "jamba", "attn_layer_period": 8}, [], 'got "jamba", with "linear_conv'),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[str], says: str) -> None:
+    status, text = run(capsys, config, *more)
+    assert status == 2 and says in text, text
+
+
+def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
+    with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
+        said_of(json.dumps(with_layer_types(json.dumps(QWEN))), None)
+    with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
+        said_of(json.dumps(QWEN), None)
