@@ -44,6 +44,8 @@ from ds_ring.runtime.shard import shard_sequence as shard_sequence
 from ds_ring.schedule.layout import make_layout as make_layout
 from ds_ring.schedule.plan import build_plan as build_plan
 from ds_ring.simulation.simulate import simulate as simulate
+from ds_ring.sparse import moba_attention as moba_attention
+from ds_ring.sparse import nsa_attention as nsa_attention
 
 __version__: str
 __all__: list[str]

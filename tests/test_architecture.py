@@ -36,7 +36,7 @@ LAYERS = [
     ["schedule"],
     ["health"],
     ["runtime"],
-    ["module", "multihead", "simulation"],
+    ["module", "multihead", "simulation", "sparse"],
     ["integrations"],
 ]
 
@@ -53,6 +53,7 @@ IMPORTERS = {
     "runtime.kernels.flex": {"runtime.block_mask"},
     "runtime.context": {"runtime.exchange", "runtime.kernels"},  # makes both, uses neither
     "runtime.tiled": {"runtime.merge"},  # the accumulators' dtype
+    "sparse": {"runtime.merge"},  # the same
     "runtime.process_groups": {"runtime.exchange"},  # connects the ranks
     "runtime.shard": {"runtime.exchange"},
     "runtime.scan": {"runtime.exchange"},

@@ -39,10 +39,12 @@ class Causal(Pattern):
 
 @dataclass(frozen=True)
 class Before(Pattern):
-    """Attend to what came before the query, without the query itself."""
+    """Attend to what came at least `apart` tokens before the query: without the query itself by default."""
+
+    apart: int = 1
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (Branch(least=1),)
+        return (Branch(least=self.apart),)
 
 
 class _NumbersOfTokens:

@@ -65,7 +65,7 @@ from ds_ring.schedule.layout import BlockLayout, Layout
 from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.rank_plan import HopPlan
 
-ScoresFunction = Callable[[slice, Tensor], Tensor]
+ScoresFunction = Callable[..., Tensor]  # of a slice of queries and keys, perhaps also their positions
 
 # Sides of a tile: scores [queries, keys] of all heads of an indexer exist for one tile at a time.
 QUERIES, KEYS = 128, 2048
@@ -76,7 +76,7 @@ BLOCK = 32
 def ring_select(
     scores_fn: ScoresFunction, k: int, keys: Tensor, *, layout: Layout, mesh: RingMesh,
     pattern: Pattern | None = None, blocks: BlockLayout | None = None, delay: int = 0,
-    hop_timeout_s: float = 60.0,
+    with_positions: bool = False, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Return the positions of the k best keys of each local query: by score, the smaller position first.
 
@@ -85,7 +85,7 @@ def ring_select(
     Args:
         scores_fn: called with a slice of this rank's query slots and some keys [B, n, ...] of any rank;
             returns their scores [B, queries, n], or [B, C, queries, n] where C heads choose for themselves.
-            A key whose score is -inf or NaN is never chosen.
+            A key whose score is -inf or NaN is never chosen, one whose score is +inf before all others.
         k: keys that a query chooses at most.
         keys: what travels, this rank's [B, S, ...], of any dtype.
         layout: which position lies in which slot.
@@ -94,6 +94,7 @@ def ring_select(
         blocks: `keys` are of blocks of tokens, [B, blocks.local_tokens, ...], and the numbers of blocks are
             returned. A query may choose blocks of its document, and there is no pattern.
         delay: how many tokens behind a block's first one the queries begin that may choose it.
+        with_positions: call `scores_fn` also with the positions of the keys, or numbers of blocks, int64 [n].
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
 
     Returns:
@@ -110,9 +111,10 @@ def ring_select(
     context = _context(given if pattern is None else pattern, layout, mesh, hop_timeout_s, blocks=blocks)
     refused: RingError | None = None
     heads, dtype = torch.Size(), torch.float32
+    scores = scores_fn if with_positions else (lambda rows, of_keys, _: scores_fn(rows, of_keys))
     with mesh.in_call(), torch.no_grad():
         try:
-            heads, dtype = _checked_scores(scores_fn, k, keys, context, blocks)
+            heads, dtype = _checked_scores(scores, k, keys, context, blocks)
         except RingError as error:
             refused = error
         described = keys.flatten(2).unsqueeze(1) if refused is None else torch.empty(0)
@@ -121,15 +123,15 @@ def ring_select(
         with _guarded(context):
             best = _none_so_far(keys, (*heads, layout.local_tokens), k, blocks or layout, dtype)
             if blocks is None:
-                _walk_tokens(best, scores_fn, keys, context)
+                _walk_tokens(best, scores, keys, context)
             else:
-                _walk_blocks(best, scores_fn, keys, context, blocks, delay)
+                _walk_blocks(best, scores, keys, context, blocks, delay)
             return _in_order(best)
 
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, layout: Layout, mesh: RingMesh,
-    scale: float | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+    scale: float | None = None, sinks: Tensor | None = None, return_lse: bool = False, block_size: int = 1,
     hop_timeout_s: float = 60.0,
 ) -> Any:  # fmt: skip
     """Compute attention of each query over the keys that it chose, on a sharded sequence. Differentiable.
@@ -138,12 +140,15 @@ def selected_attention(
         q: local queries [B, H, Q, D], as many as `chosen` is for: S, unless the keys are not those of tokens.
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G.
         chosen: what `ring_select` returned: positions [B, Q, k], or [B, C, Q, k] with C a divisor of G, where
-            choice c is that of K/V heads c * G / C and on. -1 is no key; a position counts once.
+            choice c is that of K/V heads c * G / C and on; or with C = H. -1 is no key; a position counts
+            once.
         layout: of the keys.
         mesh, hop_timeout_s: as `ring_select` had them.
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H]; see `ring_attention`.
         return_lse: return the lse as well. Its gradient is exact.
+        block_size: a chosen position stands for itself and the block_size - 1 behind it, of which a query
+            attends to none behind itself. So it costs one number a block; blocks must not overlap.
 
     Returns:
         out [B, H, Q, E] in q's dtype, and the lse [B, H, Q] with `return_lse`. A row that chose nothing has
@@ -160,8 +165,29 @@ def selected_attention(
         why = why_not_an_operand(name, x)
         if why is not None:
             refuse(mesh, RingShapeError(why))
-    out, lse = selected_attention_op(q, k, v, chosen, context.handle, sinks)
+    size = block_size if isinstance(block_size, int) else 0  # refused
+    group, by_query_head = _group(q, k, chosen), False
+    if group > 1 and sinks is None:  # see [Note: choices of query heads]
+        by_query_head, (heads, slots) = True, q.shape[1:3]
+        q, chosen = (
+            x.unflatten(1, (-1, group)).transpose(2, 3).flatten(2, 3).contiguous() for x in (q, chosen)
+        )
+    out, lse = selected_attention_op(q, k, v, chosen, context.handle, sinks, size)
+    if by_query_head:
+        out, lse = (x.unflatten(2, (slots, group)).transpose(2, 3).flatten(1, 2) for x in (out, lse))
+        assert out.shape[1] == heads
     return (out, lse) if return_lse else out
+
+
+# [Note: choices of query heads]
+# Query heads that share a K/V head and choose for themselves become queries of that head, slot by slot: a
+# query of slot s and head h of the group is number s * r + h of r * S queries. So a row crosses once, however
+# many heads of the group chose it.
+def _group(q: Tensor, k: Tensor, chosen: Tensor) -> int:
+    """Return how many query heads share a K/V head if each of them chooses for itself, else 1."""
+    if not q.dim() == k.dim() == chosen.dim() == 4 or 0 in k.shape or q.shape[1] % k.shape[1]:
+        return 1  # refused, or no choice of heads
+    return q.shape[1] // k.shape[1] if chosen.shape[1] == q.shape[1] else 1
 
 
 def _context(
@@ -241,7 +267,8 @@ def _checked_scores(
         raise RingConfigError(f"k: expected a number of keys, at least 1, got {shown(k)}")
     context.pattern.check(layout.tokens, len(keys), 1, str(keys.device))
     try:
-        scores = scores_fn(slice(0, 1), keys[:, :1])
+        none = torch.zeros(1, dtype=torch.int64, device=keys.device)
+        scores = scores_fn(slice(0, 1), keys[:, :1], none)
     except Exception as error:
         raise RingConfigError(
             f"scores_fn: expected scores of query slots slice(0, 1) and keys {tuple(keys[:, :1].shape)}, got"
@@ -356,9 +383,9 @@ def _walk_blocks(
                 seen = queries[rows, None]
                 visible = torch.from_numpy((seen >= first[columns]) & (seen < end[columns]))
                 if bool(visible.any()):
-                    scores = scores_fn(rows, arrived[:, columns]).to(best.scores.dtype)
-                    scores = scores.masked_fill(~visible.to(keys.device), float("-inf"))
                     positions = torch.from_numpy(own[columns]).to(keys.device)
+                    scores = scores_fn(rows, arrived[:, columns], positions).to(best.scores.dtype)
+                    scores = scores.masked_fill(~visible.to(keys.device), float("-inf"))
                     merge_best(_Best(*(x[..., rows, :] for x in best)), scores, positions)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
@@ -384,7 +411,7 @@ def _keep_best(best: _Best, scores_fn: ScoresFunction, tiles: Tiles, keys: Tenso
                     slice(one.start, one.start + (one.length - 1) * one.step + 1, one.step)
                     for one in (tile.q_rows, tile.k_rows)
                 )
-                scores = scores_fn(rows, keys[:, columns]).to(best.scores.dtype)
+                scores = scores_fn(rows, keys[:, columns], held[columns]).to(best.scores.dtype)
                 if tile.is_masked or any(tile.edges):
                     visible = tile.visible(len(keys), keys.device)
                     if visible.dim() == 4 and scores.dim() == 3:
@@ -468,18 +495,24 @@ class _Block(NamedTuple):
 class _SelectedPass:
     """Attend to the chosen rows of one owner after the other: at hop s to those of rank p - s."""
 
-    def __init__(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> None:
+    def __init__(
+        self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, block: int
+    ) -> None:
         mesh, layout = context.mesh, context.layout_for(0, q.device.type)
         self.exchange, self.size, self.rank = context.exchange, mesh.ring_size, mesh.ring_rank
         self.scale = q.shape[-1] ** -0.5 if context.options.scale is None else context.options.scale
         self.choices = 1 if chosen.dim() == 3 else chosen.shape[1]
         self.slots, self.dtype = layout.local_tokens, accumulator_dtype(q.dtype)
-        # [N, Q, k]: rank * S + slot of each chosen position
-        table = _slots_by_position(layout, q.device)
-        place = torch.where(chosen >= 0, table[chosen.clamp_min(0)], -1)
-        self.place = place.reshape(-1, *place.shape[-2:])
+        self.chosen, self.block = chosen.reshape(-1, *chosen.shape[-2:]), block
+        self.table = _slots_by_position(layout, q.device)
+        positions = torch.from_numpy(layout.positions(self.rank)).to(q.device)
+        self.last = positions.repeat_interleave(max(1, chosen.shape[-2] // self.slots))  # [Q], for blocks
+        # Of blocks, places are made where they are used: there are block times as many.
+        self.placed: Tensor | None = None
+        if block == 1:
+            self.placed = self._places(slice(None), slice(None))
         # Slots of padding, which chose nothing, come last.
-        choosing = (self.place >= 0).flatten(2).any(-1).any(0).nonzero()
+        choosing = (self.chosen >= 0).flatten(2).any(-1).any(0).nonzero()
         self.queries = int(choosing[-1]) + 1 if len(choosing) else 0
         self.q, self.k, self.v = q, self._by_token(k), self._by_token(v)
         # What this rank's queries chose of each rank, and what the queries of each rank chose here, as bits.
@@ -496,6 +529,19 @@ class _SelectedPass:
         """Return [B, G, S, D] of a tensor [N * S, G / C, D]."""
         return x.unflatten(0, (-1, self.choices, self.slots)).movedim(2, 3).flatten(1, 2)
 
+    def _places(self, items: int | slice, queries: slice) -> Tensor:
+        """Return rank * S + slot of each chosen key of some queries, [.., n, k * block]; -1 for none."""
+        if self.placed is not None:
+            return self.placed[items, queries]
+        tokens = self.chosen[items, queries]
+        hidden = tokens < 0
+        if self.block > 1:
+            behind = torch.arange(self.block, device=tokens.device)
+            tokens = tokens.unsqueeze(-1) + behind
+            hidden = hidden.unsqueeze(-1) | (tokens > self.last[queries, None, None])
+            tokens, hidden = tokens.flatten(-2), hidden.flatten(-2)
+        return self.table[tokens.masked_fill(hidden, 0)].masked_fill_(hidden, -1)
+
     def _local(self, place: Tensor, owner: int) -> Tensor:
         """Return the slots of chosen keys in the shard of `owner`; S for keys of other shards, or none."""
         local = place - owner * self.slots
@@ -503,9 +549,11 @@ class _SelectedPass:
 
     def _wanted(self, owner: int) -> Tensor:
         """Return which slots of a shard this rank's queries chose, bool [N, S]."""
-        wanted = self.place.new_zeros((len(self.place), self.slots + 1), dtype=torch.bool)
-        for part in self.place.split(KEYS, dim=1):
-            wanted.scatter_(1, self._local(part, owner).flatten(1), True)
+        wanted = self.chosen.new_zeros((len(self.chosen), self.slots + 1), dtype=torch.bool)
+        step = max(BLOCK, KEYS // self.block)
+        for first in range(0, self.queries, step):
+            places = self._places(slice(None), slice(first, min(first + step, self.queries)))
+            wanted.scatter_(1, self._local(places, owner).flatten(1), True)
         return wanted[:, : self.slots]
 
     def _index(self, bits: Tensor) -> Tensor:
@@ -558,7 +606,7 @@ class _SelectedPass:
         """Yield the blocks of queries and rows of a hop."""
         heads = self.q.shape[1] // self.choices
         ends = torch.searchsorted(
-            rows.slots, self.slots * torch.arange(len(self.place) + 1, device=rows.slots.device)
+            rows.slots, self.slots * torch.arange(len(self.chosen) + 1, device=rows.slots.device)
         )
         for item, (first, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
             count = end - first
@@ -570,7 +618,7 @@ class _SelectedPass:
             at = slice(sample, sample + 1), slice(choice * heads, (choice + 1) * heads)
             for start in range(0, self.queries, BLOCK):
                 queries = slice(start, min(start + BLOCK, self.queries))
-                chosen = number[self._local(self.place[item, queries], rows.owner)]
+                chosen = number[self._local(self._places(item, queries), rows.owner)]
                 used, place = chosen.unique(return_inverse=True)
                 visible = chosen.new_zeros((len(chosen), len(used)), dtype=torch.bool)
                 visible.scatter_(1, place, True)
@@ -668,14 +716,21 @@ def _unpacked(packed: Tensor, count: int) -> Tensor:
     return (shifted & 1).flatten(1)[:, :count].bool()
 
 
-def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, tokens: int) -> None:
-    """Raise RingShapeError for what is no choice of positions beside q and k."""
+def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int) -> None:
+    """Raise RingShapeError for what is no choice of positions beside q and k, or no size of blocks."""
+    tokens = layout.tokens
+    if block < 1 or (block > 1 and q.shape[2] % layout.local_tokens):
+        raise RingShapeError(
+            "block_size: expected a whole number of at least 1, and above 1 queries of all"
+            f" {layout.local_tokens} slots, got {block} and {q.shape[2]} queries; pass those of the tokens"
+        )
     shape, groups = tuple(chosen.shape), k.shape[1]
     fits = chosen.dim() in (3, 4) and shape[0] == len(q) and shape[-2] == q.shape[2] and shape[-1] > 0
     if not fits or (len(shape) == 4 and (shape[1] < 1 or groups % shape[1])):
         raise RingShapeError(
             f"chosen: expected [{len(q)}, {q.shape[2]}, k] or [{len(q)}, C, {q.shape[2]}, k] with C a divisor"
-            f" of the {groups} K/V heads, got shape {shape}; pass what ring_select returned"
+            f" of the {groups} K/V heads, got shape {shape}; pass what ring_select returned, and no"
+            " sinks where each query head chooses"
         )
     if chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         raise RingShapeError(
@@ -691,8 +746,9 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, tokens: int) -> None:
 
 
 def _agreed(
-    context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, sinks: Tensor | None, way: str
-) -> None:
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, sinks: Tensor | None, block: int,
+    way: str,
+) -> None:  # fmt: skip
     """Check the tensors, and agree with the other ranks on the pass."""
     refused: RingError | None = None
     more: dict[str, object] = {}
@@ -702,11 +758,12 @@ def _agreed(
         layout = context.layout_for(k.shape[2], k.device.type)
         check_keys(k.shape[2], layout.local_tokens)
         check_sinks(sinks, q, q.shape[1])
-        _check_chosen(chosen, q, k, layout.tokens)
+        _check_chosen(chosen, q, k, layout, block)
         more = {
             "head_dim of v": v.shape[-1],
             "shape of chosen": (*chosen.shape[1:-2], chosen.shape[-1]),
             "sinks": None if sinks is None else sinks.dtype,
+            "block_size": block,
         }
     except RingError as error:
         refused = error
@@ -717,31 +774,31 @@ def _agreed(
 
 @operator("ds_ring::selected_attention")
 def selected_attention_op(
-    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, handle: int, sinks: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, handle: int, sinks: Tensor | None = None, block: int = 1
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of `selected_attention`."""
     context = context_of(handle)
     with context.mesh.in_call():
-        _agreed(context, q, k, v, chosen, sinks, "forward")
+        _agreed(context, q, k, v, chosen, sinks, block, "forward")
         with _guarded(context):
-            return _SelectedPass(context, q, k, v, chosen).forward(sinks)
+            return _SelectedPass(context, q, k, v, chosen, block).forward(sinks)
 
 
 @operator("ds_ring::selected_attention_backward")
 def selected_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, out: Tensor, lse: Tensor, handle: int,
-    grad_lse: Tensor | None = None,
+    block: int, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of `selected_attention`."""
     context = context_of(handle)
     with context.mesh.in_call():
-        _agreed(context, q, k, v, chosen, None, "backward")
+        _agreed(context, q, k, v, chosen, None, block, "backward")
         with _guarded(context):
-            return _SelectedPass(context, q, k, v, chosen).backward(grad_out, out, lse, grad_lse)
+            return _SelectedPass(context, q, k, v, chosen, block).backward(grad_out, out, lse, grad_lse)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, chosen, handle, sinks = inputs
+    q, k, v, chosen, handle, sinks, ctx.block = inputs
     ctx.save_for_backward(q, k, v, chosen, *output, sinks)
     ctx.context = context_of(handle)  # keep it alive until the backward pass
     ctx.set_materialize_grads(False)
@@ -752,9 +809,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None:  # every rank must go through the pass: another rank's gradient may need it
         grad_out = torch.zeros_like(out)
     handle = ctx.context.handle
-    grads = selected_attention_backward_op(grad_out, q, k, v, chosen, out, lse, handle, grad_lse)
+    grads = selected_attention_backward_op(grad_out, q, k, v, chosen, out, lse, handle, ctx.block, grad_lse)
     of_sinks = sinks_gradient(sinks, slice(None), grad_out, out, lse, grad_lse)
-    return (*grads, None, None, of_sinks)
+    return (*grads, None, None, of_sinks, None)
 
 
 register(selected_attention_op, selected_attention_backward_op, _setup, _backward)

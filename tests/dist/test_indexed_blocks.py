@@ -21,6 +21,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAInde
 from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.transformers import indexed_blocks
+from ds_ring.runtime import blocks
 from ds_ring.runtime.selection import TotalOrder
 from tests.dist.deepspeed_ranks import start_deepspeed
 
@@ -140,16 +141,16 @@ def test_indexers_choose_what_they_choose_on_one_process(rank_pool, size):
 
 def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:
     """Take the token before in place of each that comes from another rank."""
-    halo = indexed_blocks.halo_op
+    halo = blocks.halo_op
 
     def careless(*args: Any) -> Tensor:
         return halo(*args).roll(1, dims=2)
 
-    indexed_blocks.halo_op = careless
+    blocks.halo_op = careless
     try:
         return choices(rank, world_size)
     finally:
-        indexed_blocks.halo_op = halo
+        blocks.halo_op = halo
 
 
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):

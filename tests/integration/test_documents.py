@@ -515,6 +515,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
     "pattern = ds_ring.Causal() & ": make_plan,
     "chosen = ds_ring.ring_select(": only_reads("tests/dist/test_selection.py makes such calls"),
+    "out = ds_ring.moba_attention(": only_reads("tests/dist/test_sparse.py makes such calls"),
     "tree = engine.ring.tree_batch(": only_reads("tests/dist/test_trees.py makes such calls"),
     "engine, *_ = ds_ring.initialize(": compiled_engine,
     "# the rest is compiled by Inductor": compiled_model,

@@ -32,8 +32,7 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, said_by_call
 from ds_ring.masks.catalog import Causal, Documents
-from ds_ring.masks.tiles import IntArray
-from ds_ring.runtime.scan import halo_op, neighbours_of
+from ds_ring.runtime.blocks import tokens_of_blocks
 from ds_ring.runtime.selection import ScoresFunction, ring_select
 from ds_ring.schedule.layout import BlockLayout
 
@@ -67,37 +66,9 @@ class _Rows:
         self.positions, self.begins = positions, np.array(begins)[document]  # of tokens, [S]
 
     def gather(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens of this rank's blocks [B, N, L, ...] of x [B, S, ...], and first slots [N].
-
-        A block at the end of a document has its last token again in place of those that it lacks.
-        """
-        mesh, blocks, layout = self._sharding.mesh, self.blocks, self.blocks.of
-        index = self._index(layout.runs(mesh.ring_rank))
-        source, after = x, self.size - 1
-        if after:
-            timeout = float(self._sharding.config.hop_timeout_seconds)
-            near = neighbours_of(layout, mesh, None, timeout)
-            source = torch.cat([x, halo_op(x.contiguous(), 1, 0, after, near.handle).flatten(1, 2)], dim=1)
-        padded = np.zeros((blocks.local_tokens, self.size), dtype=np.int64)
-        padded[: len(index)] = index
-        places = torch.from_numpy(padded).to(x.device)
-        return source[:, places.flatten()].unflatten(1, places.shape), places[:, 0]
-
-    def _index(self, runs: IntArray) -> IntArray:
-        """Return where tokens of blocks stand, [n, L]: in the shard, or behind it in the halos of runs."""
-        blocks, after, slots = self.blocks, self.size - 1, self.blocks.of.local_tokens
-        rank = self._sharding.mesh.ring_rank
-        own = blocks.positions(rank)[: blocks.valid_tokens(rank)]
-        tokens = blocks.starts[own, None] + np.arange(self.size)
-        tokens = np.minimum(tokens, blocks.ends[own, None] - 1)
-        found = np.empty_like(tokens)
-        first = 0
-        for run, (start, _, length) in enumerate(runs.tolist()):
-            mine = (tokens[:, 0] >= start) & (tokens[:, 0] < start + length)
-            behind = tokens[mine] - start - length
-            found[mine] = np.where(behind < 0, first + length + behind, slots + run * after + behind)
-            first += length
-        return found
+        """Return the tokens of this rank's blocks, and where they begin: `tokens_of_blocks`."""
+        timeout = float(self._sharding.config.hop_timeout_seconds)
+        return tokens_of_blocks(x, self.blocks, self._sharding.mesh, timeout)
 
     def choose(self, scores: ScoresFunction, k: int, keys: Tensor, delay: int) -> Tensor:
         """Return the tokens [.., S, k * L] of the k best blocks of each query, -1 for none."""
