@@ -343,7 +343,7 @@ def _arithmetic(kind: Kind, place: Place, hardware: Hardware, dtype: str, kernel
 
 
 class LayerMemory(NamedTuple):
-    """Hold the bytes of one layer on a rank."""
+    """Hold the bytes of one layer on a rank, the most there may be."""
 
     kept: int  # between its passes
     messages: int  # while it exchanges
@@ -363,11 +363,12 @@ def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes:
         kept = batch * slots * kind.kept * element_bytes
         if not kind.state:
             return LayerMemory(kept, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
-        # M and B of the runs; what is composed, sent and received of both; the states.
-        scan = FLOAT * RUNS * batch * (4 * kind.transition + 5 * kind.state)
+        # M and B of the runs; what is composed, sent and received of both; states and gradients.
+        scan = 7 * FLOAT * RUNS * batch * (kind.transition + kind.state)
         return LayerMemory(kept + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
     chosen = 8 * batch * slots * min(kind.top_k, tokens)  # int64
     # Of rows: a copy of the own ones, those in use and those that arrive; in the backward pass gradients of
-    # the own ones, of those in use, that leave and that arrive. Bits of what this rank and others chose.
+    # the own ones, of those in use, that leave and that arrive. Bits of what this rank and others chose, and
+    # the places of what was chosen.
     rows = batch * slots * kind.row * (3 * element_bytes + 4 * FLOAT)
-    return LayerMemory(chosen, rows + 2 * batch * tokens // 8)
+    return LayerMemory(chosen, rows + 2 * batch * tokens // 8 + chosen)

@@ -20,17 +20,18 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_ring import Causal, RingMesh, halo, make_layout, ring_scan
+from ds_ring import Causal, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.scan import neighbours_of
+from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.simulation.scan import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan.advice import latents_on_the_wire
-from ds_ring_launcher.plan.beside import KNOWN, Place, Recurrence, Selection, sent_by
+from ds_ring_launcher.plan.beside import KNOWN, Place, Recurrence, Selection, layer_memory, sent_by
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.inputs import settings_of
 from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
@@ -232,6 +233,42 @@ def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
     for latents, want in ((True, advice.latent_bytes), (False, advice.expanded_bytes)):
         found = rank_pool(2).run(trained, "deepseek_v3", {}, "zigzag", latents)
         assert config.num_hidden_layers * want in found  # of the rank that takes longest
+
+
+def peaks(rank: int, world_size: int) -> list[float]:
+    """Measured bytes over planned ones: of a scan, of chosen positions, of attention over chosen keys."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=1024, ring_size=world_size)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    slots, heads, dim, k = layout.local_tokens, 8, 32, 64
+    delta = DELTA._replace(state=8 * 64 * 64, transition=8 * 64 * 64)
+    runs = neighbours_of(layout, mesh).own_runs
+    pair = [torch.rand(runs, 1, 8, 64, 64, requires_grad=True) for _ in range(2)]
+    with measure_cpu_memory() as scan:
+        states = ring_scan(*pair, matrix=True, **named)
+        torch.autograd.grad(states, pair, torch.ones_like(states))
+    q, key, value = (torch.rand(1, heads, slots, dim, requires_grad=True) for _ in range(3))
+    index_q, index_k = torch.rand(1, slots, 4), torch.rand(1, slots, 4)
+    chosen = ring_select(lambda rows, keys: index_q[:, rows] @ keys.mT, k, index_k, **named)
+    out = selected_attention(q, key, value, chosen, **named)
+    grad = torch.ones_like(out)
+    with measure_cpu_memory() as memory:
+        torch.autograd.grad(out, (q, key, value), grad)
+    kind = Selection("", 0, k, 1, 4, 2 * heads * dim)
+    sizes = [layer_memory(one, 1, slots, 1024, 4) for one in (delta, kind)]
+    pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
+    mesh.close()
+    found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept]
+    return [*found, pass_bytes / sizes[1].messages]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_memory_is_planned(rank_pool: Pool, size: int) -> None:
+    for rank, (scan, chosen, attention) in enumerate(rank_pool(size).run(peaks)):
+        # The last rank has the middle of the sequence: one run, where two are planned.
+        assert (0.25 if rank == size - 1 else 0.5) < scan <= 1
+        assert chosen == 1
+        assert 0.4 < attention <= 1  # the most that there may be
 
 
 # --- what is not known -----------------------------------------------------------------------------
