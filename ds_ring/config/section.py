@@ -159,6 +159,12 @@ if TYPE_CHECKING:  # a type checker cannot read the words of a table
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
     KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+RankSpeeds = Annotated[
+    Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
+    Accepts(
+        '"measured", a list of numbers above 0 (one for each rank of the ring), or null', 'use "measured"'
+    ),
+]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
 TransportName = Annotated[Literal["ring", "reproducible", "all_gather"], WORD]
 GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
@@ -187,6 +193,12 @@ class RingConfig(Section):
     layout: LayoutName = Field(
         default="auto",
         description="which token lies on which rank; auto: even work and least traffic for the pattern",
+    )
+    rank_speeds: RankSpeeds = Field(
+        default=None,
+        description='"measured" gives a slow rank of the ring less attention work, by the time that its hops '
+        "take; a list gives the speeds, relative to each other; null: equal ones. Shards keep their lengths, "
+        "so causal patterns and documents gain, and a full pattern does not",
     )
     pattern: Annotated[PatternConfig, Accepts("an object of pattern keys", 'write {"causal": true}, say')] = (
         Field(default=PatternConfig(), description="which query sees which key")
@@ -364,9 +376,25 @@ class RingConfig(Section):
             raise Refused(without_effect(shown(value), f'"transport": "{transport}"', why))
         return value
 
+    @field_validator("rank_speeds")
+    @classmethod
+    def _has_work_to_deal_out(cls, value: Any, info: ValidationInfo) -> Any:
+        layout, ring_size = info.data.get("layout", "auto"), info.data.get("ring_size")
+        if value is not None and layout not in ("auto", "balanced"):
+            raise Refused(without_effect(shown(value), f'"layout": "{layout}"', "deals out no work"))
+        if isinstance(value, list) and type(ring_size) is int and len(value) != ring_size:
+            raise Refused(
+                sentence(
+                    f"{ring_size} numbers (ring_size)", str(len(value)), "give one for each rank of the ring"
+                )
+            )
+        return value
+
     @field_validator("dynamic_ring")
     @classmethod
     def _has_plain_rings(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("rank_speeds") is not None:
+            raise Refused(sentence("false", "true beside rank_speeds", "smaller rings have other ranks"))
         if value and info.data.get("ulysses_size", 1) > 1:
             why = "is for rings without Ulysses ranks"
             raise Refused(sentence("false", f"true beside ulysses_size {info.data['ulysses_size']}", why))

@@ -7,6 +7,8 @@ patterns share one layout: traffic is summed over the layers, and so is the work
 because ranks wait for one another in every layer. Of the layouts with an imbalance of at most `EVEN` we take
 the one with the least traffic, then the one with the fewest runs; if there is none, the most even one. Memory
 is not considered: shards differ in length by at most `SLACK`.
+With the `speeds` of the ranks, a rank's work is divided by its speed: a rank of half the speed gets half of
+the pairs, but as many tokens, since the tensors of all ranks have one shape.
 For a kernel that computes whole blocks a layout is even enough if it computes at most `EVEN` times the
 minimum.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +38,7 @@ from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_paylo
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, ResidueLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
+Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
 SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
@@ -125,15 +129,17 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
-def _imbalance(works: list[IntArray]) -> float:  # work of the ranks, for each pattern over all its layers
+def _imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
+    """Return the imbalance of the ranks' work, given for each pattern over all its layers."""
     mean = sum(work.mean() for work in works)
-    return float(sum(work.max() for work in works) / mean) if mean else 1.0
+    relative = np.array(speeds) / np.mean(speeds) if speeds else 1.0
+    return float(sum((work / relative).max() for work in works) / mean) if mean else 1.0
 
 
-def _rated(mix: Mix, layout: Layout) -> Candidate:
+def _rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
     works = [layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix]
-    return Candidate(layout, _imbalance(works))
+    return Candidate(layout, _imbalance(works, speeds))
 
 
 def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
@@ -151,7 +157,9 @@ def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candi
     return min(rated, key=lambda c: c.tokens_sent), rated
 
 
-def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1) -> Layout:
+def make_auto(
+    tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1, speeds: Speeds = ()
+) -> Layout:
     """Compare contiguous and zigzag layouts and, if both are uneven, balanced ones; choose one and log why.
 
     For a kernel that computes in blocks of `block` x `block` slots, residue layouts are compared as well.
@@ -159,13 +167,13 @@ def make_auto(tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: in
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    options = [_rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n)) for n in (1, 2)]
+    options = [_rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
-        options += _balanced_options(tokens, ring_size, multiple_of, bound)
+        options += _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
     least = 1.0
     # Without dilation the runs are long in all of these layouts, so blocks add the same work to each.
-    if block > 1 and (ring_size <= FEW_RANKS or any(is_dilated(one) for one, _ in mix)):
+    if block > 1 and not speeds and (ring_size <= FEW_RANKS or any(is_dilated(one) for one, _ in mix)):
         options = _in_blocks([*options, *_residue_options(tokens, ring_size, multiple_of, mix)], bound, block)
         least = min(o.imbalance for o in options)
     best, rated = _best(bound, options, least)
@@ -206,37 +214,42 @@ def in_words(mix: Mix) -> str:
     return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
 
 
-def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
+def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()) -> Layout:
     """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
     if not mix:
         raise RingLayoutError(
             'layout "balanced" needs the pattern: make_layout("balanced", pattern=..., ...)'
         )
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    options = _balanced_options(tokens, ring_size, multiple_of, bound)
+    options = _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
     return _best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
 
 
-def _balanced_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
+def _balanced_options(
+    tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()
+) -> list[Candidate]:
     """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
     sizes, found = (tokens, ring_size, multiple_of), []
     # at most one piece per token; 0 if there are fewer tokens than ranks
     finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
     if not finest:
         return []
-    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0))
+    shares = np.array(speeds or [1.0] * ring_size) / sum(speeds or [1.0] * ring_size)
+    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0), shares)
     if cuts is not None:
-        found.append(_rated(mix, cuts))
+        found.append(_rated(mix, cuts, speeds))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
             continue
         bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
         works = _works_of_pieces(mix, tokens, pieces)
-        for deal in (_snake, _nearest):
+        for deal in (_snake, partial(_nearest, shares=shares)):
             owners = deal(np.sum(works, axis=0), ring_size)
             loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
-            found.append(Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads)))
+            found.append(
+                Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads, speeds))
+            )
         # Refine the pieces only until there are enough even layouts to compare.
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
             break
@@ -250,12 +263,14 @@ def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
     return [layers * _work_of_runs(one, runs, tokens) for one, layers in mix]
 
 
-def _even_cuts(tokens: int, ring_size: int, multiple_of: int, work: IntArray) -> Layout | None:
-    """Return contiguous shards of equal work; None if their lengths differ by more than the slack."""
+def _even_cuts(
+    tokens: int, ring_size: int, multiple_of: int, work: IntArray, shares: np.ndarray
+) -> Layout | None:
+    """Return contiguous shards of these shares of the work; None if lengths differ by more than the slack."""
     bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
     total = np.concatenate([[0], np.cumsum(work)])
     # the work before each cut; interpolated linearly inside a piece
-    goals = total[-1] * np.arange(1, ring_size) / ring_size
+    goals = total[-1] * np.cumsum(shares)[:-1]
     cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
     if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
         return None
@@ -271,16 +286,19 @@ def _snake(work: IntArray, ring_size: int) -> IntArray:
     return owners
 
 
-def _nearest(work: IntArray, ring_size: int) -> IntArray:
-    """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps."""
+def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
+    """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps.
+
+    `shares` of the work are the goals of the ranks.
+    """
     per_rank = len(work) // ring_size
     owners = np.arange(len(work)) // per_rank
-    load = np.bincount(owners, weights=work, minlength=ring_size)
+    load = np.bincount(owners, weights=work, minlength=ring_size) - shares * work.sum()  # beyond the goal
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())
-        # the two ranks would be equal after moving this much work
+        # the two ranks would be equally far from their goals after moving this much work
         excess = (load[full] - load[empty]) / 2
-        if load[full] <= (1 + (EVEN - 1) / 2) * load.mean():
+        if load[full] <= (EVEN - 1) / 2 * shares[full] * work.sum():
             break
         give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
         # [pieces of the fullest, pieces of the emptiest]: work moved by each swap

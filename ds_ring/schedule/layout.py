@@ -12,10 +12,12 @@ al. 2023, Striped Attention).
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -292,6 +294,7 @@ def make_layout(
     pattern: Pattern | Mapping[Pattern, int] | None = None,
     multiple_of: int = 1,
     block_size: int = 1,
+    speeds: Sequence[float] | None = None,
 ) -> Layout:
     """Build a layout by name.
 
@@ -307,6 +310,7 @@ def make_layout(
         block_size: side in slots of the blocks in which the kernel computes. Only "auto" uses it, to count
             the pairs that are executed with each layout. Pass the block size of the JSON for "flex", and 1
             for kernels that compute only the attended pairs.
+        speeds: of the ranks, relative to each other, for "auto" and "balanced": work is dealt out by them.
 
     Raises:
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
@@ -317,7 +321,27 @@ def make_layout(
     multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
     block_size = whole_number(block_size, "make_layout: block_size", RingLayoutError)
-    return _made(name, tokens, ring_size, _mix_of(pattern), multiple_of, block_size if name == "auto" else 1)
+    block = block_size if name == "auto" else 1
+    return _made(
+        name, tokens, ring_size, _mix_of(pattern), multiple_of, block, _speeds_of(speeds, name, ring_size)
+    )
+
+
+def _speeds_of(speeds: Sequence[float] | None, name: str, ring_size: int) -> tuple[float, ...]:
+    if speeds is None:
+        return ()
+    numbers = tuple(map(float, speeds))
+    if len(numbers) != ring_size or not all(0 < x < math.inf for x in numbers):
+        raise RingLayoutError(
+            f"make_layout: speeds: expected {ring_size} numbers above 0, one for each rank of the ring, got"
+            f" {shown(speeds)}; leave them out for ranks of equal speed"
+        )
+    if name not in ("auto", "balanced"):
+        raise RingLayoutError(
+            f'make_layout: speeds: expected the layout "auto" or "balanced", which deal out work, got'
+            f' "{name}"; leave the speeds out, or take one of these'
+        )
+    return numbers if len(set(numbers)) > 1 else ()
 
 
 def _mix_of(pattern: object) -> Mix:
@@ -337,9 +361,12 @@ def _mix_of(pattern: object) -> Mix:
 
 # kept, because a layout made for a pattern takes tiles of the whole sequence
 @lru_cache(maxsize=256)
-def _made(name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int) -> Layout:
-    more = (block,) if block > 1 else ()  # which "auto" alone takes
-    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, *more)
+def _made(
+    name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
+) -> Layout:
+    more: dict[str, Any] = {"block": block} if block > 1 else {}  # which "auto" alone takes
+    more |= {"speeds": speeds} if speeds else {}
+    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, **more)
     return made
 
 

@@ -101,9 +101,10 @@ def _all(request: TuningRequest) -> Iterator[TuningCandidate]:
 def layout_of(request: TuningRequest, name: str, ring: int, ulysses: int, tokens: int) -> Layout:
     """Return the layout of that name for `tokens`; RingLayoutError where the patterns have none."""
     mix = dict(request.mix)
-    sizes = {"tokens": tokens, "ring_size": ring, "multiple_of": ulysses}
     block = request.base.block_size if KERNELS[request.kernel].takes_blocks else 1
-    return make_layout(name, pattern=mix, **sizes, block_size=block)
+    return make_layout(
+        name, tokens=tokens, ring_size=ring, pattern=mix, multiple_of=ulysses, block_size=block
+    )
 
 
 def layout_names(request: TuningRequest, ring: int, ulysses: int) -> dict[str, str]:

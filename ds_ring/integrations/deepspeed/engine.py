@@ -11,6 +11,7 @@ from ds_ring.integrations.adapter import Patch, PatchTable
 _RING = "the session; finds where each batch lies"
 _FIRST = "records the first step and compares it with one process"
 _MONITOR = "writes Ring/* events after an optimizer step; counts training passes only"
+_SPEEDS = "deals out work by the time that the hops of each rank take"
 _REPORT = "writes this rank's latest figures to the folder of the run"
 _NO_OPTIMIZER = "DeepSpeed fails an assertion: raises a typed error"
 _SEALED = "sealed checkpoints, one decision of all ranks; DeepSpeed's method is called inside"
@@ -46,6 +47,8 @@ _ROWS = (
     Patch("engine", "before_forward", "hook", "monitor", _MONITOR, when="monitor"),
     Patch("engine", "after_forward", "hook", "monitor", _MONITOR, when="monitor"),
     Patch("engine.step", "around_step", "wrapped", "monitor", _MONITOR, when="monitor"),
+    Patch("engine", "after_forward", "hook", "rank_speeds", _SPEEDS, when='"rank_speeds": "measured"'),
+    Patch("engine.step", "around_step", "wrapped", "rank_speeds", _SPEEDS, when='"rank_speeds": "measured"'),
     Patch("engine", "before_forward", "hook", "run_report", _REPORT, when="a run folder is named"),
     Patch("engine", "after_forward", "hook", "run_report", _REPORT, when="a run folder is named"),
     Patch("engine.step", "around_step", "wrapped", "run_report", _REPORT, when="a run folder is named"),

@@ -42,6 +42,7 @@ from ds_ring.integrations.deepspeed.refusals import (
     without_optimizer,
 )
 from ds_ring.integrations.deepspeed.run_report import (
+    MeasuredSpeeds,
     RingMonitor,
     attempt_folder,
     attempt_of,
@@ -174,6 +175,11 @@ def _features(
     }
     if session.config.monitor:
         features["monitor"] = RingMonitor(engine, session)
+    speeds = session.config.rank_speeds
+    if speeds == "measured":
+        features["rank_speeds"] = MeasuredSpeeds(engine, session)
+    elif speeds is not None:
+        session.set_speeds(tuple(speeds))
     if trains:
         features |= report_steps(engine, session) | refuse_direct_backward(engine)
     else:

@@ -137,6 +137,53 @@ class RingMonitor:
         return result
 
 
+class MeasuredSpeeds:
+    """Measure how fast the ranks of a ring attend, and deal out later batches by it.
+
+    For `"rank_speeds": "measured"`. After a step all ranks learn how many pairs each of them computed in how
+    many seconds of its hops. The layout changes if some rank's speed, in sixteenths of the fastest one, is
+    off by more than one of them.
+    """
+
+    def __init__(self, engine: Any, session: RingSession) -> None:
+        self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
+        self._pairs = 0.0  # that this rank's attention computes in the step's training batches
+        session.mesh.traces.append(self._trace)
+
+    def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """Count the pairs of a training pass."""
+        if self._engine.module.training:
+            self._pairs += self._session.work_here()
+
+    def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        engine, session, steps = self._engine, self._session, self._engine.global_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps > steps and dist.is_initialized():
+            get_accelerator().synchronize()
+            spans = [one for one in self._trace.spans if one.what == "compute"]
+            seconds = sum(one.end_ns - one.start_ns for one in spans) / 1e9
+            table = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=session.device)
+            table[dist.get_rank()] = torch.tensor([self._pairs, seconds], dtype=torch.float64)
+            world_sum(table, session.mesh, session.config.hop_timeout_seconds)
+            self._trace.spans.clear()
+            self._pairs = 0.0
+            self._adopt(table)
+        return result
+
+    def _adopt(self, table: torch.Tensor) -> None:
+        """Set the speeds of this rank's ring from [world, 2] of pairs and seconds."""
+        mesh = self._session.mesh
+        ranks = [mesh.global_rank_in_sequence(rank) for rank in range(mesh.sequence_size)]
+        pairs, seconds = table[ranks].unflatten(0, (mesh.ring_size, mesh.ulysses_size)).sum(1).unbind(1)
+        if not bool((pairs > 0).all() and (seconds > 0).all()):
+            return
+        rates = pairs / seconds
+        found = (rates / rates.max() * 16).round().clamp_min(1) / 16
+        now = torch.tensor(self._session.speeds or [1.0] * mesh.ring_size, dtype=found.dtype)
+        if bool(((found.cpu() - now / now.max()).abs() > 1.5 / 16).any()):
+            self._session.set_speeds(tuple(found.tolist()))
+
+
 def tokens_of(given: tuple[Any, ...], session: RingSession) -> float:
     """Return how many tokens of the batch in the model are this rank's; the parts of its ranks add up."""
     sharding = session.batches.current

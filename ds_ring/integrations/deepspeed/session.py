@@ -78,13 +78,14 @@ from ds_ring.integrations.deepspeed.packing import (
     group_rows,
 )
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, logprobs_of, tree_of
-from ds_ring.masks.catalog import Causal
+from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import block_side
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 from ds_ring.schedule.sequence_runs import of_blocks
 
@@ -150,10 +151,33 @@ class RingSession:
     dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
     latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
+    speeds: list[float] = field(default_factory=list)  # of the ranks of the ring; empty for equal ones
     # of (tokens, greatest position, ranks), the latest last; batches of others are placed anew
     _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
         default_factory=OrderedDict, repr=False
     )
+
+    def set_speeds(self, speeds: tuple[float, ...]) -> None:
+        """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
+        self.speeds[:] = speeds
+        self._by_length.clear()
+
+    def work_here(self) -> float:
+        """Return the pairs of the current batch that this rank of the ring attends to; 0 if it is not cut."""
+        current = self.batches.current
+        if current.mesh.sequence_size == 1:
+            return 0.0
+        if "work" not in current._kept:
+            mix = self.patterns.counted(current.layout.tokens, self.needs.layers)
+            rows: list[Pattern] = [group.pattern for group in current.groups for _ in group.rows] or [Full()]
+            works = [
+                layers * work_of_ranks(bound_to_one_head(one & row), current.layout)[current.mesh.ring_rank]
+                for one, layers in mix.items()
+                for row in rows
+            ]
+            current._kept["work"] = float(sum(works))
+        found: float = current._kept["work"]
+        return found
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
@@ -510,10 +534,11 @@ class RingSession:
         """Choose one layout for all layers and rows: with documents for the rows that are most work."""
         mix, config, block = self.patterns.counted(tokens, self.needs.layers), self.config, self.needs.block
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
+        speeds = self.speeds if self.speeds and name == config.layout else None
         if block > 1:  # the entries of such blocks are seen by all tokens behind them
             blocks = make_layout(
                 name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal(),
-                multiple_of=mesh.ulysses_size,
+                multiple_of=mesh.ulysses_size, speeds=speeds,
             )  # fmt: skip
             return of_blocks(blocks, block, tokens)
         layout = make_layout(
@@ -523,6 +548,7 @@ class RingSession:
             pattern={one & groups[0].pattern: layers for one, layers in mix.items()} if groups else mix,
             multiple_of=mesh.ulysses_size,
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
+            speeds=speeds,
         )
         return in_whole_blocks(layout, config.block_size) if config.transport == "reproducible" else layout
 
