@@ -11,6 +11,9 @@ lse) gives every rank the same bits. The backward pass assumes that every rank c
 own shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
 that q is computed from. Multiply dq by 1 / P in this case.
 
+Many queries of one sharded sequence against the keys of another one (an encoder-decoder's cross attention)
+are a ring pass of both sequences as one, whose pattern has no other pairs. `key_layout` asks for it.
+
 Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
 of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the
 rank computed, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
@@ -25,9 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ds_ring.config.section import RingConfig, pattern_from_config
-from ds_ring.errors import RingConfigError
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
 from ds_ring.runtime.autograd import (
@@ -42,7 +46,7 @@ from ds_ring.runtime.autograd import (
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refuse
 from ds_ring.runtime.mesh import RingMesh, check_mesh
-from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.layout import Layout, PairLayout
 
 
 def ring_attention(
@@ -51,7 +55,7 @@ def ring_attention(
     prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
-    up_projection: Tensor | None = None,
+    up_projection: Tensor | None = None, key_layout: Layout | None = None,
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
@@ -93,6 +97,8 @@ def ring_attention(
             Latents travel, and each rank expands those that arrive: for each head N numbers for the key,
             then E for the value, as `kv_b_proj.weight` of DeepSeek's models. On each rank the gradient is
             that of the rank's queries (with Ulysses also of its heads): sum it over the sequence's ranks.
+        key_layout: of k and v, if they are of another sequence than q; S is then that layout's in k and v.
+            The pattern is `Full`, or `Documents` with the ids of all queries, then those of all keys.
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
@@ -109,6 +115,13 @@ def ring_attention(
         latents = up_projection is not None
         why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload)
+    if key_layout is not None:
+        if not sharded or torch.compiler.is_compiling():
+            why = 'key_layout: expected queries="sharded" in code that is not compiled; leave it out'
+        elif why is None:
+            pair, between = _pair_of(pattern, layout, key_layout, mesh)
+            context = context_of_call(between, pair, mesh, (scale, kernel, transport, *flags), score_mod)
+            return _attend_between(pair, q, k, v, context, sinks, return_lse, up_projection)
     if torch.compiler.is_compiling():
         settings = (constant(scale), kernel, transport, *flags)
         handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
@@ -124,6 +137,39 @@ def ring_attention(
     return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
 
 
+def _pair_of(
+    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
+) -> tuple[PairLayout, Pattern]:
+    """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
+    check_mesh(mesh)
+    try:
+        if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
+            names = [type(one).__name__ for one in (layout, key_layout)]
+            raise RingLayoutError(
+                f"key_layout: expected two layouts, of the queries and of the keys, got"
+                f" {' and '.join(names)}; build both with ds_ring.make_layout"
+            )
+        if not isinstance(pattern, Pattern):
+            raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
+        pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
+        return pair, pair.pattern_between(pattern)
+    except RingError as error:
+        refuse(mesh, error)
+
+
+def _attend_between(
+    pair: PairLayout, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None,
+    return_lse: bool, up: Tensor | None,
+) -> Any:  # fmt: skip
+    """Attend from q to k and v of another sequence, in a pass of both as one."""
+    queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
+    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
+        # nobody reads what stands in the other sequence's slots
+        q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
+    out = attend(q, k, v, context, sinks, return_lse, up)
+    return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]
+
+
 class RingAttention(nn.Module):
     """Compute ring attention in place of a model's `scaled_dot_product_attention`.
 
@@ -134,7 +180,7 @@ class RingAttention(nn.Module):
             config's layout, or "auto" with a `Pattern`.
         scale: factor of the scores; None is 1 / sqrt(D).
         pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
-        score_mod: see `ring_attention`.
+        score_mod, key_layout: see `ring_attention`.
     """
 
     def __init__(
@@ -146,6 +192,7 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         pattern: Pattern | None = None,
         score_mod: ScoreFunction | None = None,
+        key_layout: Layout | None = None,
     ) -> None:
         super().__init__()
         if isinstance(config_or_pattern, Pattern):
@@ -167,6 +214,10 @@ class RingAttention(nn.Module):
             )
         if score_mod is not None:
             options = replace(options, score_mod=ScoreMod(score_mod))
+        self._pair: PairLayout | None = None
+        if key_layout is not None:
+            self._pair, pattern = _pair_of(pattern, layout, key_layout, mesh)
+            layout = self._pair
         self.context: RingContext = context_for(
             pattern, layout if layout is not None else name, mesh, options
         )
@@ -213,6 +264,11 @@ class RingAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
         up: Tensor | None,
     ) -> Any:  # fmt: skip
+        if self._pair is not None:
+            if torch.compiler.is_compiling() or why is not None:
+                handle = refusing_handle(self._mesh, why or "key_layout: expected code that is not compiled")
+                return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
+            return _attend_between(self._pair, q, k, v, self.context, sinks, return_lse, up)
         if not torch.compiler.is_compiling():
             return attend(q, k, v, self.context, sinks, return_lse, up)
         handle = self._handle if why is None else refusing_handle(self._mesh, why)

@@ -1,0 +1,205 @@
+"""Attention from queries of one sharded sequence to keys of another, against dense float64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import (
+    Causal,
+    Documents,
+    Full,
+    RingAttention,
+    RingConfigError,
+    RingError,
+    RingLayoutError,
+    RingMesh,
+    RingPatternError,
+    RingShapeError,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+    simulate,
+)
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.layout import Layout, PairLayout
+from ds_ring.schedule.plan import build_plan
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+HEADS, KV_HEADS, WIDTH = 4, 2, 16
+NAMES = ("out", "dq", "dk", "dv")
+# (layout of the queries, of the keys), (queries, keys)
+CASES = [
+    (("zigzag", "contiguous"), (37, 61)),
+    (("contiguous", "zigzag"), (61, 37)),
+    (("balanced", "striped"), (3, 50)),
+]
+
+
+def drawn(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, float64."""
+    generator = torch.Generator().manual_seed(queries + keys)
+    sizes = [(HEADS, queries), (KV_HEADS, keys), (KV_HEADS, keys), (HEADS, queries)]
+    q, k, v, grad = (
+        torch.randn(2, heads, n, WIDTH, generator=generator, dtype=torch.float64) for heads, n in sizes
+    )
+    return q, k, v, grad
+
+
+def documents_of(queries: int, keys: int) -> tuple[Documents, Tensor]:
+    """Two documents and padding among the keys, one document without keys; and which pairs attend."""
+    of_queries = np.arange(queries) * 3 // queries
+    of_keys = np.where(np.arange(keys) < keys - 5, np.arange(keys) * 2 // keys, -1)
+    return Documents(np.concatenate([of_queries, of_keys])), torch.from_numpy(
+        of_queries[:, None] == of_keys[None, :]
+    )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, sees: Tensor | None) -> dict[str, Tensor]:
+    """Softmax attention; a query without keys has 0."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    k_all, v_all = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in leaves[1:])
+    scores = leaves[0] @ k_all.mT / WIDTH**0.5
+    mask = torch.ones(scores.shape[-2:], dtype=torch.bool) if sees is None else sees
+    weights = torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1).where(
+        mask.any(-1, keepdim=True), 0.0
+    )
+    out = weights @ v_all
+    return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
+
+
+def error_of(got: Tensor, want: Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def layouts_for(names: tuple[str, str], lengths: tuple[int, int], ring: int, ulysses: int) -> list[Layout]:
+    sizes = {"ring_size": ring, "multiple_of": ulysses, "pattern": Causal()}
+    return [make_layout(one, tokens=n, **sizes) for one, n in zip(names, lengths, strict=True)]
+
+
+def crossed(rank: int, world_size: int, ulysses: int, documents: bool) -> dict[Any, float]:
+    """Relative errors of all cases."""
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    errors = {}
+    for names, lengths in CASES:
+        q_layout, k_layout = layouts_for(names, lengths, mesh.ring_size, ulysses)
+        pattern: Pattern = Full()
+        sees = None
+        if documents:
+            pattern, sees = documents_of(*lengths)
+        whole = drawn(*lengths)
+        want = dense(*whole, sees)
+        of = (q_layout, k_layout, k_layout, q_layout)
+        q, k, v, grad = (shard_sequence(x, one, mesh=mesh, dim=2) for x, one in zip(whole, of, strict=True))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        both = {"layout": q_layout, "key_layout": k_layout, "mesh": mesh}
+        if names[0] == "zigzag":
+            out = ring_attention(q, k, v, pattern=pattern, **both)  # type: ignore[arg-type]
+        else:
+            out = RingAttention(pattern, **both)(q, k, v)  # type: ignore[arg-type]
+        found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+        for name, x, one in zip(NAMES, found, (q_layout, q_layout, k_layout, k_layout), strict=True):
+            got = gather_sequence(x.contiguous(), one, mesh=mesh, dim=2)
+            errors[names, lengths, name] = error_of(got, want[name])
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "ulysses", "documents"), [(2, 1, False), (2, 1, True), (4, 1, True), (4, 2, True)]
+)
+def test_real_ranks_agree_with_float64(
+    rank_pool: Pool, world_size: int, ulysses: int, documents: bool
+) -> None:
+    errors = rank_pool(world_size).run(crossed, ulysses, documents)[0]
+    assert len(errors) == len(CASES) * len(NAMES)
+    assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize("ring_size", [2, 3])
+@pytest.mark.parametrize(("names", "lengths"), CASES)
+def test_virtual_ranks_agree_with_float64(
+    names: tuple[str, str], lengths: tuple[int, int], ring_size: int
+) -> None:
+    q_layout, k_layout = layouts_for(names, lengths, ring_size, 1)
+    pair = PairLayout.of(q_layout, k_layout)
+    queries, both = lengths[0], sum(lengths)
+    whole = drawn(*lengths)
+
+    def spread(x: Tensor, first: int) -> Tensor:
+        """The tokens of all positions of the pair, NaN where no pair is; NaN would spread."""
+        found = torch.full((2, x.shape[1], pair.tokens, WIDTH), torch.nan, dtype=torch.float64)
+        found[:, :, first : first + x.shape[2]] = x
+        return found
+
+    q, k, v, grad = (spread(x, n) for x, n in zip(whole, (0, queries, queries, 0), strict=True))
+    found = simulate(
+        q,
+        k,
+        v,
+        pattern=pair.pattern_between(Full()),
+        layout=pair,
+        grad_out=grad.nan_to_num(0.0),
+        progress=False,
+    )
+    want = dense(*whole, None)
+    assert found.dq is not None and found.dk is not None and found.dv is not None
+    got = (found.out[:, :, :queries], found.dq[:, :, :queries])
+    got += (found.dk[:, :, queries:both], found.dv[:, :, queries:both])
+    for name, x in zip(NAMES, got, strict=True):
+        assert error_of(x, want[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
+    q_layout, k_layout = layouts_for(("zigzag", "balanced"), (37, 61), 3, ulysses)
+    pair = PairLayout.of(q_layout, k_layout, ulysses)
+    everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
+    assert sorted(everywhere.tolist()) == list(range(pair.tokens))
+    for rank in range(3):
+        slots = pair.positions(rank).reshape(ulysses, -1)
+        mine = np.where(slots < 37 + 61, slots, -1)
+        size = q_layout.local_tokens // ulysses
+        assert (mine[:, :size].reshape(-1) == q_layout.positions(rank)).all()
+        keys = k_layout.positions(rank)
+        assert (mine[:, size:].reshape(-1) == np.where(keys < 0, -1, keys + 37)).all()
+
+
+def test_queries_are_neither_computed_as_keys_nor_sent() -> None:
+    q_layout, k_layout = layouts_for(("zigzag", "zigzag"), (400, 80), 4, 1)
+    pair = PairLayout.of(q_layout, k_layout)
+    plan = build_plan(pair.pattern_between(Full()), pair, query_heads=1, kv_heads=1)
+    assert (
+        sum(hop.pairs for one in plan.classes for rank in range(4) for hop in one.rank(rank).hops) == 400 * 80
+    )
+    assert plan.tokens_sent == plan.tokens_needed == 80 * 3
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
+    "pattern": ({"pattern": Causal()}, RingPatternError, "positions of two sequences have no distance"),
+    "documents": ({"pattern": Documents([0] * 10)}, RingPatternError, "Documents with 24 ids"),
+    "ring": (
+        {"key_layout": make_layout("zigzag", tokens=16, ring_size=2)},
+        RingLayoutError,
+        "expected 1 ranks",
+    ),
+    "name": ({"layout": "zigzag"}, RingLayoutError, "got str and ChunkLayout"),
+    "length": ({"key_layout": make_layout("zigzag", tokens=15, ring_size=1)}, RingShapeError, "local tokens"),
+    "replicated": ({"queries": "replicated"}, RingConfigError, 'key_layout: expected queries="sharded"'),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_arguments(what: str) -> None:
+    changes, error, said = WRONG[what]
+    given: dict[str, Any] = {"pattern": Full(), "mesh": RingMesh.single()}
+    given |= {"layout": make_layout("zigzag", tokens=8, ring_size=1)}
+    given |= {"key_layout": make_layout("zigzag", tokens=16, ring_size=1)} | changes
+    with pytest.raises(error, match=said):
+        ring_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **given)
