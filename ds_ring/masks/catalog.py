@@ -47,6 +47,17 @@ class Before(Pattern):
         return (Branch(least=self.apart),)
 
 
+@dataclass(frozen=True)
+class Band(Pattern):
+    """Attend where query position - key position is from `least` to `most`; +-UNBOUNDED if open."""
+
+    least: int
+    most: int
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(least=self.least, most=self.most),)
+
+
 class _NumbersOfTokens:
     """Check patterns whose fields are positive integers, and perhaps `causal`."""
 

@@ -288,7 +288,11 @@ def _trained_once(engine: Any, given: Given, head: str) -> Numbers:
     logits = _logits(output).detach()
     if head != "sequence-classification":
         logits = given.of_ring(session.gather(logits))
-    outputs = {name: given.of_ring(session.gather(x)) for name, x in layers.items()}
+    pair = session.batches.current.encoder is not None
+    outputs = {
+        name: given.of_ring(session.gather(x, encoder=pair and "encoder." in name))
+        for name, x in layers.items()
+    }
     return Numbers(logits, float(mean.detach()), outputs, gradients)
 
 

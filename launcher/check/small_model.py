@@ -39,7 +39,7 @@ SAMPLES = 2
 
 # The largest value of each size, by its names in transformers' configurations.
 _SIZES: dict[int, tuple[str, ...]] = {
-    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input"),
+    VOCABULARY: ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"),
     HIDDEN: (
         "hidden_size", "d_model", "n_embd", "dim", "embedding_size", "word_embed_proj_dim", "lru_width",
         "attention_hidden_size", "output_embedding_size", "emb_dim",
@@ -131,6 +131,7 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "index_block_size": 4,
         "index_topk_blocks": 4,
     },
+    "t5": {"decoder_start_token_id": 0},
     "musicgen_decoder": {"num_codebooks": SAMPLES},  # the rows of a batch are codebooks
     "musicgen_melody_decoder": {"num_codebooks": SAMPLES},
     "reformer": {"axial_pos_embds": False},
@@ -413,7 +414,7 @@ def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     if head == "image-text":  # the attention is that of the language part
         return {"pattern": {"causal": True}}
     as_is = family_of(model) is None and not uses_interface(kind) and works_as_is(kind)
-    causal = head != "masked-lm" and not _is_encoder(model.config)
+    causal = head == "seq2seq-lm" or (head != "masked-lm" and not _is_encoder(model.config))
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
 
 
@@ -516,6 +517,9 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
         return {"input_ids": ids_BT, "labels": torch.arange(SAMPLES) % labels}
     classes = {"token-classification": labels, "base": HIDDEN_CLASSES}.get(head)
     labels_BT = ids_BT.clone() if classes is None else torch.randint(classes, shape, generator=generator)
+    if head == "seq2seq-lm":  # another text, of another length
+        tokens = tokens * 2 // 3 + 1
+        labels_BT = labels_BT.flip(1)[:, :tokens].contiguous()
     labels_BT[0, : tokens // 3] = IGNORE
     return {"input_ids": ids_BT, ("labels" if own_loss else "shift_labels"): labels_BT}
 

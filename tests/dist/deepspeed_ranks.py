@@ -7,6 +7,7 @@ the tests. Rank functions are called by the harness as fn(rank, world_size, ...)
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,52 @@ def build_latent_model(size: Size, implementation: str = "sdpa", **changes: Any)
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
+def build_bart(size: Size, implementation: str = "sdpa", **changes: Any) -> torch.nn.Module:
+    """A BART of as many layers in its encoder as in its decoder; the same on every rank."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=size.hidden, encoder_layers=size.layers, decoder_layers=size.layers,
+        encoder_ffn_dim=2 * size.hidden, decoder_ffn_dim=2 * size.hidden, encoder_attention_heads=4,
+        decoder_attention_heads=4, max_position_embeddings=128, dropout=0.0, eos_token_id=2,
+        forced_eos_token_id=2, attn_implementation=implementation, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return BartForConditionalGeneration(config).train()
+
+
+def build_t5(size: Size, implementation: str = "sdpa", **changes: Any) -> torch.nn.Module:
+    """A T5 with large biases of distances; the same on every rank."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=size.hidden, d_kv=size.hidden // 4, d_ff=2 * size.hidden,
+        num_layers=size.layers, num_heads=4, relative_attention_num_buckets=12,
+        relative_attention_max_distance=20, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0,
+        attn_implementation=implementation, **changes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(config).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "relative_attention_bias" in name:
+                parameter.mul_(5)
+    return model
+
+
+def build_pairs(size: Size, answers: int, padded: bool) -> dict[str, Tensor]:
+    """Texts of `size.tokens` tokens, some with padding on the right, and answers of so many."""
+    generator = torch.Generator().manual_seed(1)
+    ids_BE = torch.randint(3, VOCABULARY, (size.samples, size.tokens), generator=generator)
+    labels_BD = torch.randint(3, VOCABULARY, (size.samples, answers), generator=generator)
+    mask_BE = torch.ones_like(ids_BE)
+    for sample in range(size.samples):
+        labels_BD[sample, answers - 3 * sample :] = -100
+        if padded:
+            mask_BE[sample, size.tokens - 7 * sample :] = 0
+    return {"input_ids": ids_BE.masked_fill(mask_BE == 0, 1), "labels": labels_BD, "attention_mask": mask_BE}
+
+
 def build_batch(size: Size) -> dict[str, Tensor]:
     """Samples whose labelled tokens differ in number from shard to shard, and with padding on the right."""
     generator = torch.Generator().manual_seed(1)
@@ -80,10 +127,11 @@ def build_batch(size: Size) -> dict[str, Tensor]:
 
 
 def train_alone(
-    size: Size, steps: int, micro_batches: int = 1, batch: Batch | None = None, implementation: str = "sdpa"
-) -> Run:
+    size: Size, steps: int, micro_batches: int = 1, batch: Batch | None = None, implementation: str = "sdpa",
+    build: Callable[..., torch.nn.Module] = build_model,
+) -> Run:  # fmt: skip
     """Plain PyTorch: the whole batch on one process, transformers' own attention and loss."""
-    model = build_model(size, implementation)
+    model = build(size, implementation)
     batch = build_batch(size) if batch is None else batch
     losses, gradients = [], {}
     for _ in range(steps):
@@ -137,13 +185,14 @@ def train_on_ring(
     wrong_scale: float = 1.0,
     checkpointing: bool = False,
     batch: Batch | None = None,
+    build: Callable[..., torch.nn.Module] = build_model,
 ) -> Run:
     """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
     deepspeed = start_deepspeed()
     import ds_ring
 
     skip_without(*({"fp16", "bf16"} & config.keys()))
-    model = build_model(size, "sdpa")  # ds_ring.initialize gives it the ring's attention
+    model = build(size, "sdpa")  # ds_ring.initialize gives it the ring's attention
     if checkpointing:
         model.gradient_checkpointing_enable()
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)

@@ -73,6 +73,8 @@ class ModelNeeds:
     number_tokens: Callable[[Batch], Tensor] | None = None
     images: ImageNeeds | None = None  # of a model that reads images
     block: int = 1  # tokens of the blocks that no border between ranks may cut (compressed.py)
+    # of an encoder-decoder, what makes decoder_input_ids [B, D] of labels: [Note: two sequences] in pairs.py
+    decoder_ids: Callable[[Tensor], Tensor] | None = None
 
 
 class ImageTokens(NamedTuple):

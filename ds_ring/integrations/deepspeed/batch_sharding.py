@@ -63,6 +63,10 @@ class BatchSharding:
     # padding is documents of its own
     masks_padding: bool = False
     images: ImageTokens | None = field(default=None, repr=False)
+    # of a decoder's batch: of the encoder's sequence, and of attention that reads it; [Note: two sequences]
+    encoder: BatchSharding | None = field(default=None, repr=False)
+    cross: BatchSharding | None = field(default=None, repr=False)
+    key_layout: Layout | None = field(default=None, repr=False)  # of keys of another sequence
     _kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -132,7 +136,7 @@ class BatchSharding:
             parts = [
                 RingAttention(
                     self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one,
-                    score_mod=score_mod,
+                    score_mod=score_mod, key_layout=self.key_layout,
                 )
                 for one in patterns
             ]  # fmt: skip
@@ -164,15 +168,14 @@ class RowsAttention:
     ) -> Any:  # fmt: skip
         """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of `ring_attention`.
 
-        With `return_lse`, for rows without documents only, the lse [B, H, S] as well.
+        With `return_lse` the lse [B, H, S] as well.
         """
         more: dict[str, Any] = {"sinks": sinks}
         if up_projection is not None:
             more["up_projection"] = up_projection
+        more |= {"return_lse": True} if return_lse else {}
         if len(self._parts) == 1:
-            more |= {"return_lse": True} if return_lse else {}
             return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
-        assert not return_lse, "no caller has documents and asks for the lse"
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
                 f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"
@@ -182,6 +185,8 @@ class RowsAttention:
             part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
             for part, rows in zip(self._parts, self._rows, strict=True)
         ]
+        if return_lse:
+            return tuple(_take(torch.cat(one), tuple(self._back)) for one in zip(*outs, strict=True))
         return _take(torch.cat(outs), tuple(self._back))
 
 

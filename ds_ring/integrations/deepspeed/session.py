@@ -77,6 +77,7 @@ from ds_ring.integrations.deepspeed.packing import (
     RowGroup,
     group_rows,
 )
+from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, logprobs_of, tree_of
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
@@ -227,6 +228,9 @@ class RingSession:
         there were labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so
         that `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
 
+        Of an encoder-decoder it takes input_ids and attention_mask [B, E], and labels or decoder_input_ids
+        [B, D] or both. Labels are aligned with the decoder's tokens and stay so.
+
         A sequence shorter than `min_sequence_length` is not cut: each rank takes whole samples instead.
 
         Raises:
@@ -347,11 +351,17 @@ class RingSession:
         """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""
         raise SystemExit(PREEMPTED)
 
-    def gather(self, local: Tensor, dim: int = 1) -> Tensor:
+    def gather(self, local: Tensor, dim: int = 1, *, encoder: bool = False) -> Tensor:
         """Return the whole sequence of a local result (logits, say) of the current batch, or of the samples
         of this rank's ring if it was divided. Collective.
+
+        Of an encoder-decoder it is the decoder's sequence, with `encoder` the encoder's.
         """
         sharding = self.batches.current
+        if encoder:
+            if sharding.encoder is None:
+                raise RingShapeError("gather: expected the batch of an encoder-decoder, got one sequence")
+            sharding = sharding.encoder
         if sharding.mesh is not self.mesh and sharding.mesh.sequence_size == 1:
             return local  # this rank's samples are whole already
         return gather_sequence(local, sharding.layout, mesh=sharding.mesh, dim=dim)
@@ -411,11 +421,12 @@ class RingSession:
             )
             return RingLoader(reads, lambda read: self.shard_assigned(*read), order)
         if is_sliced(whole):
-            if num_workers or collate_fn is not None or self.needs.number_tokens or self.needs.images:
+            needs = self.needs.number_tokens or self.needs.images or self.needs.decoder_ids
+            if num_workers or collate_fn is not None or needs:
                 raise RingConfigError(
-                    "loader: expected no workers, no collate_fn and a model that neither numbers tokens by"
-                    " their ids nor reads images, since the data set is read by slices; give one without"
-                    " `slice`"
+                    "loader: expected no workers, no collate_fn and a model of one sequence that neither"
+                    " numbers tokens by ids nor reads images, since the data set is read by slices; give"
+                    " one without `slice`"
                 )
             return RingLoader(order, functools.partial(self._shard_slices, whole), order)
         collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
@@ -489,6 +500,9 @@ class RingSession:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
+            if needs.decoder_ids is not None:
+                pair = prepare_pair(given, needs.decoder_ids, needs.number_tokens)
+                return pair, report_of(pair), None
             by_token, whole = whole_tensors(given, needs.images)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and "position_ids" not in given:
@@ -507,6 +521,9 @@ class RingSession:
         `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of what it is a
         part of.
         """
+        if self.needs.decoder_ids is not None:
+            local, pair = cut_pair(prepared, self.mesh, self.config.min_sequence_length, self._pair)
+            return {key: tensor.to(self.device) for key, tensor in local.items()}, pair
         _, tokens = token_shape(prepared)
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
@@ -530,9 +547,38 @@ class RingSession:
             sharding = replace(sharding, real_tokens=real_tokens)
         return local, sharding
 
-    def layout_for(self, tokens: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()) -> Layout:
-        """Choose one layout for all layers and rows: with documents for the rows that are most work."""
-        mix, config, block = self.patterns.counted(tokens, self.needs.layers), self.config, self.needs.block
+    def _pair(
+        self, tokens: tuple[int, int], mesh: RingMesh, documents: tuple[Tensor, int] | None
+    ) -> BatchSharding:
+        """Return the sharding of an encoder-decoder's batch."""
+        key = (*tokens, mesh.sequence_size)
+        found = self._by_length.get(key) if documents is None else None
+        if found is None:
+            found = shard_pair(self.config, self.patterns, self.layout_for, tokens, mesh, documents)
+        if documents is None:
+            self._keep(key, found)
+        return found
+
+    def _keep(self, key: tuple[int, int, int], sharding: BatchSharding) -> None:
+        self._by_length[key] = sharding
+        self._by_length.move_to_end(key)
+        if len(self._by_length) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
+            self._by_length.popitem(last=False)
+
+    def layout_for(
+        self,
+        tokens: int,
+        mesh: RingMesh,
+        groups: tuple[RowGroup, ...] = (),
+        patterns: LayerPatterns | None = None,
+    ) -> Layout:
+        """Choose one layout for all layers and rows: with documents for the rows that are most work.
+
+        `patterns` are those of layers that are all alike, None for the model's.
+        """
+        config, block = self.config, self.needs.block
+        layers = self.needs.layers if patterns is None else ()
+        mix = (patterns or self.patterns).counted(tokens, layers)
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         speeds = self.speeds if self.speeds and name == config.layout else None
         if block > 1:  # the entries of such blocks are seen by all tokens behind them
@@ -569,9 +615,7 @@ class RingSession:
         if self.needs.slots:
             sharding = sharding.with_slots(self.device)
         if ids is None:
-            kept[key] = sharding
-            if len(kept) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
-                kept.popitem(last=False)
+            self._keep(key, sharding)
         return sharding
 
     def _shard_slices(self, dataset: Any, indices: Any) -> Batch:

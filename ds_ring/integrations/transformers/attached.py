@@ -32,6 +32,12 @@ from ds_ring.integrations.transformers.compressed import (
     compresses,
     compressors_of,
 )
+from ds_ring.integrations.transformers.encoder_decoders import (
+    PairCall,
+    decoder_ids_of,
+    encoder_hook,
+    is_pair,
+)
 from ds_ring.integrations.transformers.families import (
     LossGuard,
     check_outputs,
@@ -64,6 +70,7 @@ from ds_ring.integrations.transformers.recurrent_parts import (
     told_sharding,
     wrap_functions,
 )
+from ds_ring.integrations.transformers.relative_bias import around_bias, has_relative_bias
 from ds_ring.integrations.transformers.written_out import (
     Family,
     around_attention,
@@ -142,8 +149,10 @@ class Attached:
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
         generation = Generation(model, session)
-        # Image encoders number patches of their own.
-        numbering = None if image_encoders(model) else numbering_check(model, session.mesh)
+        pair = PairCall(model, session) if is_pair(model) else None
+        # Image encoders number patches of their own; of encoder-decoders the ring knows the positions.
+        unknown = not image_encoders(model) and pair is None
+        numbering = numbering_check(model, session.mesh) if unknown else None
         check_lengths(model)
         features = {
             "tiled loss": tiled,
@@ -154,7 +163,7 @@ class Attached:
             "images": images_feature(model, session),
             "router loss": router_loss(model, guard, session),
             "pooled token": pooled_token(model, session) if pools else None,
-            "sharding": self._sharding(guard, generation),
+            "sharding": pair or self._sharding(guard, generation),
         }
         objects = {"model": model, "base": model.base_model, "head": model.get_output_embeddings()}
         objects |= {"generator": model} if hasattr(model, "generate") else {}
@@ -171,25 +180,32 @@ class Attached:
         replaced |= {id(module) for one in compressors_of(model) for module in one.modules()}
         for module in model.modules():
             self.changes += self._put_on_part(module, None if id(module) in replaced else numbering)
-        self._put_on_written_out(parts)
+        self._put_on_written_out(parts, pair)
+        if pair is not None:
+            needs.decoder_ids = decoder_ids_of(model)
+            hook = {"two sequences": encoder_hook()}
+            self.changes += TABLE.apply(hook, session, encoder=model.get_encoder())
         needs.number_tokens = numbering_of(model) or needs.number_tokens
         needs.slots = needs.slots or pools
         needs.block = math.lcm(needs.block, block_of(model))
 
-    def _put_on_written_out(self, parts: list[tuple[PreTrainedModel, Family, nn.Module]]) -> None:
+    def _put_on_written_out(
+        self, parts: list[tuple[PreTrainedModel, Family, nn.Module]], pair: PairCall | None
+    ) -> None:
         """Apply the rows of modules that write attention out, or number tokens."""
         batches = self.session.batches
+        encoder = {id(one) for one in self.model.get_encoder().modules()} if pair is not None else set()
         for part, family, module in parts:
             if type(module).__name__ == family.positions:
-                numbers = around_positions(part, family, module, lambda: self.position_ids)
+                own = None if pair is None else pair.positions(id(module) in encoder)
+                numbers = around_positions(part, family, module, own or (lambda: self.position_ids))
                 TABLE.apply({"own positions": numbers}, self.session, numbers=module)
             else:
-                around = around_attention(part, family, module, batches)
+                around = around_attention(part, family, module, batches, id(module) in encoder)
                 TABLE.apply({"written out": around}, self.session, written=module)
         for layer in () if self.rewritten else layers_of(self.model):
-            self.changes += TABLE.apply(
-                {"written out.layer": told_layer(batches)}, self.session, checkpointed=layer
-            )
+            told = told_layer(batches, id(layer) in encoder)
+            self.changes += TABLE.apply({"written out.layer": told}, self.session, checkpointed=layer)
 
     def _put_on_part(self, module: nn.Module, numbering: NumberingCheck | None) -> list[AppliedPatch]:
         """Apply the rows of a module inside the model."""
@@ -231,6 +247,12 @@ class Attached:
         if hasattr(module, "build_attention_mask_from_topk") and not self.rewritten:
             mask = {"chosen blocks.mask": SimpleNamespace(around_forward=chosen_mask)}
             TABLE.apply(mask, self.session, masking=module)
+        if has_relative_bias(module) and not self.rewritten:
+            bias = {
+                "relative bias": SimpleNamespace(around_forward=around_bias(module)),
+                "relative bias.on": SimpleNamespace(around_forward=True),
+            }
+            TABLE.apply(bias, self.session, biased=module)
         if has_key_terms(module) and not self.rewritten:
             terms = {"key terms": SimpleNamespace(around_forward=KeyTerms(module))}
             changes += TABLE.apply(terms, self.session, terms=module)

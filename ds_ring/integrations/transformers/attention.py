@@ -33,6 +33,7 @@ from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_
 from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.compressed import check_section, compresses, entries_of
+from ds_ring.integrations.transformers.encoder_decoders import check_pair, is_pair
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.images import (
     attention_of_parts,
@@ -52,6 +53,7 @@ from ds_ring.integrations.transformers.layer_masks import (
 )
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently, is_recurrent
+from ds_ring.integrations.transformers.relative_bias import RelativeBias
 from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Softcap
@@ -101,10 +103,18 @@ def attention(
     if isinstance(attention_mask, TermsMask):
         terms, attention_mask = attention_mask, attention_mask.mask
     score_mod = kwargs.pop("score_mod", None)  # of written_out.py
+    bias = kwargs.get("position_bias")
+    if isinstance(bias, RelativeBias):  # another one is refused
+        del kwargs["position_bias"]
+    if sharding.cross is not None:
+        said = _said(module, attention_mask, kwargs)
+        if said is not None and not said.is_causal:
+            sharding = sharding.cross  # the decoder's own attention is causal
     pattern = _pattern(module, sharding, attention_mask, dropout, kwargs)
     entries = entries_of(module)
     # More keys than queries: of a cache, or of another sequence. Both would be cut wrongly.
-    if k_BGSD.shape[2] != q_BHSD.shape[2] and not (isinstance(sharding, CachedSharding) or entries):
+    others = isinstance(sharding, CachedSharding) or entries or sharding.key_layout is not None
+    if k_BGSD.shape[2] != q_BHSD.shape[2] and not others:
         raise RingShapeError(
             f"keys: expected as many local tokens as queries, {q_BHSD.shape[2]}, got {k_BGSD.shape[2]}; a"
             " cache or cross attention is not supported: pass use_cache=False"
@@ -134,6 +144,9 @@ def attention(
             raise RingConfigError(f"{type(module).__name__}: expected no softcap beside compressed entries")
         out_BHSD = entries.attend(q_BHSD, k_BGSD, sharding, pattern, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
+    if isinstance(bias, RelativeBias) and bias.has_table and pattern is not None:
+        out_BHSD = bias.attend(sharding, q_BHSD, k_BGSD, v_BGSD, pattern, scaling)
+        return out_BHSD.transpose(1, 2).contiguous(), None
     changed, up = score_mod if cap is None else Softcap(float(cap)), None
     latents = getattr(module, "expand_kv", None)
     if isinstance(latents, Latents):  # then k and v are the latent and the rotary key
@@ -161,8 +174,12 @@ def _pattern(
             raise RingPatternError(f"{name}: set pattern.causal in the JSON to what the model is")
         return None
     checks.check_attention_call(name, None if isinstance(mask, LayerMask) else mask, dropout, kwargs)
-    said = mask.pattern if isinstance(mask, LayerMask) else said_by_call(module, kwargs)
-    return pattern_in(module, sharding, said)
+    return pattern_in(module, sharding, _said(module, mask, kwargs))
+
+
+def _said(module: nn.Module, mask: object, kwargs: dict[str, Any]) -> Pattern | None:
+    """Return what a layer says of itself; None where it hides all."""
+    return mask.pattern if isinstance(mask, LayerMask) else said_by_call(module, kwargs)
 
 
 def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -194,8 +211,11 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         RingConfigError: with the model's class and its attn_implementation.
     """
     outermost = _pretrained(model, outermost=True)
-    for outer in outermost if config.attention == "ring" and not _keeps_its_own(config) else ():
-        refuse_unknown_encoder(outer)
+    for outer in outermost if not _keeps_its_own(config) else ():
+        if config.attention == "ring":
+            refuse_unknown_encoder(outer)
+        if is_pair(outer):
+            check_pair(outer, config)
     keep = {id(encoder) for outer in outermost for encoder in image_encoders(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation

@@ -81,7 +81,8 @@ def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[s
     if dropout:
         raise RingConfigError(
             f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
-            " model's configuration (dropout elsewhere is fine)"
+            " model's configuration (elsewhere it is fine; T5 has one number for all, so set `dropout` of"
+            " its attention modules)"
         )
     if mask is not None:
         raise RingPatternError(
@@ -124,7 +125,17 @@ _RECURRENT_LAYERS = {
 }  # recurrent_parts.py knows theirs
 _INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 _COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
-_TWO_SEQUENCES = "whose cross attention reads a second sequence, and a ring cuts and carries one"
+# By model type, what an encoder-decoder does with other tokens; of the others no test compares any.
+_PAIRS_OTHERWISE = {
+    "bigbird_pegasus": "its encoder draws blocks of keys at random for each length",
+    "fsmt": "its attention is written out with tokens before samples, and makes a mask of its own",
+    "led": "its encoder attends within windows that it cuts out of the tokens it is given",
+    "longt5": "its encoder attends within blocks that it cuts out of the tokens it is given",
+    "nllb-moe": "its experts take as many tokens of the sequence as they have room for",
+    "pegasus_x": "its encoder attends within blocks that it cuts out of the tokens it is given",
+    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
+    "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
+}
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
 # Settings that no property of the class shows: what the setting does with other tokens, and the value that
@@ -144,18 +155,18 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
         as_is: its attention is left to the backend "ds_ring", which needs no attention interface.
     """
     name, config = type(model).__name__, model.config.get_text_config()
-    if getattr(model.config, "is_encoder_decoder", False):
+    family = None if as_is else family_of(model)
+    if getattr(model.config, "is_encoder_decoder", False) and family is None:
+        why = _PAIRS_OTHERWISE.get(model.config.model_type, "no test compares it with one process")
         raise RingConfigError(
-            f"{name} cannot run on a ring: it is an encoder-decoder, {_TWO_SEQUENCES}; use a model of one"
-            " sequence such as Llama, Qwen or BERT, or call ds_ring.ring_attention in a model of your own:"
-            ' queries="replicated" for cross attention to a long sequence'
+            f"{name} cannot run on a ring: it is an encoder-decoder, and {why}; use BART, Marian or T5, say,"
+            " or call ds_ring.ring_attention with key_layout in a model of your own"
         )
     if config.model_type in _OTHERWISE:
         raise RingConfigError(
             f"{name} cannot run on a ring: {_OTHERWISE[config.model_type]}, so each rank would see its own"
             " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
         )
-    family = None if as_is else family_of(model)
     is_known = family is not None
     if family and family.positions not in ("", *(type(part).__name__ for part in model.modules())):
         raise RingConfigError(

@@ -84,7 +84,7 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
         if (
             not isinstance(value, Tensor)
             or value.ndim < 2
-            or name == "image_hidden_states"  # of this rank's image tokens
+            or name in ("image_hidden_states", "encoder_last_hidden_state")  # of this rank's other tokens
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue

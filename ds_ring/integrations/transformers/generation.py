@@ -168,6 +168,8 @@ class Generation:
             and not makes_such_masks(self.model, "sliding_attention")
         )
         faults = {
+            "expected a model of one sequence, got an encoder-decoder, whose cache of two sequences does not"
+            " stay on the ring": config.is_encoder_decoder,
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
             "expected evaluation mode, got training: call engine.eval()": self.model.training,
             f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,

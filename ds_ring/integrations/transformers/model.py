@@ -107,6 +107,16 @@ TABLE = PatchTable(
             when="a layer adds a learned term of each key (Doge)",
         ),
         Patch(
+            "biased.compute_bias", "around_forward", "replaced", "relative bias",
+            "hands the table of the bias on; calls the original without a ring",
+            when="attention adds a learned bias for each bucket of distances (T5)",
+        ),
+        Patch(
+            "biased.has_relative_attention_bias", "around_forward", "set", "relative bias.on",
+            "cross attention asks for its bias, too, in place of zeros for all pairs",
+            when="attention adds a learned bias for each bucket of distances (T5)",
+        ),
+        Patch(
             "head.forward", "around_forward", "replaced", "tiled loss",
             "returns deferred logits", when="long_sequence.tiled_loss",
         ),
@@ -259,7 +269,14 @@ TABLE = PatchTable(
             "model", "before_forward", "hook", "sharding",
             "checks the call, passes use_cache=False and the batch's sharding",
         ),
-        Patch("model", "after_forward", "hook", "sharding", "checks the output and its loss"),
+        Patch(
+            "encoder", "before_forward", "hook", "two sequences",
+            "passes the sharding of the encoder's sequence", when="the model is an encoder-decoder",
+        ),
+        Patch(
+            "model", "after_forward", "hook", "sharding",
+            "checks the output and its loss; computes that of an encoder-decoder",
+        ),
         Patch(
             "config._attn_implementation", "around_off", "set", "attention.off",
             "engine.ring.off(): the model's own attention; its hooks are removed meanwhile",
@@ -277,6 +294,7 @@ TABLE = PatchTable(
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",
         "latent": "",  # one of many classes; latents.py looks for the method
+        "biased": "",  # relative_bias.py looks for the method
         "terms": "",  # key_terms.py looks for the method
         "masking": "",  # attached.py looks for the method
         "head": "torch.nn.Linear",
@@ -292,6 +310,7 @@ TABLE = PatchTable(
         "compressor": "torch.nn.Module",
         "scorer": "torch.nn.Module",
         "base": _PRETRAINED,
+        "encoder": _PRETRAINED,
         "score": "torch.nn.Linear",
         "config": "transformers.PreTrainedConfig",
     },

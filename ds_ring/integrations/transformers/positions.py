@@ -34,12 +34,13 @@ _FROM_IDS = "create_position_ids_from_input_ids"
 
 
 def numbering_of(model: nn.Module) -> Callable[[Batch], Tensor] | None:
-    """Return how the model numbers tokens by their ids (RoBERTa, XLM-R, CamemBERT); None if it does not."""
+    """Return how the model numbers tokens by their ids (RoBERTa, XLM-R, M2M100); None if it does not."""
     for module in model.modules():
         kind = type(module)
         derives = hasattr(kind, _FROM_IDS) or hasattr(sys.modules.get(kind.__module__), _FROM_IDS)
         padding = getattr(module, "padding_idx", None)
-        if derives and hasattr(module, "position_embeddings") and isinstance(padding, int):
+        own = hasattr(kind, _FROM_IDS) and hasattr(module, "make_weights")  # M2M100's table of sinusoids
+        if derives and (own or hasattr(module, "position_embeddings")) and isinstance(padding, int):
             return partial(_numbered_by_ids, padding)
     return None
 

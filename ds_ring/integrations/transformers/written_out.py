@@ -52,6 +52,7 @@ class Family:
         bias: what a module adds to the scores; None if it adds nothing.
         positions: the class of the module that numbers tokens, which `numbered` replaces; "" if the model is
             given position_ids, or needs none.
+        pairs: whether its encoder-decoders are exact, too: [Note: two sequences] in pairs.py.
     """
 
     attention: str = ""
@@ -59,6 +60,7 @@ class Family:
     bias: Bias | None = None
     positions: str = ""
     numbered: Numbered | None = None
+    pairs: bool = False
 
 
 def _bloom_alibi(module: Any, factor: float) -> Alibi:
@@ -130,16 +132,29 @@ def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tenso
     return forward(position_ids.shape, 0, position_ids[0])
 
 
-def _decoder(positions: str, attention: str = "") -> Family:
-    """Return the family of an encoder-decoder's decoder that is used alone."""
-    return Family(attention, positions=positions, numbered=_embedded)
+def _by_ids(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
+    """Return M2M100's sinusoids; the batch's positions leave padding out, as the module does."""
+    needed = int(position_ids.max()) + 1
+    if needed > module.weights.size(0):
+        module.make_weights(needed, module.embedding_dim, module.padding_idx)
+    found: Tensor = module.weights[position_ids].detach()
+    return found
+
+
+def _decoder(positions: str, attention: str = "", pairs: bool = True) -> Family:
+    """Return the family of an encoder-decoder, whose decoder may be used alone."""
+    return Family(attention, positions=positions, numbered=_embedded, pairs=pairs)
+
+
+def _numbered_by_ids(positions: str) -> Family:
+    return Family(positions=positions, numbered=_by_ids, pairs=True)
 
 
 # By model type, those that tests compare with one process.
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
     "big_bird": Family("BigBirdSelfAttention"),
-    "bigbird_pegasus": _decoder("BigBirdPegasusLearnedPositionalEmbedding"),
+    "bigbird_pegasus": _decoder("BigBirdPegasusLearnedPositionalEmbedding", pairs=False),
     "biogpt": Family(),
     "blenderbot": _decoder("BlenderbotLearnedPositionalEmbedding"),
     "blenderbot-small": _decoder("BlenderbotSmallLearnedPositionalEmbedding"),
@@ -151,6 +166,7 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neo": Family("GPTNeoSelfAttention", pattern=_gpt_neo_pattern),
     "gpt_neox_japanese": Family("GPTNeoXJapaneseAttention"),
     "gptj": Family("GPTJAttention"),
+    "m2m_100": _numbered_by_ids("M2M100SinusoidalPositionalEmbedding"),
     "marian": _decoder("MarianSinusoidalPositionalEmbedding"),
     "mbart": _decoder("MBartLearnedPositionalEmbedding"),
     "megatron-bert": Family("MegatronBertSelfAttention"),
@@ -159,6 +175,7 @@ FAMILIES: Mapping[str, Family] = {
     "musicgen_melody_decoder": Family(
         positions="MusicgenMelodySinusoidalPositionalEmbedding", numbered=_sinusoidal
     ),
+    "mt5": Family(pairs=True),
     "mvp": _decoder("MvpLearnedPositionalEmbedding", "MvpAttention"),
     "nemotron": Family(),
     "openai-gpt": Family("Attention", pattern=lambda *_: Causal()),
@@ -169,8 +186,12 @@ FAMILIES: Mapping[str, Family] = {
         "RoFormerSelfAttention", positions="RoFormerSinusoidalPositionalEmbedding", numbered=_rotary_rows
     ),
     "stablelm": Family(),
-    "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention"),
-    "whisper": _decoder("WhisperPositionalEmbedding"),
+    "seamless_m4t": _numbered_by_ids("SeamlessM4TSinusoidalPositionalEmbedding"),
+    "seamless_m4t_v2": _numbered_by_ids("SeamlessM4Tv2SinusoidalPositionalEmbedding"),
+    "t5": Family(pairs=True),
+    "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention", pairs=False),
+    "umt5": Family(pairs=True),
+    "whisper": _decoder("WhisperPositionalEmbedding", pairs=False),
     "xglm": Family("XGLMAttention"),
     "xlm": Family("MultiHeadAttention", pattern=_xlm_pattern),
 }
@@ -179,13 +200,14 @@ FAMILIES: Mapping[str, Family] = {
 def family_of(model: PreTrainedModel) -> Family | None:
     """Return what a ring must know of a model of `FAMILIES`; None for others, also of code from elsewhere."""
     known = type(model).__module__.startswith("transformers.models.")
+    family = FAMILIES.get(model.config.model_type) if known else None
     alone = not getattr(model.config, "is_encoder_decoder", False)
-    return FAMILIES.get(model.config.model_type) if known and alone else None
+    return family if family is not None and (alone or family.pairs) else None
 
 
 def check_inputs(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
     """Refuse a second sequence, and images, which these models put in front of each rank's tokens."""
-    for name in ("encoder_hidden_states", "pixel_values", "audio_codes"):
+    for name in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
         if family_of(model) is not None and given.get(name) is not None:
             raise RingConfigError(
                 f"{type(model).__name__}: expected one sequence of tokens, got {name} beside it, which a ring"
@@ -398,7 +420,11 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
 
 
 def around_attention(
-    model: PreTrainedModel, family: Family, module: nn.Module, batches: RecentBatches
+    model: PreTrainedModel,
+    family: Family,
+    module: nn.Module,
+    batches: RecentBatches,
+    of_encoder: bool = False,
 ) -> SimpleNamespace:
     """Return what runs in place of the forward of a module that writes attention out."""
 
@@ -412,6 +438,8 @@ def around_attention(
             )
         given = (*args, *kwargs.values())
         mask = next((x for x in given if isinstance(x, LayerMask)), None)
+        if mask is None and batches.current.cross is not None:  # only the decoder's own attention has one
+            mask = LayerMask(Full(), batches.current.encoder if of_encoder else batches.current)
         sharding = batches.current if mask is None or mask.sharding is None else mask.sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
         operators = _Operators(_ModuleAttention(module, model.config, family, sharding, mask, samples))
@@ -429,15 +457,19 @@ def around_attention(
     return SimpleNamespace(around_forward=around)
 
 
-def told_layer(batches: RecentBatches) -> SimpleNamespace:
-    """Return the hook by which a layer's mask knows its batch, also when the layer is run again."""
+def told_layer(batches: RecentBatches, of_encoder: bool = False) -> SimpleNamespace:
+    """Return the hook by which a layer's mask knows its batch, also when the layer is run again.
+
+    With `of_encoder` it is a layer of the encoder of an encoder-decoder.
+    """
 
     # Hooks of a layer run outside of the checkpointed function, which keeps the arguments of the first run.
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def told(x: Any) -> Any:
-            return replace(x, sharding=batches.current) if isinstance(x, LayerMask) else x
+            sharding = batches.current.encoder if of_encoder else batches.current
+            return replace(x, sharding=sharding) if isinstance(x, LayerMask) else x
 
         return tuple(map(told, args)), {key: told(x) for key, x in kwargs.items()}
 

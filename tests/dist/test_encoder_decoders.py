@@ -1,0 +1,291 @@
+"""Encoder-decoders trained through `ds_ring.initialize`, against one process; and what is refused of them.
+
+`test_families.py` has the model types. Here: steps of training with ZeRO and checkpointed layers, other layouts,
+Ulysses ranks, short batches that are not cut, and batches that are wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import ds_ring
+from ds_ring import RingConfigError, RingError, RingPatternError
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_bart,
+    build_pairs,
+    build_t5,
+    json_config,
+    start_deepspeed,
+    train_alone,
+    train_on_ring,
+)
+from tests.dist.harness import RankPool
+
+Pool = Callable[[int], RankPool]
+BUILD = {"bart": build_bart, "t5": build_t5}
+STEPS = 3
+
+
+class Case(NamedTuple):
+    """One training."""
+
+    model: str
+    ring_size: int
+    tokens: int  # of the encoder
+    answers: int  # of the decoder
+    padded: bool = True
+    stage: int = 2
+    checkpointing: bool = False
+    layout: str = "auto"
+    ulysses_size: int = 1
+    shortest: int = 0  # min_sequence_length
+
+
+CASES = {
+    "bart": Case("bart", 2, 47, 30, checkpointing=True),
+    "bart, longer answers": Case("bart", 2, 21, 50, padded=False, stage=1, layout="zigzag"),
+    "bart, balanced": Case("bart", 2, 47, 30, layout="balanced", stage=0),
+    "bart, Ulysses": Case("bart", 4, 45, 31, ulysses_size=2, layout="contiguous"),
+    "bart, not cut": Case("bart", 2, 40, 30, shortest=64),
+    "bart, ZeRO 3": Case("bart", 4, 47, 30, stage=3),
+    "t5": Case("t5", 2, 47, 30, checkpointing=True),
+    "t5, ZeRO 3": Case("t5", 2, 41, 50, padded=False, stage=3, layout="zigzag"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.day("bart", "bart, longer answers", "bart, Ulysses", "bart, not cut", "t5")
+def test_training_equals_one_process(rank_pool: Pool, name: str) -> None:
+    case = CASES[name]
+    size = Size(hidden=32, layers=2, tokens=case.tokens, samples=4)
+    batch = build_pairs(size, case.answers, case.padded)
+    build = BUILD[case.model]
+    section = {
+        "ulysses_size": case.ulysses_size,
+        "layout": case.layout,
+        "min_sequence_length": case.shortest,
+    }
+    config = json_config(case.ring_size, size.samples, case.stage, ring_attention=section)
+    got = rank_pool(case.ring_size).run(
+        train_on_ring, size, config, STEPS, 1.0, case.checkpointing, batch, build, timeout_s=120
+    )[0]
+    expected = train_alone(size, STEPS, batch=batch, build=build)
+    for mine, theirs in zip(got.losses, expected.losses, strict=True):
+        assert abs(mine - theirs) < 1e-5 * theirs
+    assert got.gradients.keys() >= expected.gradients.keys()
+    norms = torch.stack([x.norm() for x in expected.gradients.values()])
+    for name, gradient in expected.gradients.items():
+        error = (got.gradients[name] - gradient).norm() / max(gradient.norm(), 1e-2 * norms.mean())
+        assert error < 2e-5, (name, error)
+
+
+def small() -> Size:
+    return Size(hidden=16, layers=1, tokens=21, samples=2)
+
+
+def session_for(section: dict[str, Any], **changes: Any) -> Any:
+    """The engine of a small BART on this process's ring of two."""
+    deepspeed = start_deepspeed()
+    del deepspeed
+    model = build_bart(small(), **changes)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = json_config(2, 2, 0, ring_attention=section)
+    return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+
+
+def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
+    """What a batch is refused for, logprobs, and what works without the ring."""
+    engine = session_for({})
+    whole, found = build_pairs(small(), 13, padded=True), {}
+    wrong: dict[str, dict[str, Tensor]] = {
+        "no answers": {"input_ids": whole["input_ids"]},
+        "samples": whole | {"labels": whole["labels"][:1]},
+        "documents": whole | {"document_ids": torch.zeros(2, 21, dtype=torch.int64)},
+        "positions": whole | {"position_ids": torch.arange(21).expand(2, -1)},
+        "gaps": whole | {"decoder_attention_mask": torch.arange(13).expand(2, -1) % 2},
+    }
+    for name, batch in wrong.items():
+        try:
+            engine.ring.shard_batch(batch)
+        except RingError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    local = engine.ring.shard_batch(whole)
+    calls: dict[str, dict[str, Any]] = {
+        "labels alone": {key: x for key, x in local.items() if key != "shift_labels"},
+        "mask": local | {"attention_mask": torch.ones_like(local["input_ids"])},
+        "encoder_outputs": local | {"encoder_outputs": (local["input_ids"],)},
+        "length": local | {"decoder_input_ids": local["decoder_input_ids"][:, :-1]},
+    }
+    for name, given in calls.items():
+        try:
+            engine(**given)
+        except RingError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    engine.eval()
+    try:
+        engine.module.generate(whole["input_ids"], max_new_tokens=3)
+    except RingError as error:
+        found["generate"] = f"{type(error).__name__}: {error}"
+    with torch.no_grad():
+        mine = engine.ring.gather(engine.ring.logprobs(engine, local))
+        states = engine.ring.gather(engine(**local).encoder_last_hidden_state, encoder=True)
+        with engine.ring.off():
+            output = engine.module(**whole)
+            text = engine.module.generate(whole["input_ids"], max_new_tokens=3, do_sample=False)
+    alone = build_bart(small()).eval()
+    expected = alone.generate(whole["input_ids"], max_new_tokens=3, do_sample=False)  # type: ignore[operator]
+    labels = whole["labels"]
+    theirs = output.logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    found["logprobs"] = float((mine - theirs.masked_fill(labels < 0, 0.0)).abs().max())
+    real = whole["attention_mask"].bool()
+    found["states"] = float((states - output.encoder_last_hidden_state)[real].abs().max())
+    found["text"] = bool(torch.equal(text, expected))
+    return found
+
+
+SAID = {
+    "no answers": "RingShapeError: batch: expected labels or decoder_input_ids of an encoder-decoder",
+    "samples": "RingShapeError: batch: expected as many samples in both sequences, got 2 of the encoder and 1",
+    "documents": "knows no packed documents",
+    "positions": "numbers the tokens of both by itself",
+    "gaps": "RingPatternError: attention_mask: expected padding on the right only",
+    "labels alone": "RingShapeError: BartForConditionalGeneration: expected shift_labels and num_items_in_batch",
+    "mask": "RingPatternError: BartForConditionalGeneration: expected no attention_mask",
+    "encoder_outputs": "expected one sequence of tokens, got encoder_outputs",
+    "length": "RingShapeError: BartForConditionalGeneration: input_ids: expected 7 local tokens",
+    "generate": "RingConfigError: BartForConditionalGeneration.generate: expected a model of one sequence",
+}
+
+
+def test_batches_calls_and_what_is_not_training(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(used_otherwise):
+        for name, said in SAID.items():
+            assert said in found.get(name, "no error"), (name, found.get(name))
+        assert found["logprobs"] < 1e-5 and found["states"] < 1e-5
+        assert found["text"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] = {
+    "window": ({"pattern": {"window": 8}}, {}, RingPatternError, "expected the plain causal pattern"),
+    "documents": (
+        {"pattern": {"documents": True}},
+        {},
+        RingPatternError,
+        "and documents: an encoder-decoder",
+    ),
+    "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
+    "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
+    "tiles": ({"long_sequence": {"tiled_mlp": True}}, {}, RingConfigError, '"long_sequence"'),
+    "layerdrop": ({}, {"encoder_layerdrop": 0.1}, RingConfigError, "config.encoder_layerdrop 0.1 leaves out"),
+}
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (section, changes, kind, _) in REFUSED.items():
+        try:
+            session_for(section, **changes)
+        except kind as error:
+            found[name] = str(error)
+    return found
+
+
+def test_sections_and_settings_that_are_refused(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(refused):
+        for name, (*_, said) in REFUSED.items():
+            assert said in found.get(name, "no error"), (name, found.get(name))
+
+
+# T5's layers in float64, whose norms are float32 in any case: the attention module by itself.
+BIASED = {
+    "both ways": ("t5", False, False),
+    "causal": ("t5", True, False),
+    "padded": ("t5", False, True),
+    "UMT5": ("umt5", False, False),
+}
+TOKENS, WIDTH = 150, 24  # beyond the greatest distance of 128, in 32 buckets
+
+
+def biased_module(family: str, causal: bool) -> Any:
+    from transformers.models.t5.modeling_t5 import T5Attention, T5Config
+    from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5Config
+
+    kind, of = (T5Attention, T5Config) if family == "t5" else (UMT5Attention, UMT5Config)
+    config = of(d_model=WIDTH, d_kv=8, num_heads=3, dropout_rate=0.0, is_decoder=causal)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return kind(config, has_relative_attention_bias=True, layer_idx=0, is_causal=causal).double()
+
+
+def states_of() -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the gradient of the output, and which tokens are real: all of one sample, most of the other."""
+    generator = torch.Generator().manual_seed(2)
+    x, grad = (torch.randn(2, TOKENS, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    return x, grad, torch.arange(TOKENS) < torch.tensor([[TOKENS], [TOKENS - 40]])
+
+
+def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, float]:
+    """Errors of the output and of each gradient."""
+    import torch.distributed as dist
+
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.batch import SHARDING
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.integrations.deepspeed.packing import group_rows
+    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
+    from ds_ring.integrations.transformers.relative_bias import around_bias
+    from ds_ring.masks.layer_patterns import LayerPatterns
+
+    family, causal, padded = BIASED[name]
+    x, grad, real = states_of()
+    hidden = torch.zeros(2, 1, TOKENS, TOKENS, dtype=torch.float64)
+    if padded:
+        hidden = hidden.masked_fill(~real[:, None, None, :], -torch.inf)
+        grad = grad * real[..., None]  # what padding sees is not compared
+    if causal:
+        hidden = hidden.masked_fill(torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), -torch.inf)
+    alone, module = biased_module(family, causal), biased_module(family, causal)
+    whole = x.clone().requires_grad_()
+    given = {"mask" if family == "t5" else "attention_mask": hidden}
+    expected = alone(whole, **given)[0]
+    expected.backward(grad)
+    mesh = ds_ring.RingMesh.from_world(world_size)
+    pattern = ds_ring.Causal() if causal else ds_ring.Full()
+    placed = ds_ring.make_layout(layout, tokens=TOKENS, ring_size=world_size, pattern=pattern)
+    groups = group_rows(torch.where(real, 0, -1), 2) if padded else ()
+    config = RingConfig(ring_size=world_size, pattern={"causal": causal})
+    sharding = BatchSharding(config, placed, mesh, LayerPatterns(pattern, {}), groups)
+    module.compute_bias = around_bias(module)
+    module.config._attn_implementation = "ds_ring"
+    mine, grad_mine = (ds_ring.shard_sequence(one, placed, mesh=mesh, dim=1) for one in (x, grad))
+    mine.requires_grad_()
+    out = module(mine, **{SHARDING: sharding})[0]
+    out.backward(grad_mine)
+    both = {"out": (out.detach(), expected.detach()), "x": (mine.grad, whole.grad)}
+    errors = {}
+    for key, (local, want) in both.items():
+        got = ds_ring.gather_sequence(local, placed, mesh=mesh, dim=1)
+        rows = real if padded else torch.ones_like(real)
+        errors[key] = float((got - want)[rows].abs().max() / want.abs().max())
+    for key, parameter in module.named_parameters():
+        dist.all_reduce(parameter.grad)
+        want = dict(alone.named_parameters())[key].grad
+        errors[key] = float((parameter.grad - want).abs().max() / want.abs().max())
+    assert len(errors) == 7 and errors["relative_attention_bias.weight"] >= 0
+    return errors
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
+@pytest.mark.parametrize("name", BIASED)
+@pytest.mark.day("both ways-2-zigzag", "causal-4-contiguous", "padded-2-zigzag", "UMT5-2-zigzag")
+def test_a_bias_of_distances_is_exact_in_float64(
+    rank_pool: Pool, name: str, world_size: int, layout: str
+) -> None:
+    errors = rank_pool(world_size).run(biased, name, layout)[0]
+    assert max(errors.values()) < 1e-12, errors
