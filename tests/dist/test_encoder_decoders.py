@@ -106,6 +106,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
     wrong: dict[str, dict[str, Tensor]] = {
         "no answers": {"input_ids": whole["input_ids"]},
         "samples": whole | {"labels": whole["labels"][:1]},
+        "labels of samples": whole | {"labels": whole["labels"][:, 0]},
         "documents": whole | {"document_ids": torch.zeros(2, 21, dtype=torch.int64)},
         "positions": whole | {"position_ids": torch.arange(21).expand(2, -1)},
         "gaps": whole | {"decoder_attention_mask": torch.arange(13).expand(2, -1) % 2},
@@ -152,6 +153,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
 SAID = {
     "no answers": "RingShapeError: batch: expected labels or decoder_input_ids of an encoder-decoder",
     "samples": "RingShapeError: batch: expected as many samples in both sequences, got 2 of the encoder and 1",
+    "labels of samples": "RingShapeError: labels: expected [samples, tokens], got [2]",
     "documents": "knows no packed documents",
     "positions": "numbers the tokens of both by itself",
     "gaps": "RingPatternError: attention_mask: expected padding on the right only",

@@ -55,7 +55,7 @@ ENCODER_DECODERS = """
     bart blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp pegasus plbart t5 umt5
 """
 NO_PAIRS = {  # and a part of the reason
-    "bigbird_pegasus": "it is an encoder-decoder, and its encoder draws blocks of keys at random",
+    "bigbird_pegasus": "draws blocks of keys at random",
     "fsmt": "its attention is written out with tokens before samples",
     "led": "its encoder attends within windows that it cuts",
     "longt5": "its encoder attends within blocks that it cuts",
@@ -95,7 +95,14 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {"head": "masked-lm"}, EXACT) for family in MASKED.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ENCODER_DECODERS.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ("seamless_m4t", "seamless_m4t_v2")),
+    (
+        "bigbird_pegasus",
+        {"head": "seq2seq-lm", "changes": {"attention_type": "original_full"}},
+        EXACT,
+    ),
     *((family, {}, reason) for family, reason in NO_PAIRS.items()),
+    ("t5", {"head": "token-classification", "section": {"pattern": {"causal": False}}}, EXACT),
+    ("bart", {"head": "sequence-classification"}, "its head pools tokens"),
     *((family, {}, EXACT) for family in WRITTEN_OUT.split()),
     *((family, {"head": "causal-lm"}, EXACT) for family in DECODERS_ALONE.split()),
     ("big_bird", {"changes": {"attention_type": "original_full"}}, EXACT),

@@ -79,15 +79,17 @@ def prepare_pair(
                 " numbers the tokens of both by itself, and knows no packed documents; pad samples"
             )
     labels_BD = decoder.pop("labels", None)
-    if labels_BD is not None:
-        decoder.setdefault("shift_labels", labels_BD)  # aligned as they are
+    if labels_BD is not None and labels_BD.ndim != 2:
+        raise RingShapeError(f"labels: expected [samples, tokens], got {list(labels_BD.shape)}")
     if "input_ids" not in decoder and "inputs_embeds" not in decoder:
-        if "shift_labels" not in decoder:
+        if labels_BD is None:  # what some models make of the text then is not the caller's to guess
             raise RingShapeError(
                 "batch: expected labels or decoder_input_ids of an encoder-decoder, got the keys"
                 f" {sorted(batch)}"
             )
-        decoder["input_ids"] = decoder_ids(decoder["shift_labels"])
+        decoder["input_ids"] = decoder_ids(labels_BD)
+    if labels_BD is not None:
+        decoder.setdefault("shift_labels", labels_BD)  # aligned as they are
     samples = [token_shape(half)[0] for half in (encoder, decoder)]
     if samples[0] != samples[1]:
         raise RingShapeError(

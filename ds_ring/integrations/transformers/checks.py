@@ -127,7 +127,6 @@ _INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
 _COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
 # By model type, what an encoder-decoder does with other tokens; of the others no test compares any.
 _PAIRS_OTHERWISE = {
-    "bigbird_pegasus": "its encoder draws blocks of keys at random for each length",
     "fsmt": "its attention is written out with tokens before samples, and makes a mask of its own",
     "led": "its encoder attends within windows that it cuts out of the tokens it is given",
     "longt5": "its encoder attends within blocks that it cuts out of the tokens it is given",
@@ -156,7 +155,8 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     """
     name, config = type(model).__name__, model.config.get_text_config()
     family = None if as_is else family_of(model)
-    if getattr(model.config, "is_encoder_decoder", False) and family is None:
+    pair = getattr(model.config, "is_encoder_decoder", False)
+    if pair and family is None:
         why = _PAIRS_OTHERWISE.get(model.config.model_type, "no test compares it with one process")
         raise RingConfigError(
             f"{name} cannot run on a ring: it is an encoder-decoder, and {why}; use BART, Marian or T5, say,"
@@ -220,7 +220,8 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             f"{name} cannot run on a ring: config.alibi adds a distance to each score, which ring attention"
             " does not compute; use a model with rotary or learned positions"
         )
-    if config.model_type == "big_bird" and config.attention_type == "block_sparse":
+    draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
+    if draws and config.attention_type == "block_sparse":
         raise RingConfigError(
             f'{name} cannot run on a ring: config.attention_type "block_sparse" draws blocks of keys at'
             ' random for each length, and a rank knows its own tokens only; set it to "original_full", if'

@@ -55,6 +55,12 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
             f"{name} cannot run on a ring: expected an encoder-decoder that reads and writes tokens, got a"
             " class that reads sound, or has one of the two parts; use the class for conditional generation"
         )
+    if name.endswith(("ForSequenceClassification", "ForQuestionAnswering")):
+        raise RingConfigError(
+            f"{name} cannot run on a ring: its head pools tokens, or normalizes over them, and a rank has its"
+            f" own alone; take {type(model.base_model).__name__} in a module of your own, with a head on"
+            " engine.ring.gather(output.last_hidden_state)"
+        )
     for key in ("encoder_layerdrop", "decoder_layerdrop"):
         if getattr(model.config, key, 0):
             raise RingConfigError(
@@ -87,7 +93,8 @@ def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     module, config = sys.modules[type(model).__module__], model.config
 
     def shifted(labels_BD: Tensor) -> Tensor:
-        if not hasattr(module, "shift_tokens_right"):
+        takes_labels = "labels" in inspect.signature(model.forward).parameters
+        if not takes_labels or not hasattr(module, "shift_tokens_right"):
             raise RingShapeError(
                 f"batch: expected decoder_input_ids beside labels, got none, and {type(model).__name__} does"
                 " not say how it makes them"
@@ -97,8 +104,8 @@ def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         )
         return found
 
-    own: Callable[[Tensor], Tensor] = getattr(model, "prepare_decoder_input_ids_from_labels", shifted)
-    return own
+    made: Callable[[Tensor], Tensor] = getattr(model, "prepare_decoder_input_ids_from_labels", shifted)
+    return made
 
 
 def encoder_hook() -> SimpleNamespace:

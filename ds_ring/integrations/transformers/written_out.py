@@ -154,7 +154,7 @@ def _numbered_by_ids(positions: str) -> Family:
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
     "big_bird": Family("BigBirdSelfAttention"),
-    "bigbird_pegasus": _decoder("BigBirdPegasusLearnedPositionalEmbedding", pairs=False),
+    "bigbird_pegasus": _decoder("BigBirdPegasusLearnedPositionalEmbedding", "BigBirdPegasusSelfAttention"),
     "biogpt": Family(),
     "blenderbot": _decoder("BlenderbotLearnedPositionalEmbedding"),
     "blenderbot-small": _decoder("BlenderbotSmallLearnedPositionalEmbedding"),
