@@ -16,6 +16,7 @@ from torch import Tensor
 import ds_ring
 from ds_ring import RingConfigError, RingError, RingPatternError
 from tests.dist.deepspeed_ranks import (
+    LEARNING_RATE,
     Size,
     build_bart,
     build_pairs,
@@ -202,6 +203,37 @@ def test_sections_and_settings_that_are_refused(rank_pool: Pool) -> None:
     for found in rank_pool(2).run(refused):
         for name, (*_, said) in REFUSED.items():
             assert said in found.get(name, "no error"), (name, found.get(name))
+
+
+def enabled(rank: int, world_size: int) -> tuple[list[float], dict[str, float]]:
+    """An ordinary script after `ds_ring.enable()`: whole batches in, whole outputs out."""
+    deepspeed = start_deepspeed()
+    ds_ring.enable()
+    size = small()._replace(tokens=26)  # as many on a rank in both sequences, in other layouts
+    model, alone = build_bart(size), build_bart(size)
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    engine = deepspeed.initialize(model=model, optimizer=sgd, config=json_config(2, 2, 1))[0]
+    whole, losses, errors = build_pairs(size, 26, padded=True), [], {}
+    expected = alone(**whole)
+    for _ in range(2):
+        output = engine(**whole)
+        if not losses:
+            real = whole["attention_mask"].bool()
+            for name, rows in (("logits", real | True), ("encoder_last_hidden_state", real)):
+                errors[name] = float((output[name] - expected[name])[rows].abs().max())
+        engine.backward(output.loss)
+        engine.step()
+        losses.append(float(output.loss))
+    return losses, errors
+
+
+def test_a_script_without_our_calls(rank_pool: Pool) -> None:
+    size = small()._replace(tokens=26)
+    batch = build_pairs(size, 26, padded=True)
+    expected = train_alone(size, 2, batch=batch, build=build_bart)
+    for losses, errors in rank_pool(2).run(enabled):
+        assert losses == pytest.approx(expected.losses, rel=1e-5)
+        assert max(errors.values()) < 1e-5
 
 
 # T5's layers in float64, whose norms are float32 in any case: the attention module by itself.

@@ -158,6 +158,9 @@ class WholeBatches:
             if only_loss:
                 return type(output)(loss=output["loss"])
             later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
+            if sharding.encoder is not None:
+                of_encoder = partial(_whole, self._session, sharding.encoder)
+                later |= {name: of_encoder for name in later if name.startswith("encoder_")}
             if shifts and "log_probs" in output:
                 later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
             parts = {
