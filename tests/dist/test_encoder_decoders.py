@@ -148,6 +148,10 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
     real = whole["attention_mask"].bool()
     found["states"] = float((states - output.encoder_last_hidden_state)[real].abs().max())
     found["text"] = bool(torch.equal(text, expected))
+    try:
+        engine.compile()
+    except RingError as error:
+        found["compiled"] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -162,6 +166,7 @@ SAID = {
     "mask": "RingPatternError: BartForConditionalGeneration: expected no attention_mask",
     "encoder_outputs": "expected one sequence of tokens, got encoder_outputs",
     "length": "RingShapeError: BartForConditionalGeneration: input_ids: expected 7 local tokens",
+    "compiled": "RingConfigError: engine.compile: expected a model of one sequence, got an encoder-decoder",
     "generate": "RingConfigError: BartForConditionalGeneration.generate: expected a model of one sequence",
 }
 

@@ -63,7 +63,7 @@ NO_PAIRS = {  # and a part of the reason
     "pegasus_x": "its encoder attends within blocks that it cuts",
     "prophetnet": "it predicts several tokens ahead",
     "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
-    "whisper": "no test compares it with one process",
+    "whisper": "its encoder reads input_features and not tokens",
 }
 MIXED_LAYERS = "gpt_oss gemma2 llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}

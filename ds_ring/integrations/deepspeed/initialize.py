@@ -206,6 +206,11 @@ def _compile(
     **kwargs: Any,
 ) -> None:
     """Call `engine.compile`, whose backend "ds_ring" gets the session; other backends are as they were."""
+    if session.needs.decoder_ids is not None:
+        raise RingConfigError(
+            "engine.compile: expected a model of one sequence, got an encoder-decoder, whose two sequences a"
+            " compiled model is not told; leave it out"
+        )
     if backend == "ds_ring":
         if engine.is_deepcompile_enabled():
             raise RingConfigError(

@@ -157,7 +157,10 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
     family = None if as_is else family_of(model)
     pair = getattr(model.config, "is_encoder_decoder", False)
     if pair and family is None:
-        why = _PAIRS_OTHERWISE.get(model.config.model_type, "no test compares it with one process")
+        unknown = "no test compares it with one process"
+        if model.main_input_name != "input_ids":
+            unknown = f"its encoder reads {model.main_input_name} and not tokens"
+        why = _PAIRS_OTHERWISE.get(model.config.model_type, unknown)
         raise RingConfigError(
             f"{name} cannot run on a ring: it is an encoder-decoder, and {why}; use BART, Marian or T5, say,"
             " or call ds_ring.ring_attention with key_layout in a model of your own"

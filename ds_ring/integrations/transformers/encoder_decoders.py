@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -141,11 +140,6 @@ class PairCall:
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the call; take positions and labels out, and put the sharding in."""
-        if torch.compiler.is_compiling():
-            raise RingConfigError(
-                f"{self._name}: expected code that is not compiled, since a compiled model is not told of an"
-                " encoder-decoder's two sequences"
-            )
         given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
         given.pop("kwargs", None)
         check_inputs(self._model, given)
