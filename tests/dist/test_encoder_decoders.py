@@ -53,6 +53,7 @@ CASES = {
     "bart, longer answers": Case("bart", 2, 21, 50, padded=False, stage=1, layout="zigzag"),
     "bart, balanced": Case("bart", 2, 47, 30, layout="balanced", stage=0),
     "bart, Ulysses": Case("bart", 4, 45, 31, ulysses_size=2, layout="contiguous"),
+    "bart, one rank": Case("bart", 1, 21, 21),
     "bart, not cut": Case("bart", 2, 40, 30, shortest=64),
     "bart, ZeRO 3": Case("bart", 4, 47, 30, stage=3),
     "t5": Case("t5", 2, 47, 30, checkpointing=True),
@@ -61,7 +62,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day("bart", "bart, longer answers", "bart, Ulysses", "bart, not cut", "t5")
+@pytest.mark.day("bart", "bart, longer answers", "bart, one rank", "bart, Ulysses", "bart, not cut", "t5")
 def test_training_equals_one_process(rank_pool: Pool, name: str) -> None:
     case = CASES[name]
     size = Size(hidden=32, layers=2, tokens=case.tokens, samples=4)

@@ -211,15 +211,15 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         RingConfigError: with the model's class and its attn_implementation.
     """
     outermost = _pretrained(model, outermost=True)
-    for outer in outermost if not _keeps_its_own(config) else ():
-        if config.attention == "ring":
+    for outer in outermost:
+        if config.attention == "ring" and not _keeps_its_own(config, outer):
             refuse_unknown_encoder(outer)
         if is_pair(outer):
             check_pair(outer, config)
     keep = {id(encoder) for outer in outermost for encoder in image_encoders(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
-        if id(part) in keep or (_keeps_its_own(config) and implementation != NAME):
+        if id(part) in keep or (_keeps_its_own(config, part) and implementation != NAME):
             continue  # nothing to do for a ring
         if image_encoders(part) and config.attention == "ring":
             continue  # it joins image encoders and a language part, which is looked at by itself
@@ -246,8 +246,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
             _refuse_as_is(part, config)
 
 
-def _keeps_its_own(config: RingConfig) -> bool:
+def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
     """Return whether a model as it is, over the whole sequence, is what is asked for."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False  # it is told which sequence is which, and gets its loss, as on several ranks
     # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask, as the
     # JSON asks: only with attn_implementation="ds_ring".
     is_plain_causal = config.pattern == PatternConfig()
@@ -282,7 +284,7 @@ def attach(model: nn.Module, session: RingSession) -> list[Attached]:
     config, attached = session.config, []
     for part in _pretrained(model, outermost=True):
         before = part.config._attn_implementation
-        if before != NAME and _keeps_its_own(config):
+        if before != NAME and _keeps_its_own(config, part):
             continue
         own = {inner: own_implementation(inner) for inner in _pretrained(part)}
         if config.attention == "ring":
