@@ -329,3 +329,25 @@ def test_a_bias_of_distances_is_exact_in_float64(
 ) -> None:
     errors = rank_pool(world_size).run(biased, name, layout)[0]
     assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.night
+def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
+    from ds_ring.config.section import RingConfig
+    from ds_ring.integrations.deepspeed.batch import SHARDING
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
+    from ds_ring.integrations.transformers.relative_bias import around_bias
+    from ds_ring.masks.layer_patterns import LayerPatterns
+
+    module = biased_module("t5", causal=True)
+    module.compute_bias = around_bias(module)
+    module.config._attn_implementation = "ds_ring"
+    layout = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
+    patterns = LayerPatterns(ds_ring.Causal(), {})
+    sharding = BatchSharding(RingConfig(ring_size=1), layout, ds_ring.RingMesh.single(), patterns)
+    x, _, _ = states_of()
+    hidden = torch.full((TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
+    expected = biased_module("t5", causal=True)(x, mask=hidden)[0]
+    found = torch.compile(module, backend="eager")(x, **{SHARDING: sharding})[0]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-12

@@ -148,7 +148,8 @@ ABOVE = {"qwen4_exp_text": 3e-5, "qwen4_exp": 5e-5}
 def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
     """All but packed rows for a head on the last token of a row: documents have none of their own.
 
-    Nor in encoder-decoders, nor beside images: their positions on several axes, which many of these models have, are not of documents.
+    Nor in encoder-decoders, nor beside images: their positions on several axes, which many of these models
+    have, are not of documents.
     """
     two = ("sequence-classification", "image-text", "seq2seq-lm")
     return FORMS[:2] if asked.get("head") in two else FORMS

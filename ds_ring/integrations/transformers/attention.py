@@ -144,7 +144,12 @@ def attention(
             raise RingConfigError(f"{type(module).__name__}: expected no softcap beside compressed entries")
         out_BHSD = entries.attend(q_BHSD, k_BGSD, sharding, pattern, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
-    if isinstance(bias, RelativeBias) and bias.has_table and pattern is not None:
+    if isinstance(bias, RelativeBias) and bias.has_table:
+        if pattern is None:
+            raise RingConfigError(
+                f"{type(module).__name__} adds a learned bias of distances to the scores, which a compiled"
+                " model does not do on a ring; do not compile it"
+            )
         out_BHSD = bias.attend(sharding, q_BHSD, k_BGSD, v_BGSD, pattern, scaling)
         return out_BHSD.transpose(1, 2).contiguous(), None
     changed, up = score_mod if cap is None else Softcap(float(cap)), None
