@@ -42,8 +42,11 @@ def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
         values: of the file. Without `layer_types` all layers have the window or chunk that it names.
 
     Raises:
-        RingConfigError: layers that are neither attention nor one of `beside.KNOWN`, or keys of another kind.
+        RingConfigError: layers that are neither attention nor one of `beside.KNOWN`, keys of another kind, or
+            an encoder-decoder.
     """
+    if values.get("is_encoder_decoder"):
+        raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
     own = text_part(values)
     return patterns_of_types(_types(own), lambda key: _width(own, key), True)
 

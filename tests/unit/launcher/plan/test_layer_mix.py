@@ -37,6 +37,8 @@ def test_layer_types_say_what_each_layer_sees() -> None:
 def test_what_a_file_leaves_open_is_transformers_word() -> None:
     found = with_layer_types('{"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512}')
     assert found["layer_types"] == ([LOCAL] * 5 + ["full_attention"]) * 2
+    with pytest.raises(RingConfigError, match="is_encoder_decoder: expected a model of one sequence"):
+        said_by(GEMMA | {"is_encoder_decoder": True})
     with pytest.raises(RingConfigError, match="layer_types: expected the type of each layer"):
         with_layer_types('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
 
