@@ -116,8 +116,10 @@ def ring_attention(
         why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload)
     if key_layout is not None:
-        if not sharded or torch.compiler.is_compiling():
-            why = 'key_layout: expected queries="sharded" in code that is not compiled; leave it out'
+        if torch.compiler.is_compiling():
+            why = why or _NOT_COMPILED
+        elif not sharded:
+            why = why or 'key_layout: expected none beside queries="replicated", got one; it is the layout'
         elif why is None:
             pair, between = _pair_of(pattern, layout, key_layout, mesh)
             context = context_of_call(between, pair, mesh, (scale, kernel, transport, *flags), score_mod)
@@ -135,6 +137,11 @@ def ring_attention(
     if sharded:
         return attend(q, k, v, context, sinks, return_lse, up_projection)
     return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
+
+
+_NOT_COMPILED = (
+    "key_layout: expected none in compiled code, got one; call ring_attention outside of the graph"
+)
 
 
 def _pair_of(
@@ -266,7 +273,7 @@ class RingAttention(nn.Module):
     ) -> Any:  # fmt: skip
         if self._pair is not None:
             if torch.compiler.is_compiling() or why is not None:
-                handle = refusing_handle(self._mesh, why or "key_layout: expected code that is not compiled")
+                handle = refusing_handle(self._mesh, why or _NOT_COMPILED)
                 return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
             return _attend_between(self._pair, q, k, v, self.context, sinks, return_lse, up)
         if not torch.compiler.is_compiling():

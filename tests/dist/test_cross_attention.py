@@ -191,7 +191,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
     ),
     "name": ({"layout": "zigzag"}, RingLayoutError, "got str and ChunkLayout"),
     "length": ({"key_layout": make_layout("zigzag", tokens=15, ring_size=1)}, RingShapeError, "local tokens"),
-    "replicated": ({"queries": "replicated"}, RingConfigError, 'key_layout: expected queries="sharded"'),
+    "replicated": (
+        {"queries": "replicated"},
+        RingConfigError,
+        'key_layout: expected none beside queries="replicated"',
+    ),
 }
 
 
@@ -203,3 +207,17 @@ def test_wrong_arguments(what: str) -> None:
     given |= {"key_layout": make_layout("zigzag", tokens=16, ring_size=1)} | changes
     with pytest.raises(error, match=said):
         ring_attention(*(torch.randn(1, 2, n, 8) for n in (8, 16, 16)), **given)
+
+
+@pytest.mark.parametrize("how", ["function", "module"])
+def test_compiled_code_is_refused(how: str) -> None:
+    mesh, layout = RingMesh.single(), make_layout("zigzag", tokens=8, ring_size=1)
+    module = RingAttention(Full(), mesh=mesh, layout=layout, key_layout=layout)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if how == "module":
+            return module(q, k, v)
+        return ring_attention(q, k, v, pattern=Full(), layout=layout, key_layout=layout, mesh=mesh)
+
+    with pytest.raises(RingConfigError, match="key_layout: expected none in compiled code"):
+        torch.compile(attend, backend="eager")(*(torch.randn(1, 2, 8, 8) for _ in range(3)))

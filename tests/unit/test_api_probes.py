@@ -348,6 +348,17 @@ CALLS: dict[str, Call] = {
             "score_mod": Argument((1, "x", Hostile(), Causal), (None,)),
         },
     ),
+    "ring_attention, two sequences": Call(
+        attend,
+        ATTENTION | {"pattern": Full(), "key_layout": LAYOUT},
+        {
+            "pattern": Argument((*NO_PATTERN, Causal(), Documents([0] * 8)), (Documents([0] * 16),)),
+            "layout": Argument((*NO_LAYOUT, "contiguous", TWO)),
+            "key_layout": Argument((*(x for x in NO_LAYOUT if x is not None), "contiguous", TWO)),
+            "queries": Argument((*NO_NAME, "replicated"), ("sharded",)),
+            "return_lse": Argument((None, 1, "x", Hostile()), (False,)),
+        },
+    ),
     "ring_attention, replicated queries": Call(
         attend,
         ATTENTION | {"queries": "replicated", "q_positions": list(range(8))},
