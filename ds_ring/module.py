@@ -46,7 +46,8 @@ from ds_ring.runtime.autograd import (
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refuse
 from ds_ring.runtime.mesh import RingMesh, check_mesh
-from ds_ring.schedule.layout import Layout, PairLayout
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.pair_layout import PairLayout
 
 
 def ring_attention(

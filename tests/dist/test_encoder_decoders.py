@@ -191,6 +191,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
     "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
     "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
     "tiles": ({"long_sequence": {"tiled_mlp": True}}, {}, RingConfigError, '"long_sequence"'),
+    "speeds": ({"rank_speeds": "measured"}, {}, RingConfigError, '"rank_speeds": "measured"'),
+    "reproducible": ({"transport": "reproducible"}, {}, RingConfigError, '"transport": "reproducible"'),
     "layerdrop": ({}, {"encoder_layerdrop": 0.1}, RingConfigError, "config.encoder_layerdrop 0.1 leaves out"),
 }
 

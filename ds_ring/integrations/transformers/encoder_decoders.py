@@ -78,6 +78,8 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
         '"dynamic_ring": true': config.dynamic_ring,
         '"verify_first_batch": true': config.verify_first_batch,
         '"long_sequence"': config.long_sequence.any,
+        '"rank_speeds": "measured"': config.rank_speeds == "measured",
+        '"transport": "reproducible"': config.transport == "reproducible",
     }
     for key, applies in given.items():
         if applies:
