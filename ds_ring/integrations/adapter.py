@@ -186,7 +186,8 @@ class PatchTable:
         except (ImportError, AttributeError, KeyError):
             raise self._lacks(row) from None
         own = name in (owner if type(owner) is dict else vars(owner))
-        own = own or hasattr(getattr(type(owner), name, None), "__set__")  # a property that can be set
+        # or a property that can be set
+        own = own or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
         _set(owner, name, _wrapped(before, part) if row.kind == "wrapped" else part)
         return AppliedPatch(
             row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name))

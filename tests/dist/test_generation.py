@@ -240,7 +240,8 @@ def refused(rank: int, world_size: int) -> list[str]:
         (RingConfigError if rank == 1 else RingMismatchError, {"use_cache": rank != 1}),
     ]
     for error, call in calls:
-        model.train(call.pop("training", False))
+        model.train(training := call.pop("training", False))
+        model.gradient_checkpointing_enable() if training else model.gradient_checkpointing_disable()
         torch.manual_seed(call.pop("seed", 0))
         with pytest.raises(error) as raised:
             model.generate(**{"inputs": ids, "max_new_tokens": 2} | call)
@@ -253,7 +254,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> None:
     for number, found in enumerate(rank_pool(2).run(refused)):
         words = (
-            "expected evaluation mode", "use_cache=True", "beams, got assisted_generation", "no cache_implementation",
+            "got training with checkpointing", "use_cache=True", "beams, got assisted_generation", "no cache_implementation",
             "no hidden states", "inputs: ring rank 0 has", "'max_new_tokens': 3", "random numbers (call torch",
             "use_cache=True",
         )  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 
 from ds_ring.registry import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.harness import RankPool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
 RING_KEYS = ("sequence_parallel_size", "ring_attention")
@@ -167,7 +168,11 @@ def test_ranks_of_a_ring_shuffle_alike_without_a_seed(rank_pool: Any, world: int
     assert sorted(by_rank[0] + (by_rank[2] if world == 4 else [])) == list(range(12))
 
 
-ROLLOUTS = ("trl.GRPOConfig", "trl.RLOOConfig", "trl.experimental.online_dpo.OnlineDPOConfig")
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "trl.GRPOConfig": {"use_vllm": True},
+    "trl.RLOOConfig": {"use_transformers_continuous_batching": True},
+    "trl.experimental.online_dpo.OnlineDPOConfig": {},
+}
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -203,9 +208,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             call()
         except ds_ring.RingError as error:
             found[name] = str(error)
-    for home in ROLLOUTS:
+    for home, other in ROLLOUTS.items():
         try:
-            load(home)("unused", deepspeed=dict(config), bf16=False)
+            load(home)("unused", deepspeed=dict(config), bf16=False, **other)
         except ds_ring.RingConfigError as error:
             found[home] = str(error)
     model = build_model(size, "sdpa")
@@ -230,7 +235,9 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "dispatch": "dispatch_batches: expected None or false",
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
-        **dict.fromkeys(ROLLOUTS, "policy training (GRPO, RLOO and other online methods) is not supported"),
+        "trl.GRPOConfig": "expected use_vllm=False, got True: vLLM samples on each rank by itself",
+        "trl.RLOOConfig": "expected use_transformers_continuous_batching=False, got True: generate_batch",
+        "trl.experimental.online_dpo.OnlineDPOConfig": "expected a method that has been compared",
     }
     for found in rank_pool(2).run(refusals):
         assert found.keys() == words.keys()
@@ -238,8 +245,49 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
             assert text in found[name], name
 
 
-def losses_of_trl(rank: int, world_size: int, method: str, config: str, output: str) -> Entries:
-    """What TRL's trainer of preferences logs in four steps; on one process without a ring."""
+def share_of_low_bytes(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that is known without a model."""
+    return [sum(token < 128 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def save_model(folder: Path) -> Path:
+    """Save the model of the examples, for trainers that load it twice; return its folder."""
+    sys.path.insert(0, str(EXAMPLES))
+    import text
+
+    text.model().save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def rows_and_models(method: str, trained: Any, more: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Eight rows of a data set for a trainer of TRL's, and what it takes beside the model."""
+    import text
+
+    source = [one[200:300] for one in text.files(8)]
+    if method == "SFT":
+        return [{"text": one[: 50 + 5 * n]} for n, one in enumerate(source)], {}
+    if method in ("DPO", "Reward"):
+        pairs = [{"chosen": one[30 : 60 + 5 * n], "rejected": one[35:90]} for n, one in enumerate(source)]
+        if method == "Reward":
+            return pairs, {}
+        return [{"prompt": one[:30]} | row for one, row in zip(source, pairs, strict=True)], {
+            "ref_model": text.model()
+        }
+    if method == "KTO":
+        return [
+            {"prompt": one[:30], "completion": one[30 : 60 + 5 * n], "label": n % 3 == 0}
+            for n, one in enumerate(source)
+        ], {"ref_model": text.model()}
+    more |= {"max_completion_length": 12, "temperature": 0.9} | more
+    prompts = [{"prompt": one[: 20 + 3 * n]} for n, one in enumerate(source)]
+    more |= {"num_generations": 2, "beta": 0.1, "steps_per_generation": 2} | more
+    return prompts, {"reward_funcs": share_of_low_bytes}
+
+
+def run_trl(
+    rank: int, world_size: int, method: str, model: str, config: str, ring: bool, more: dict[str, Any]
+) -> Entries:
+    """What a trainer of TRL's logs in three steps, with the completions that it sampled."""
     deepspeed = start_deepspeed()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     from accelerate.state import AcceleratorState, GradientState
@@ -256,45 +304,160 @@ def losses_of_trl(rank: int, world_size: int, method: str, config: str, output: 
     sys.path.insert(0, str(EXAMPLES))
     import text
 
-    if world_size > 1:
+    if ring:
         ds_ring.enable()
     trl = __import__("trl")
-    model, tokenizer = text.model(), text.tokenizer()
-    reference = {"ref_model": text.model()} if method == "DPO" else {}
+    trained: Any = text.model()
     if method == "Reward":
         torch.manual_seed(0)
-        model.config.num_labels, model.config.pad_token_id = 1, tokenizer.pad_token_id
-        model = AutoModelForSequenceClassification.from_config(model.config)
-    source = [one[200:300] for one in text.files(8)]
-    pairs = [{"chosen": one[30 : 60 + 5 * n], "rejected": one[35:90]} for n, one in enumerate(source)]
-    if method == "DPO":
-        pairs = [{"prompt": one[:30]} | pair for one, pair in zip(source, pairs, strict=True)]
+        trained.config.num_labels, trained.config.pad_token_id = 1, text.tokenizer().pad_token_id
+        trained = AutoModelForSequenceClassification.from_config(trained.config)
+    settings = {
+        "per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1,
+        "report_to": [], "disable_tqdm": True, "save_strategy": "no",
+    } | more  # fmt: skip
+    rows, given = rows_and_models(method, trained, settings)
     arguments = getattr(trl, f"{method}Config")(
-        output, deepspeed=config, max_length=128, per_device_train_batch_size=2, max_steps=3, learning_rate=1e-2,
-        bf16=False, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
-    )  # fmt: skip
+        str(Path(config).parent / "runs"), deepspeed=config, **settings
+    )
+    # By name where the trainer makes its reference from it.
     trainer = getattr(trl, f"{method}Trainer")(
-        model=model, args=arguments, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer,
-        **reference,
+        model=model if "reward_funcs" in given else trained, args=arguments, processing_class=text.tokenizer(),
+        train_dataset=Dataset.from_list(rows), **given,
     )  # fmt: skip
+    seen = watch_rollouts(trainer) if "reward_funcs" in given else []
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return [{key: value for key, value in entry.items() if not key.endswith("runtime")} for entry in steps]
+    timed = ("runtime", "step_time")
+    steps = [{key: value for key, value in one.items() if not key.endswith(timed)} for one in steps]
+    micro_batches = len(seen) // len(steps)
+    return (
+        [one | last for one, last in zip(steps, seen[micro_batches - 1 :: micro_batches], strict=True)]
+        if seen
+        else steps
+    )
+
+
+def watch_rollouts(trainer: Any) -> list[dict[str, Any]]:
+    """Fill in, for each step, the completions, and how far the log-probabilities are from the old ones."""
+    loss, logps, seen = trainer._compute_loss, trainer._get_per_token_logps_and_entropies, []
+    latest: list[torch.Tensor] = []
+
+    def note_logps(*args: Any, **kwargs: Any) -> Any:
+        found = logps(*args, **kwargs)
+        latest[:] = [found[0].detach()]
+        return found
+
+    def note(model: Any, inputs: dict[str, Any]) -> Any:
+        found = loss(model, inputs)
+        old = inputs.get("old_per_token_logps", inputs.get("old_logps"))
+        seen.append({"completions": list(trainer._logs["completion"])})
+        if old is not None:  # TRL takes the new ones where no update lies between
+            new = latest[0] if old.ndim > 1 else (latest[0] * inputs["completion_mask"]).sum(1)
+            seen[-1]["moved"] = float((new - old).abs().max())
+        return found
+
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = note_logps, note
+    return seen
+
+
+def difference(got: list[Entries], expected: Entries) -> float:
+    """The greatest difference on any rank, of values above 1 in their own size; the completions are equal."""
+    found = [0.0]
+    for entries in got:
+        assert len(entries) == len(expected) == 3
+        for one, other in zip(entries, expected, strict=True):
+            assert one.keys() == other.keys() >= {"loss", "grad_norm"}
+            assert one.get("completions") == other.get("completions")
+            numbers = {key: value for key, value in other.items() if key != "completions"}
+            found += [abs(one[key] - value) / max(abs(value), 1) for key, value in numbers.items()]
+    return max(found)
+
+
+def padded_on_the_left(rank: int, world_size: int) -> tuple[float, float, list[str]]:
+    """How far logits of real tokens, and the loss, are from those without a ring; what two wrong batches raise."""
+    deepspeed = start_deepspeed()
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    import ds_ring
+
+    ds_ring.enable()
+    torch.manual_seed(0)
+    # with learned positions, which padding counts in
+    config = GPT2Config(vocab_size=61, n_positions=24, n_embd=32, n_layer=2, n_head=4)
+    model = GPT2LMHeadModel(config).eval()
+    batch = build_batch(Size(hidden=32, layers=2, tokens=24, samples=3))
+    lengths = torch.tensor([24, 20, 9])
+    real = torch.arange(24)[None] >= 24 - lengths[:, None]
+    labels = batch["input_ids"].masked_fill(~real | (torch.arange(24) < 18), -100)
+    given = {"input_ids": batch["input_ids"], "attention_mask": real.long(), "labels": labels}
+    expected = model(**given)
+    engine = deepspeed.initialize(model=model, config=json_config(world_size, 3, 0))[0]
+    output = engine(**given)
+    logits = float((output.logits - expected.logits)[real].abs().max())
+    refused = []
+    hole = real.long().index_fill(1, torch.tensor([22]), 0)
+    for wrong in ({"attention_mask": hole}, {"labels": batch["input_ids"]}):
+        with pytest.raises(ds_ring.RingPatternError) as error:
+            engine(**given | wrong)
+        refused.append(str(error.value))
+    return logits, float((output.loss - expected.loss).abs()), refused
+
+
+def test_padding_on_the_left_is_moved_out_of_the_way(rank_pool: Any) -> None:
+    for logits, loss, refused in rank_pool(2).run(padded_on_the_left):
+        assert max(logits, loss) <= 2e-6
+        assert "got a masked token" in refused[0] and "are predicted from masked positions" in refused[1]
+
+
+METHODS = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO")
+OF_ONE_PROCESS: dict[str, Entries] = {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["DPO", "Reward"])
-def test_trl_on_preferences_has_the_losses_of_one_process(
-    rank_pool: Any, tmp_path: Path, method: str
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ring", [1, 2, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.day("2-2-DPO", "2-2-Reward", "2-2-GRPO")
+def test_trl_is_the_same_as_on_one_process(
+    rank_pool: Any, tmp_path: Path, method: str, ring: int, stage: int
 ) -> None:
     pytest.importorskip("trl")
-    ring_json = EXAMPLES / "ds_config.json"
-    plain_json = plain_config(tmp_path, json.loads(ring_json.read_text()))
-    (expected,) = rank_pool(1).run(losses_of_trl, method, plain_json, str(tmp_path / "plain"))
-    for got in rank_pool(2).run(losses_of_trl, method, str(ring_json), str(tmp_path / "ring")):
-        assert len(got) == len(expected) == 3
-        for one, other in zip(got, expected, strict=True):
-            assert one == pytest.approx(other, rel=2e-5, abs=2e-5)  # rewards are differences of sums
+    model = str(save_model(tmp_path))
+    config = json.loads((EXAMPLES / "ds_config.json").read_text())
+    plain_json = plain_config(tmp_path, config)
+    config |= {"sequence_parallel_size": ring, "zero_optimization": {"stage": stage}}
+    (tmp_path / "ring.json").write_text(json.dumps(config))
+    if method not in OF_ONE_PROCESS:
+        OF_ONE_PROCESS[method] = rank_pool(1).run(run_trl, method, model, plain_json, False, {})[0]
+    expected = OF_ONE_PROCESS[method]
+    # `enable` is for good: the pool of one rank stays without a ring.
+    pool = rank_pool(ring) if ring > 1 else RankPool(1)
+    got = pool.run(run_trl, method, model, str(tmp_path / "ring.json"), True, {})
+    if ring == 1:
+        pool.close()
+    worst = difference(got, expected)
+    print(f"{method}, ring {ring}, ZeRO {stage}: {worst:.1e}")
+    assert worst <= 2e-5
+    if method in ("GRPO", "RLOO"):
+        assert all(len(one["completions"]) == 8 for one in expected)
+        assert got[0][0]["moved"] <= 1e-5 < 1e-2 < got[0][1]["moved"]  # before the first update, and after
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("method", ["KTO", "GRPO", "RLOO"])
+def test_replicas_of_a_ring_sample_as_processes_do(rank_pool: Any, tmp_path: Path, method: str) -> None:
+    """Ring 2 x data 2 against data 2, each with rings of one rank: a group of rollouts lies on both replicas."""
+    pytest.importorskip("trl")
+    model = str(save_model(tmp_path))
+    config = json.loads((EXAMPLES / "ds_config.json").read_text())
+    runs, more = [], {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    if method != "KTO":
+        more |= {"num_generations": 4}
+    for ring in (1, 2):
+        (tmp_path / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))
+        runs.append(rank_pool(2 * ring).run(run_trl, method, model, str(tmp_path / "ring.json"), True, more))
+    assert difference(runs[1], runs[0][0]) <= 2e-5
 
 
 def losses_under_ray(workers: int, output: Path) -> list[float]:

@@ -133,7 +133,7 @@ def prepare_batch(
             real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
         tensors[REAL_TOKENS] = real_BT
     if not documents and TREE_ENDS not in tensors:
-        _check_positions(tensors["position_ids"], pattern)
+        _check_positions(tensors["position_ids"], mask_BT, pattern)
         if mask_BT is not None:
             _check_padding(mask_BT, labels_BT, pattern)
     return tensors | of_samples
@@ -289,14 +289,18 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
     return labels_BT.masked_fill(unlabelled, IGNORE)
 
 
-def _check_positions(position_ids: Tensor, pattern: Pattern) -> None:
+def _check_positions(position_ids: Tensor, mask_BT: Tensor | None, pattern: Pattern) -> None:
     """Refuse positions that restart: they mean packed documents, as transformers reads them, too."""
-    jumps = (position_ids.diff(dim=1) != 1).nonzero()
+    are_jumps = position_ids.diff(dim=1) != 1
+    if mask_BT is not None:  # padding may have any
+        are_jumps = are_jumps & mask_BT[:, 1:].bool()
+    jumps = are_jumps.nonzero()
     if len(jumps):
         row, token = jumps[0].tolist()
+        before, after = position_ids[row % len(position_ids), token : token + 2].tolist()
         raise RingPatternError(
-            f"position_ids: expected positions that rise by one, got {position_ids[row, token].item()}"
-            f" followed by {position_ids[row, token + 1].item()} in sample {row} at token {token + 1}: packed"
+            f"position_ids: expected positions that rise by one, got {before}"
+            f" followed by {after} in sample {row} at token {token + 1}: packed"
             f" documents, which the pattern {pattern} would let see each other; set"
             ' "documents": true in the "pattern" section of the JSON, or leave position_ids out'
         )

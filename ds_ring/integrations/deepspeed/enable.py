@@ -116,7 +116,7 @@ class WholeBatches:
         self._session, self._module = session, module
         self._share = session.mesh.data_size / session.gradient_divisor  # R / D
         self._parameters = inspect.signature(module.forward).parameters
-        self._outermost: tuple[nn.Module, BatchSharding, bool, bool] | None = None
+        self._outermost: tuple[nn.Module, BatchSharding, bool, bool, Tensor | None] | None = None
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,7 +130,8 @@ class WholeBatches:
         only_loss = bool(given.pop(ONLY_LOSS, False))
         items = given.pop(_ITEMS, None)
         batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
-        local: dict[str, Any] = dict(self._session.shard_batch(_without_borders(batch)))
+        flushed, left_B1 = self._flushed(_without_borders(batch))
+        local: dict[str, Any] = dict(self._session.shard_batch(flushed))
         if _ITEMS in local and (items is not None or not torch.is_grad_enabled()):
             if items is None:  # the labelled tokens of this rank's sequences
                 mine = (local["shift_labels"] != IGNORE).sum().float()
@@ -138,7 +139,7 @@ class WholeBatches:
             items = torch.as_tensor(items)
             local[_ITEMS] = items.to(self._session.device) * self._share
         shifts = "labels" in given and "shift_labels" not in given
-        self._outermost = module, self._session.batches.current, only_loss, shifts
+        self._outermost = module, self._session.batches.current, only_loss, shifts, left_B1
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
@@ -146,11 +147,11 @@ class WholeBatches:
         """Gather the outputs of the call that sharded the batch."""
         if self._outermost is None or self._outermost[0] is not module:
             return None
-        _, sharding, only_loss, shifts = self._outermost
+        _, sharding, only_loss, shifts, left_B1 = self._outermost
         self._outermost = None
         if output is None:  # the call failed
             return None
-        whole = partial(_whole, self._session, sharding)
+        whole = partial(_whole, self._session, sharding, left_B1)
         if isinstance(output, OrderedDict):
             if isinstance(output.get("loss"), Tensor):
                 of_replica = sequence_sum_op(output["loss"].detach(), number_of(self._session.mesh))
@@ -187,6 +188,31 @@ class WholeBatches:
             )
         return dict(zip(names, args, strict=False)) | kwargs
 
+    def _flushed(self, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return a batch with its padding on the right, and how many tokens of each row stood on the left.
+
+        Prompts of rollouts have padding on the left. Tokens keep their positions.
+        """
+        session, mask_BT = self._session, batch.get("attention_mask")
+        documents = session.config.pattern.documents
+        if mask_BT is None or mask_BT.ndim != 2 or documents or not session.pattern.is_causal:
+            return batch, None
+        if bool(mask_BT[:, 0].all()):
+            return batch, None
+        left_B1 = mask_BT.bool().long().argmax(dim=1, keepdim=True)
+        tokens = mask_BT.shape[1]
+        if "labels" in batch and batch["labels"].shape == mask_BT.shape and "shift_labels" not in batch:
+            next_BT = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+            batch = batch | {"shift_labels": next_BT}
+            del batch["labels"]
+        by_token = {key for key, x in batch.items() if x.shape[:2] == mask_BT.shape}
+        by_token -= session.needs.images.tensors if session.needs.images is not None else set()
+        flushed = {key: _rolled(x, left_B1) if key in by_token else x for key, x in batch.items()}
+        if session.needs.number_tokens is None:
+            places_T = torch.arange(tokens, device=mask_BT.device)
+            flushed.setdefault("position_ids", (places_T + left_B1).clamp_max(tokens - 1))
+        return flushed, left_B1
+
     def _takes(self, key: str) -> bool:
         """Return whether the module takes an argument; it must take position_ids, or count from 0."""
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
@@ -222,10 +248,16 @@ class _Shown(torch.autograd.Function):
         return gradients[0], None
 
 
-def _whole(session: RingSession, sharding: BatchSharding, output: Any) -> Any:
+def _rolled(x: Tensor, by_B1: Tensor) -> Tensor:
+    """Return [B, T, ...] with each row moved left by its number of tokens; the first ones go to its end."""
+    places_BT = (torch.arange(x.shape[1], device=x.device) + by_B1.to(x.device)) % x.shape[1]
+    return x.gather(1, places_BT.view(*places_BT.shape, *[1] * (x.ndim - 2)).expand_as(x))
+
+
+def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None, output: Any) -> Any:
     """Return the whole sequence of a local result, or of each in a tuple. Collective."""
     if isinstance(output, tuple | list):
-        return type(output)(_whole(session, sharding, one) for one in output)
+        return type(output)(_whole(session, sharding, left_B1, one) for one in output)
     if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] != sharding.local_tokens:
         return output
     if sharding.mesh is not session.mesh:
@@ -235,7 +267,8 @@ def _whole(session: RingSession, sharding: BatchSharding, output: Any) -> Any:
             ' "min_sequence_length": 0 in the "ring_attention" section'
         )
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
-    return gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
+    whole = gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
+    return whole if left_B1 is None else _rolled(whole, -left_B1)
 
 
 class _ReadLater:

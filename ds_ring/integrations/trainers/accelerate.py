@@ -16,8 +16,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import get_sampler
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list, gather_object, recursively_apply
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import broadcast_object_list, recursively_apply
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.utils import get_world_size_from_launcher
 from torch import Tensor
@@ -34,8 +34,11 @@ AUTO = "auto"
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    ring, backend = SimpleNamespace(at_enable=_start), SimpleNamespace(at_enable=_with_gloo)
-    ACCELERATE.apply({"ring": ring, "backend": backend})
+    parts = {
+        "ring": _start, "backend": _with_gloo, "tensors": _gathered, "objects": _gathered_objects,
+        "seeds": _ReplicaState,
+    }  # fmt: skip
+    ACCELERATE.apply({name: SimpleNamespace(at_enable=part) for name, part in parts.items()})
 
 
 def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -70,7 +73,6 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
         one[SP_KEY] = ring.sequence_parallel_size
     features = {
         "own samples": SimpleNamespace(around_init=False),
-        "sequence ranks": SimpleNamespace(around_init=ring.sequence_parallel_size),
         "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
     }
     ACCELERATE.apply(features, accelerator=accelerator)
@@ -89,6 +91,36 @@ def _with_gloo(
     return backend, kind
 
 
+def _sequence_ranks() -> int:
+    """Return the number of ranks of a sequence; 1 without an Accelerator on a ring."""
+    plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
+    return 1 if plugin is None else int(plugin.deepspeed_config.get(SP_KEY, 1))
+
+
+def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
+    """Gather tensors over the data replicas, each once."""
+    ranks = _sequence_ranks()
+
+    def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
+        by_rank = gathered.unflatten(0, (PartialState().num_processes // ranks, ranks, -1))
+        return by_rank[:, 0].flatten(0, 1)
+
+    return recursively_apply(first_of_sequence, gather(tensor), error_on_other_type=True)
+
+
+def _gathered_objects(gather: Callable[[Any], Any], objects: Any) -> Any:
+    """Gather lists over the data replicas, each once."""
+    return gather([] if PartialState().process_index % _sequence_ranks() else objects)
+
+
+class _ReplicaState(AcceleratorState):  # type: ignore[misc]
+    """Number the data replicas for `set_seed(device_specific=True)`: ranks of a sequence sample alike."""
+
+    @property
+    def process_index(self) -> int:
+        return int(self._shared_state["process_index"]) // _sequence_ranks()
+
+
 @functools.cache
 def _class_of(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_OnARing, kind), {})
@@ -97,7 +129,10 @@ def _class_of(kind: type[Any]) -> type[Any]:
 class _OnARing(Accelerator):  # type: ignore[misc]
     """Count data replicas where Accelerate counts processes; `state` and `is_main_process` count ranks."""
 
-    sequence_ranks: int
+    @property
+    def sequence_ranks(self) -> int:
+        """Return the number of ranks of a sequence."""
+        return _sequence_ranks()
 
     @property
     def num_processes(self) -> int:
@@ -129,28 +164,6 @@ class _OnARing(Accelerator):  # type: ignore[misc]
                 }
                 ACCELERATE.apply(features, scheduler=one)
         return prepared
-
-    def gather(self, tensor: Any) -> Any:
-        """Gather over the data replicas, each once."""
-        ranks = (self.num_processes, self.sequence_ranks, -1)
-
-        def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
-            return gathered.unflatten(0, ranks)[:, 0].flatten(0, 1)
-
-        return recursively_apply(first_of_sequence, super().gather(tensor), error_on_other_type=True)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather over the data replicas, each once, without the samples that filled up the last batch."""
-        try:
-            recursively_apply(lambda x: x, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if not use_gather_object:
-            return super().gather_for_metrics(input_data)
-        leads = self.state.process_index % self.sequence_ranks == 0
-        data = gather_object(input_data if leads else [])
-        last = self.gradient_state.end_of_dataloader and self.gradient_state.remainder > 0
-        return data[: self.gradient_state.remainder] if last else data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce over the data replicas, each once."""

@@ -21,17 +21,25 @@ ACCELERATE = PatchTable(
             "accelerate 1.15 knows DeepSpeed on accelerators only: gloo on CPUs",
         ),
         Patch(
+            "accelerate.utils.operations._gpu_gather", "at_enable", "wrapped", "tensors",
+            "gathers each data replica once, for whoever imported gather",
+        ),
+        Patch(
+            "accelerate.utils.operations._gpu_gather_object", "at_enable", "wrapped", "objects",
+            "gathers each data replica once, for whoever imported gather_object",
+        ),
+        Patch(
+            "accelerate.utils.random.AcceleratorState", "at_enable", "replaced", "seeds",
+            "set_seed(device_specific=True) gives the ranks of a sequence one seed",
+        ),
+        Patch(
             "accelerator.dataloader_config.dispatch_batches", "around_init", "set", "own samples",
             "each rank reads its samples",
         ),
         Patch(
-            "accelerator.sequence_ranks", "around_init", "added", "sequence ranks",
-            "the ranks of one sequence",
-        ),
-        Patch(
             "accelerator.__class__", "around_init", "set", "replicas",
-            "num_processes, process_index, prepare_data_loader, gather, gather_for_metrics, reduce and"
-            " _prepare_deepspeed count data replicas",
+            "num_processes, process_index, prepare_data_loader, reduce and _prepare_deepspeed count data"
+            " replicas",
         ),
         Patch(
             "sampler.generator", "in_loader", "set", "one order",
@@ -60,7 +68,12 @@ TRAINER = PatchTable(
         Patch(
             "transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig.trainer_config_process",
             "at_enable", "wrapped", "JSON of Trainer",
-            "train_batch_size is by replicas; refuses TRL's methods that sample",
+            "train_batch_size is by replicas; refuses other engines that sample for TRL",
+        ),
+        Patch(
+            "arguments.__class__", "around_init", "set", "generation batch",
+            "world_size counts data replicas when TRL reads it for the size of its generation batch",
+            when="TRL samples from the model; taken back when it was read",
         ),
         Patch(
             "transformers.trainer.Trainer.get_total_train_batch_size", "at_enable", "wrapped", "batch size",
@@ -72,5 +85,5 @@ TRAINER = PatchTable(
             when="transformers.trainer is imported",
         ),
     ],
-    classes={},
+    classes={"arguments": "transformers.TrainingArguments"},
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """Make transformers' Trainer count the ranks of one sequence as one data replica.
 
 It counts processes in the batch sizes of the DeepSpeed JSON and of its logs. Evaluations that read nothing
-but the loss gather no logits. Methods that train on rollouts of their own are refused.
+but the loss gather no logits.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ from typing import Any
 from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import undo
 from ds_ring.integrations.deepspeed.enable import ONLY_LOSS
 from ds_ring.integrations.trainers.adapter import TRAINER
 
 _PRODUCT = "train_batch_size"
+_UNCOMPARED = ("trl.experimental.", "trl.trainer.distillation_config")
+_ENGINES = {
+    "use_vllm": "vLLM samples on each rank by itself, and the ranks of a sequence need the same rollouts",
+    "use_transformers_continuous_batching": "generate_batch has a cache that is not on the ring",
+    "use_transformers_paged": "generate_batch has a cache that is not on the ring",
+}
 
 
 def enable_trainer_config() -> None:
@@ -26,29 +33,47 @@ def enable_trainer_config() -> None:
 
 
 def _without_product(process: Callable[..., None], json: Any, args: Any, *others: Any, **kwargs: Any) -> None:
-    product = "auto"
+    product, ranks = "auto", 1
     if SECTION in json.config:
-        _refuse_rollouts(type(args))
+        _refuse_other_engines(args)
         product = json.config.pop(_PRODUCT, "auto")
         # As a number: from_pretrained at ZeRO 3 hands the JSON to DeepSpeed as it is.
-        json.config[SP_KEY] = RingConfig.from_deepspeed(json.config).sequence_parallel_size
+        json.config[SP_KEY] = ranks = RingConfig.from_deepspeed(json.config).sequence_parallel_size
     process(json, args, *others, **kwargs)
     if product != "auto":
         json.config[_PRODUCT] = product
+    if ranks > 1 and hasattr(args, "generation_batch_size"):
+        _count_replicas(args, ranks)
 
 
-def _refuse_rollouts(kind: type[Any]) -> None:
-    """Refuse TRL's methods that sample from the model while it trains: they have a temperature."""
-    # Others may mean another thing by temperature.
-    of_trl = (one for one in kind.__mro__ if one.__module__.partition(".")[0] == "trl")
-    if any("temperature" in vars(one).get("__annotations__", {}) for one in of_trl):
+def _refuse_other_engines(args: Any) -> None:
+    """Refuse what would sample rollouts beside the ring, and methods of TRL that nobody has compared."""
+    kind = type(args)
+    for name, why in _ENGINES.items():
+        if getattr(args, name, False):
+            raise RingConfigError(
+                f"{kind.__name__}: expected {name}=False, got True: {why}; leave it out: the model's own"
+                " generate runs on the ring"
+            )
+    uncompared = (one for one in kind.__mro__ if one.__module__.startswith(_UNCOMPARED))
+    if any("temperature" in vars(one).get("__annotations__", {}) for one in uncompared):
         raise RingConfigError(
-            f"{kind.__name__}: expected a method that trains on a given data set, got one that samples from"
-            " the model while it trains; policy training (GRPO, RLOO and other online methods) is not"
-            " supported on a ring yet: the ranks of a sequence would sample different rollouts. Use"
-            " SFTTrainer, DPOTrainer, RewardTrainer or KTOTrainer, or leave out ds_ring.enable() and the"
-            f' "{SECTION}" section'
+            f"{kind.__name__}: expected a method that has been compared with one process, got another one"
+            " that samples from the model while it trains; use GRPOTrainer or RLOOTrainer, or leave out"
+            f' ds_ring.enable() and the "{SECTION}" section'
         )
+
+
+def _count_replicas(args: Any, ranks: int) -> None:
+    """Let TRL work out `generation_batch_size` by replicas: the next read of world_size is their number."""
+    kind = type(args)
+
+    def world_size(arguments: Any) -> int:
+        undo(changes)
+        return int(arguments.world_size) // ranks
+
+    counting = type(kind.__name__, (kind,), {"world_size": property(world_size)})
+    changes = TRAINER.apply({"generation batch": SimpleNamespace(around_init=counting)}, arguments=args)
 
 
 @functools.cache

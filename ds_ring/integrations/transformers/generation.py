@@ -161,6 +161,15 @@ class Generation:
             {type(one).__name__ for one in self.model.modules() if passes_no_state_to_a_cache(one)}
         )
         cache, config = cache_in(asked), self.model.config.get_text_config()
+        modules = [one for one in self.model.modules() if one.training]
+        only_in_training = [
+            name
+            for name, is_on in {
+                "dropout": any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules),
+                "checkpointing": any(getattr(one, "gradient_checkpointing", False) for one in modules),
+            }.items()
+            if is_on
+        ]
         # A window in the configuration, but in no mask (Moshi).
         only_the_cache_slides = (
             bool(getattr(config, "sliding_window", None))
@@ -171,7 +180,8 @@ class Generation:
             "expected a model of one sequence, got an encoder-decoder, whose cache of two sequences does not"
             " stay on the ring": config.is_encoder_decoder,
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
-            "expected evaluation mode, got training: call engine.eval()": self.model.training,
+            "expected evaluation mode, or training without dropout and checkpointing, got training with"
+            f" {' and '.join(only_in_training)}: call engine.eval()": bool(only_in_training),
             f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
