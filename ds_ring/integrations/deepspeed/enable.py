@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, ValuesView
 from functools import cache, partial
@@ -29,6 +30,7 @@ from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.shard import gather_sequence
+from ds_ring.schedule.layout import Layout
 
 ONLY_LOSS = "ds_ring_only_loss"  # argument of a forward pass: nothing but the loss will be read
 _ITEMS = "num_items_in_batch"
@@ -82,6 +84,7 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         )
     whole = WholeBatches(engine.ring, engine.module)
     DEEPSPEED.apply({"whole_batches": whole}, engine.ring, engine=engine, module=engine.module)
+    _of_modules[engine] = _of_modules[engine.module] = whole
     if loader is not None:
         loader.shard_batch = dict  # batches stay as they are: the engine shards them
     return engine, optimizer, loader, scheduler
@@ -110,11 +113,15 @@ def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, 
 # as n. If a script computes a loss from gathered outputs, it does so on all P ranks. The gradient of the
 # gathering adds P equal gradients, and DeepSpeed's division by W leaves the mean over the R replicas.
 class WholeBatches:
-    """Shard the inputs of an engine or of its `module`, whose forward names them, and gather the outputs."""
+    """Shard the inputs of an engine or of its `module`, whose forward names them, and gather the outputs.
+
+    Attributes:
+        share: R / D of [Note: what a script sees].
+    """
 
     def __init__(self, session: RingSession, module: nn.Module) -> None:
         self._session, self._module = session, module
-        self._share = session.mesh.data_size / session.gradient_divisor  # R / D
+        self.share = session.mesh.data_size / session.gradient_divisor
         self._parameters = inspect.signature(module.forward).parameters
         self._outermost: tuple[nn.Module, BatchSharding, bool, bool, Tensor | None] | None = None
 
@@ -137,7 +144,7 @@ class WholeBatches:
                 mine = (local["shift_labels"] != IGNORE).sum().float()
                 items = sequence_sum_op(mine, number_of(self._session.mesh)).clamp_min(1)
             items = torch.as_tensor(items)
-            local[_ITEMS] = items.to(self._session.device) * self._share
+            local[_ITEMS] = items.to(self._session.device) * self.share
         shifts = "labels" in given and "shift_labels" not in given
         self._outermost = module, self._session.batches.current, only_loss, shifts, left_B1
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
@@ -154,8 +161,7 @@ class WholeBatches:
         whole = partial(_whole, self._session, sharding, left_B1)
         if isinstance(output, OrderedDict):
             if isinstance(output.get("loss"), Tensor):
-                of_replica = sequence_sum_op(output["loss"].detach(), number_of(self._session.mesh))
-                output["loss"] = _Shown.apply(output["loss"], of_replica * self._share)
+                output["loss"] = self.shown(output["loss"])
             if only_loss:
                 return type(output)(loss=output["loss"])
             later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
@@ -177,6 +183,20 @@ class WholeBatches:
                 " logits, and compute the loss from them in the script"
             )
         return whole(output)
+
+    @property
+    def layout(self) -> Layout:
+        """Return the layout of the batch of the call under way."""
+        return self._session.layout
+
+    def summed(self, local: Tensor) -> Tensor:
+        """Return the sum over the ranks of a sequence, without a gradient. Collective."""
+        return sequence_sum_op(local.detach(), number_of(self._session.mesh))
+
+    def shown(self, local_loss: Tensor) -> Tensor:
+        """Return a loss with the gradient of this rank's and the value of the replica's. Collective."""
+        shown: Tensor = _Shown.apply(local_loss, self.summed(local_loss) * self.share)
+        return shown
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -223,6 +243,14 @@ class WholeBatches:
                 " argument, and use them where positions count"
             )
         return takes_all or key in self._parameters or key not in _LABELS
+
+
+_of_modules: weakref.WeakKeyDictionary[nn.Module, WholeBatches] = weakref.WeakKeyDictionary()
+
+
+def whole_batches_of(module: nn.Module) -> WholeBatches | None:
+    """Return what shards the batches of an engine or of its module; None where neither is on a ring."""
+    return _of_modules.get(module)
 
 
 def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:

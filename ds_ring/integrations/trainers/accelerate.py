@@ -78,6 +78,10 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     ACCELERATE.apply(features, accelerator=accelerator)
     if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
         enable_trainer()
+    if "trl.models.utils" in sys.modules:
+        from ds_ring.integrations.trainers.trl import enable_distillation
+
+        enable_distillation()
 
 
 def _with_gloo(

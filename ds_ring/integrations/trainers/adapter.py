@@ -1,7 +1,7 @@
-"""The tables of everything that ds_ring replaces or wraps in accelerate and in transformers' Trainer.
+"""The tables of everything that ds_ring replaces or wraps in accelerate, in transformers' Trainer and in TRL.
 
 `ds_ring.enable()` applies the rows of classes for good, once a process; those of objects are applied where
-accelerate makes the object. accelerate.py and transformers.py have what is put there.
+accelerate makes the object. accelerate.py, transformers.py and trl.py have what is put there.
 """
 
 from __future__ import annotations
@@ -86,4 +86,26 @@ TRAINER = PatchTable(
         ),
     ],
     classes={"arguments": "transformers.TrainingArguments"},
+)  # fmt: skip
+
+TRL = PatchTable(
+    "trl",
+    ">=1.16",
+    [
+        Patch(
+            "trl.models.utils._ForwardRedirection.__call__", "at_enable", "wrapped", "redirection",
+            "runs the loss of a distillation in a forward pass of its batch, which a ring can cut; calls the"
+            " original without a ring", when="trl.models.utils is imported",
+        ),
+        Patch(
+            "model.forward", "around_forward", "replaced", "redirection.model",
+            "computes that loss; taken back after the pass",
+        ),
+        Patch(
+            "base", "before_forward", "hook", "redirection.base",
+            "gives the backbone this rank's tokens; taken back after the pass", options=("prepend",),
+        ),
+        Patch("base", "after_forward", "hook", "redirection.base", "a token more, which TRL drops"),
+    ],
+    classes={"model": "transformers.PreTrainedModel", "base": "transformers.PreTrainedModel"},
 )  # fmt: skip

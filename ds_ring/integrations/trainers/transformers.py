@@ -19,7 +19,7 @@ from ds_ring.integrations.deepspeed.enable import ONLY_LOSS
 from ds_ring.integrations.trainers.adapter import TRAINER
 
 _PRODUCT = "train_batch_size"
-_UNCOMPARED = ("trl.experimental.", "trl.trainer.distillation_config")
+_UNCOMPARED = "trl.experimental."
 _ENGINES = {
     "use_vllm": "vLLM samples on each rank by itself, and the ranks of a sequence need the same rollouts",
     "use_transformers_continuous_batching": "generate_batch has a cache that is not on the ring",
@@ -59,8 +59,8 @@ def _refuse_other_engines(args: Any) -> None:
     if any("temperature" in vars(one).get("__annotations__", {}) for one in uncompared):
         raise RingConfigError(
             f"{kind.__name__}: expected a method that has been compared with one process, got another one"
-            " that samples from the model while it trains; use GRPOTrainer or RLOOTrainer, or leave out"
-            f' ds_ring.enable() and the "{SECTION}" section'
+            " that samples from the model while it trains; use GRPOTrainer, RLOOTrainer or"
+            f' DistillationTrainer, or leave out ds_ring.enable() and the "{SECTION}" section'
         )
 
 

@@ -1,0 +1,152 @@
+"""Let TRL's distillation run on a ring: its loss reads hidden states of the models' backbones.
+
+TRL computes the loss inside a forward pass of the student whose arguments are the loss function's
+(`_ForwardRedirection`), so that ZeRO's hooks have the weights of the head there. A ring has to know the
+batch. So the pass gets the batch, as any other. Inside of it the backbones and the loss get this rank's
+tokens, and the ranks' losses are added ([Note: what a script sees] in enable.py).
+
+Shapes: B samples, T tokens, S local tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS
+from ds_ring.integrations.deepspeed.enable import whole_batches_of
+from ds_ring.integrations.trainers.adapter import TRL
+from ds_ring.schedule.layout import Layout
+
+_FOUND = "found"
+_IMAGES = ("pixel", "image", "spatial_shapes", "token_type_ids")  # in the names of what goes with images
+_NOT_OF_BACKBONES = (*LABEL_KEYS, "num_items_in_batch")
+
+
+class _Output(OrderedDict[str, Any]):
+    """Hold what was computed of local tokens, as the output of a pass, which is not gathered."""
+
+    def __getattr__(self, name: str) -> Any:  # ZeRO 3's hooks read outputs as those of transformers
+        if name == _FOUND:
+            return OrderedDict.__getitem__(self, _FOUND)
+        raise AttributeError(name)
+
+
+@functools.cache
+def enable_distillation() -> None:
+    """Replace the redirection of forward passes; once, when TRL has been imported."""
+    TRL.apply({"redirection": SimpleNamespace(at_enable=_Distillation().redirected)})
+
+
+class _Distillation:
+    """Stand in front of TRL's redirection; the loss of a student calls it again, for the teacher."""
+
+    def __init__(self) -> None:
+        self._batch: dict[str, Tensor] = {}  # the student's, while its loss is computed
+        self._layout: Layout | None = None
+
+    def redirected(
+        self,
+        call: Callable[..., Any],
+        redirection: Any,
+        wrapper: nn.Module,
+        module: nn.Module,
+        method: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call `method` inside a forward pass of `wrapper`, an engine on a ring or its module."""
+        whole = whole_batches_of(wrapper)
+        if whole is None:
+            return call(redirection, wrapper, module, method, *args, **kwargs)
+        given: dict[str, Any] = inspect.signature(method).bind(*args, **kwargs).arguments
+        if "inputs" not in given:  # the teacher's hidden states
+
+            def hidden_states(local: dict[str, Any]) -> tuple[Tensor]:
+                self._check_layout(whole.layout)
+                return (method(**given),)
+
+            return _passed(wrapper, module, self._batch, hidden_states)[0]
+        batch, labels_BT = _batch_of(given["inputs"])
+        count = (labels_BT[:, 1:] != IGNORE).sum()
+        items = given["num_items_in_batch"]
+        items = count.clamp_min(1) if items is None else items
+
+        def loss(local: dict[str, Any]) -> Any:
+            self._batch, self._layout = batch, whole.layout
+            ids_BS = local["input_ids"]
+            none_B0, real_BS = ids_BS[:, :0], (local["shift_labels"] != IGNORE).to(ids_BS.dtype)
+            inputs = {
+                "prompt_ids": none_B0, "prompt_mask": none_B0, "completion_ids": ids_BS,
+                "completion_mask": real_BS,
+            }  # fmt: skip
+            return method(**given | {"inputs": inputs, "num_items_in_batch": items * whole.share})
+
+        local_loss, entropies, _ = _passed(wrapper, module, batch | {"labels": labels_BT}, loss)
+        return whole.shown(local_loss), whole.summed(entropies), count
+
+    def _check_layout(self, layout: Layout) -> None:
+        mine = self._layout
+        assert mine is not None
+        if not np.array_equal(mine.slots_by_position(), layout.slots_by_position()):
+            raise RingConfigError(
+                f"distillation: expected one layout of student and teacher, got {mine.name} and"
+                f' {layout.name}: name one in the "ring_attention" section, "layout": "zigzag"'
+            )
+
+
+def _passed(
+    wrapper: nn.Module,
+    module: nn.Module,
+    batch: dict[str, Tensor],
+    compute: Callable[[dict[str, Any]], tuple[Any, ...]],
+) -> tuple[Any, ...]:
+    """Return what `compute` makes of this rank's part of a whole batch, inside a forward pass."""
+    model = next(one for one in module.modules() if isinstance(one, PreTrainedModel))
+
+    def forward(**given: Any) -> _Output:
+        local = {key: value for key, value in given.items() if value is not None}
+        of_backbone = {key: value for key, value in local.items() if key not in _NOT_OF_BACKBONES}
+
+        def cut(*_: Any) -> tuple[tuple[()], dict[str, Any]]:
+            return (), of_backbone
+
+        def longer(_: nn.Module, __: Any, ___: Any, output: Any) -> BaseModelOutput:
+            # TRL drops the last token, which predicts none; here the labels were shifted before the cut.
+            longer_BSH = nn.functional.pad(output.last_hidden_state, (0, 0, 0, 1))
+            return BaseModelOutput(last_hidden_state=longer_BSH)
+
+        base = SimpleNamespace(before_forward=cut, after_forward=longer)
+        with TRL.applied({"redirection.base": base}, base=model.base_model):
+            return _Output({_FOUND: compute(local)})
+
+    inside = SimpleNamespace(around_forward=forward)
+    with TRL.applied({"redirection.model": inside}, model=model):
+        found: tuple[Any, ...] = getattr(wrapper(**batch), _FOUND)
+    return found
+
+
+def _batch_of(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the batch of prompts and completions, and its labels [B, T]: tokens that count in the loss."""
+    others = [key for key, value in inputs.items() if value is not None and any(x in key for x in _IMAGES)]
+    if others:
+        raise RingConfigError(
+            f"distillation: expected text alone on a ring, got {others[0]}, which would not reach the"
+            " backbone; leave it out, or ds_ring.enable() and the section"
+        )
+    ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+    counts_BT = torch.cat([torch.zeros_like(inputs["prompt_mask"]), counts], dim=1)
+    return {"input_ids": ids_BT, "attention_mask": mask_BT}, ids_BT.masked_fill(counts_BT == 0, IGNORE)
