@@ -181,7 +181,8 @@ class Generation:
             " stay on the ring": config.is_encoder_decoder,
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
             "expected evaluation mode, or training without dropout and checkpointing, got training with"
-            f" {' and '.join(only_in_training)}: call engine.eval()": bool(only_in_training),
+            f" {' and '.join(only_in_training)}: call engine.eval(), or leave that out (in TRL"
+            " disable_dropout=True)": bool(only_in_training),
             f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
