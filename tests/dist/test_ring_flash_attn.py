@@ -169,7 +169,7 @@ def trained(rank: int, world_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.day(4)
+@pytest.mark.day("4")
 def test_a_transformers_model_trains_as_row_by_row(rank_pool: Pool, world_size: int) -> None:
     for found in rank_pool(world_size).run(trained):
         assert len(found) == 22
