@@ -76,7 +76,7 @@ class TreeSum(Generic[T]):
         return next(iter(self.nodes.values()), None)
 
 
-class _Block(NamedTuple):
+class _TokenBlock(NamedTuple):
     """A block of a shard: its number in the sequence, its first slot, and its tokens."""
 
     number: int
@@ -89,11 +89,11 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _blocks(layout: Layout, ring_rank: int, size: int) -> tuple[_Block, ...]:
+def _blocks(layout: Layout, ring_rank: int, size: int) -> tuple[_TokenBlock, ...]:
     found, slot = [], 0
     for start, _, length in whole_blocks(layout, size).runs(ring_rank).tolist():
         for first in range(0, length, size):
-            found.append(_Block((start + first) // size, slot + first, min(size, length - first)))
+            found.append(_TokenBlock((start + first) // size, slot + first, min(size, length - first)))
         slot += length
     return tuple(found)
 
@@ -243,7 +243,7 @@ class ReproduciblePass:
 
     # What travels: for each head class the blocks of keys that a rank reads, in the owner's order of slots.
 
-    def _blocks(self, ring_rank: int) -> tuple[_Block, ...]:
+    def _blocks(self, ring_rank: int) -> tuple[_TokenBlock, ...]:
         return _blocks(self.plan.layout, ring_rank, self.size)
 
     def _squares(self, number: int) -> np.ndarray:
@@ -252,7 +252,7 @@ class ReproduciblePass:
     def _tiles(self, number: int, query: int, key: int) -> Tiles:
         return _tiles(self.plan.classes[number].pattern, self.plan.layout.tokens, self.size, query, key)
 
-    def _read(self, owner: int, reader: int) -> Iterator[tuple[int, _Block, tuple[int, ...]]]:
+    def _read(self, owner: int, reader: int) -> Iterator[tuple[int, _TokenBlock, tuple[int, ...]]]:
         """Yield head class, block of the owner's keys, and the reader's blocks of queries that read it."""
         queries = np.array([block.number for block in self._blocks(reader)], dtype=np.int64)
         for number in range(len(self._heads)):
@@ -262,7 +262,7 @@ class ReproduciblePass:
                 if len(reading):
                     yield number, block, tuple(sorted(reading.tolist()))
 
-    def _nodes(self, owner: int, reader: int) -> Iterator[tuple[int, _Block, Node]]:
+    def _nodes(self, owner: int, reader: int) -> Iterator[tuple[int, _TokenBlock, Node]]:
         """Yield the sums of gradients that a reader returns to the owner of the keys."""
         for number, block, reading in self._read(owner, reader):
             leaves = np.flatnonzero(self._squares(number)[:, block.number]).tolist()
@@ -271,7 +271,7 @@ class ReproduciblePass:
 
     def _of_owner(
         self, owner: int, keys: Sequence[Tensor]
-    ) -> Iterator[tuple[Square, _Block, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Square, _TokenBlock, Tensor, Tensor]]:
         """Yield the squares of this rank's queries and an owner's keys: square, queries, K and V."""
         places = {block.number: block for block in self._blocks(self.ring_rank)}
         pairs = zip(keys[::2], keys[1::2], strict=True)

@@ -199,7 +199,7 @@ class Sent(NamedTuple):
     overlaps: bool = False  # with scores and attention of the hop before; else nothing hides them
 
 
-class Place(NamedTuple):
+class LayerSetting(NamedTuple):
     """Say where a layer runs."""
 
     layout: Layout
@@ -212,7 +212,7 @@ class Place(NamedTuple):
 Rounds = tuple[tuple[np.ndarray, np.ndarray], ...]
 
 
-def sent_by(kind: Kind, place: Place, rank: int) -> list[Sent]:
+def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     """Return what a rank of the sequence sends in one forward and one backward pass of a layer.
 
     Raises:
@@ -236,7 +236,7 @@ def sent_by(kind: Kind, place: Place, rank: int) -> list[Sent]:
     return found
 
 
-def _scan_rounds(kind: Recurrence, place: Place, reverse: bool) -> Rounds:
+def _scan_rounds(kind: Recurrence, place: LayerSetting, reverse: bool) -> Rounds:
     """Return bytes that each rank sends and receives, by round: `SequenceRuns.rounds`, then one shift."""
     state, transition = (place.batch * FLOAT * n for n in (kind.state, kind.transition))
     return _rounds(place.layout, place.parts, state, transition, reverse)
@@ -265,7 +265,7 @@ def _reads(pattern: Pattern, layout: Layout) -> ReadsOfShards:
     return ReadsOfShards(bound_to_one_head(pattern), layout)
 
 
-def _selected(kind: Selection, place: Place, rank: int) -> Iterator[Sent]:
+def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]:
     """Yield both passes of attention over chosen keys; rows are the most that may be chosen."""
     layout, size, batch, element = place.layout, place.layout.ring_size, place.batch, place.element_bytes
     reads, hops = _reads(place.pattern, layout), range(1, size)
@@ -304,7 +304,7 @@ class LayerCost(NamedTuple):
 
 
 def layer_cost(
-    kind: Kind, layers: int, place: Place, ranks: Sequence[int], hardware: Hardware, dtype: str,
+    kind: Kind, layers: int, place: LayerSetting, ranks: Sequence[int], hardware: Hardware, dtype: str,
     bytes_per_s: float, kernel: str,
 ) -> LayerCost:  # fmt: skip
     """Return the cost of a layer on the ranks of the sequence that are looked at."""
@@ -325,7 +325,9 @@ def layer_cost(
     return LayerCost(kind, layers, tuple(busiest), seconds[0], seconds[1], sum(waiting))
 
 
-def _arithmetic(kind: Kind, place: Place, hardware: Hardware, dtype: str, kernel: str) -> tuple[float, float]:
+def _arithmetic(
+    kind: Kind, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
+) -> tuple[float, float]:
     """Return the seconds of arithmetic beside the matrices of the layer, forward and backward."""
     rate, batch, layout = hardware.flops(dtype), place.batch, place.layout
     dense = rate * hardware.matmul_efficiency

@@ -19,7 +19,7 @@ from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
-from .beside import LayerCost, Place, layer_cost
+from .beside import LayerCost, LayerSetting, layer_cost
 from .hardware import Hardware
 from .pass_memory import PassMemory, PassShape, pass_memory
 from .pass_time import CostPart, PassCost, pass_cost
@@ -197,8 +197,8 @@ def _beside(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple
     looked_at = sorted({rank * parts + part for rank in ranks for part in (0, parts - 1)})
     return tuple(
         layer_cost(
-            kind, layers, Place(layout, parts, setting.batch, element, pattern), looked_at, setting.hardware,
-            setting.dtype, setting.bytes_per_s, setting.kernel_that_runs,
+            kind, layers, LayerSetting(layout, parts, setting.batch, element, pattern), looked_at,
+            setting.hardware, setting.dtype, setting.bytes_per_s, setting.kernel_that_runs,
         )
         for kind, pattern, layers in setting.beside
     )  # fmt: skip

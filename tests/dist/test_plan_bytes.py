@@ -31,7 +31,7 @@ from ds_ring.simulation.scan import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan.advice import latents_on_the_wire
-from ds_ring_launcher.plan.beside import KNOWN, Place, Recurrence, Selection, layer_memory, sent_by
+from ds_ring_launcher.plan.beside import KNOWN, LayerSetting, Recurrence, Selection, layer_memory, sent_by
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.inputs import settings_of
 from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
@@ -57,7 +57,9 @@ def tensors(kind: Recurrence, runs: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_bytes_of_scans_and_halos_are_those_of_virtual_ranks(size: int, layout: str, kind: Any) -> None:
-    place = Place(make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal())
+    place = LayerSetting(
+        make_layout(layout, tokens=203, ring_size=size, pattern=Causal()), 1, BATCH, 2, Causal()
+    )
     runs = sequence_runs(place.layout)
     given = [tensors(kind, len(runs.of_rank(rank))) for rank in range(size)]
     scans = [
@@ -110,7 +112,7 @@ def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault
 
 def planned(kind: Recurrence, size: int, ulysses: int) -> list[list[int]]:
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=size // ulysses, multiple_of=ulysses)
-    place = Place(layout, ulysses, BATCH, 4, Causal())
+    place = LayerSetting(layout, ulysses, BATCH, 4, Causal())
     of_ranks = [sent_by(kind, place, rank) for rank in range(size)]
     return [[n for one in of_rank for n in (one.forward, one.backward)] for of_rank in of_ranks]
 
@@ -198,7 +200,7 @@ def of_ranks(asked: TrainingSetting) -> list[int]:
         for plan, layers in plans_of(asked, layout):
             total += layers * sum(bytes_sent(parts_of(plan, rank), pass_shape(asked, layout)))
         for kind, pattern, layers in asked.beside:
-            place = Place(layout, 1, asked.batch, 4, pattern)
+            place = LayerSetting(layout, 1, asked.batch, 4, pattern)
             total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
         found.append(total)
     return found
@@ -221,7 +223,7 @@ def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
     assert isinstance(kind, Selection) and kind.top_k == 2
     for rank, (real, most) in enumerate(zip(found, want, strict=True)):
-        rows = sent_by(kind, Place(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
+        rows = sent_by(kind, LayerSetting(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
         assert most - layers * (rows.forward + rows.backward) < real <= most
 
 

@@ -134,17 +134,23 @@ def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, sc
     check_entries(got, expected)
 
 
-def ids_of_a_shuffling_loader(rank: int, world_size: int) -> list[int]:
+def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str) -> list[int]:
     import ds_ring
 
     start_deepspeed()
     ds_ring.enable()
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     torch.manual_seed(rank)
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json_config(2, 1, 1)))
+    config, parallel = json_config(2, 1, 1), None
+    if axis:  # accelerate's words instead of the section
+        config = {key: value for key, value in config.items() if key not in RING_KEYS}
+        parallel = ParallelismConfig(**{f"{axis}_size": 2, f"{axis}_backend": "ds_ring"})
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallel)
     data = torch.utils.data.DataLoader(list(range(12)), batch_size=3, shuffle=True)
     loader = accelerator.prepare_data_loader(data)
     assert (accelerator.num_processes, accelerator.process_index) == (world_size // 2, rank // 2)
@@ -160,10 +166,10 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int) -> list[int]:
     return mine
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_of_a_ring_shuffle_alike_without_a_seed(rank_pool: Any, world: int) -> None:
+@pytest.mark.parametrize(("world", "axis"), [(2, ""), (4, ""), (4, "sp"), (2, "cp")])
+def test_ranks_of_a_ring_shuffle_alike_without_a_seed(rank_pool: Any, world: int, axis: str) -> None:
     pytest.importorskip("accelerate")
-    by_rank = rank_pool(world).run(ids_of_a_shuffling_loader)
+    by_rank = rank_pool(world).run(ids_of_a_shuffling_loader, axis)
     assert all(by_rank[rank] == by_rank[rank - 1] for rank in range(1, world, 2))
     assert sorted(by_rank[0] + (by_rank[2] if world == 4 else [])) == list(range(12))
 
@@ -184,6 +190,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
     ds_ring.enable()
     from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
+    from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
 
     size = Size(hidden=32, layers=1, tokens=16, samples=2)
@@ -199,6 +206,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "no section": lambda: deepspeed.initialize(model=model, optimizer=sgd, config=bare),
         "no DeepSpeed": Accelerator,
         "dispatch": lambda: Accelerator(deepspeed_plugin=plugin, dataloader_config=dispatch),
+        "other ranks": lambda: Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            parallelism_config=ParallelismConfig(sp_size=4, sp_backend="ds_ring"),
+        ),
         "sum": lambda: deepspeed.initialize(
             model=model, optimizer=sgd, config=config | {"gradient_allreduce_op": "sum"}
         ),
@@ -233,6 +244,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "no section": "ring_attention: expected this section, got none",
         "no DeepSpeed": "every rank would train by itself",
         "dispatch": "dispatch_batches: expected None or false",
+        "other ranks": 'expected 2 ranks ("sequence_parallel_size" of the DeepSpeed JSON), got 4',
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
         "trl.GRPOConfig": "expected use_vllm=False, got True: vLLM samples on each rank by itself",

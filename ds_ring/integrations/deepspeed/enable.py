@@ -166,7 +166,7 @@ class WholeBatches:
                 return type(output)(loss=output["loss"])
             later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
             if sharding.encoder is not None:
-                of_encoder = partial(_whole, self._session, sharding.encoder)
+                of_encoder = partial(_whole, self._session, sharding.encoder, None)
                 later |= {name: of_encoder for name in later if name.startswith("encoder_")}
             if shifts and "log_probs" in output:
                 later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
@@ -216,6 +216,10 @@ class WholeBatches:
         session, mask_BT = self._session, batch.get("attention_mask")
         documents = session.config.pattern.documents
         if mask_BT is None or mask_BT.ndim != 2 or documents or not session.pattern.is_causal:
+            return batch, None
+        if (
+            session.needs.decoder_ids is not None
+        ):  # the mask is the encoder's, whose padding may stand anywhere
             return batch, None
         if bool(mask_BT[:, 0].all()):
             return batch, None

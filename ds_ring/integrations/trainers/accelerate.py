@@ -27,7 +27,7 @@ from ds_ring.config.deepspeed_file import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.trainers.adapter import ACCELERATE
-from ds_ring.integrations.trainers.transformers import enable_trainer
+from ds_ring.integrations.trainers.transformers import BACKEND, enable_trainer, write_ring_ranks
 
 AUTO = "auto"
 
@@ -36,14 +36,28 @@ def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
     parts = {
         "ring": _start, "backend": _with_gloo, "tensors": _gathered, "objects": _gathered_objects,
-        "seeds": _ReplicaState,
+        "seeds": _ReplicaState, "parallelism": _with_ring,
     }  # fmt: skip
     ACCELERATE.apply({name: SimpleNamespace(at_enable=part) for name, part in parts.items()})
 
 
+def _with_ring(check: Callable[[Any], None], parallel: Any) -> None:
+    """Take the ranks of `sp_backend="ds_ring"` or `cp_backend="ds_ring"` out of what accelerate checks."""
+    features = {}
+    for axis in ("sp", "cp"):
+        if getattr(parallel, f"{axis}_backend") == BACKEND:
+            ranks = getattr(parallel, f"{axis}_size") or 1
+            features = {f"parallelism.{axis}": SimpleNamespace(at_enable=1, around_init=None)}
+            features["parallelism.ranks"] = SimpleNamespace(at_enable=ranks)
+    ACCELERATE.apply(features, parallel=parallel)
+    check(parallel)
+
+
 def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     start(accelerator, *args, **kwargs)
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    plugin, parallel = getattr(accelerator.state, "deepspeed_plugin", None), accelerator.parallelism_config
+    if plugin is not None:
+        write_ring_ranks(plugin.deepspeed_config, parallel)
     if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
         raise RingConfigError(
             f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
@@ -54,12 +68,11 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     config = plugin.deepspeed_config
     ring = RingConfig.from_deepspeed(config)
     ring.validate_world(accelerator.state.num_processes)
-    parallel = accelerator.parallelism_config
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
     if others:
         raise RingConfigError(
-            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out: the"
-            ' sequence is sharded by the "ring_attention" section'
+            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out, or"
+            f' give sp_size or cp_size the backend "{BACKEND}": the sequence is sharded by ds_ring'
         )
     if accelerator.dispatch_batches:
         raise RingConfigError(

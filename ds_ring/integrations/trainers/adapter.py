@@ -33,6 +33,22 @@ ACCELERATE = PatchTable(
             "set_seed(device_specific=True) gives the ranks of a sequence one seed",
         ),
         Patch(
+            "accelerate.parallelism_config.ParallelismConfig.__post_init__", "at_enable", "wrapped",
+            "parallelism", 'takes out the ranks of the backend "ds_ring", which accelerate does not know',
+        ),
+        *(
+            Patch(
+                f"parallel.{axis}_{what}", stage, "set", f"parallelism.{axis}",
+                "no other parallelism is left to accelerate", when=f'{axis}_backend="ds_ring"',
+            )
+            for axis in ("sp", "cp")
+            for what, stage in (("size", "at_enable"), ("backend", "around_init"))
+        ),
+        Patch(
+            "parallel.ring_ranks", "at_enable", "added", "parallelism.ranks",
+            "the ranks of a sequence", when='sp_backend="ds_ring" or cp_backend="ds_ring"',
+        ),
+        Patch(
             "accelerator.dataloader_config.dispatch_batches", "around_init", "set", "own samples",
             "each rank reads its samples",
         ),
@@ -56,6 +72,7 @@ ACCELERATE = PatchTable(
     classes={
         "accelerator": "accelerate.Accelerator",
         "accelerator.dataloader_config": "accelerate.utils.DataLoaderConfiguration",
+        "parallel": "accelerate.parallelism_config.ParallelismConfig",
         "sampler": "torch.utils.data.RandomSampler",
         "scheduler": "accelerate.scheduler.AcceleratedScheduler",
     },

@@ -18,6 +18,7 @@ from ds_ring.integrations.adapter import undo
 from ds_ring.integrations.deepspeed.enable import ONLY_LOSS
 from ds_ring.integrations.trainers.adapter import TRAINER
 
+BACKEND = "ds_ring"  # of ParallelismConfig
 _PRODUCT = "train_batch_size"
 _UNCOMPARED = "trl.experimental."
 _ENGINES = {
@@ -27,6 +28,25 @@ _ENGINES = {
 }
 
 
+def write_ring_ranks(json: dict[str, Any], parallel: Any) -> None:
+    """Write the ranks of `ParallelismConfig(sp_size=..., sp_backend="ds_ring")` into a DeepSpeed JSON.
+
+    Raises:
+        RingConfigError: the JSON asks for another number of ranks.
+    """
+    ranks = getattr(parallel, "ring_ranks", None)
+    if ranks is None:
+        return
+    asked = json.setdefault(SP_KEY, ranks)
+    if asked not in (ranks, "auto"):
+        raise RingConfigError(
+            f'parallelism_config: expected {asked} ranks ("{SP_KEY}" of the DeepSpeed JSON), got {ranks};'
+            " leave one of the two out"
+        )
+    json[SP_KEY] = ranks
+    json.setdefault(SECTION, {})
+
+
 def enable_trainer_config() -> None:
     """Let DeepSpeed work out train_batch_size: TrainingArguments would multiply by all ranks."""
     TRAINER.apply({"JSON of Trainer": SimpleNamespace(at_enable=_without_product)})
@@ -34,6 +54,7 @@ def enable_trainer_config() -> None:
 
 def _without_product(process: Callable[..., None], json: Any, args: Any, *others: Any, **kwargs: Any) -> None:
     product, ranks = "auto", 1
+    write_ring_ranks(json.config, getattr(args, "parallelism_config", None))
     if SECTION in json.config:
         _refuse_other_engines(args)
         product = json.config.pop(_PRODUCT, "auto")

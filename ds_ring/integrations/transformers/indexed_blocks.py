@@ -52,7 +52,7 @@ class ChosenMask:
         return ChosenMask(self.mask, chosen)
 
 
-class _Rows:
+class _BlockRows:
     """The blocks of samples that have the same documents, on this rank."""
 
     def __init__(self, sharding: BatchSharding, documents: Documents | None, size: int, whole: bool) -> None:
@@ -104,11 +104,13 @@ class _Rows:
         return torch.cat([chosen, self.expand(last).expand(len(chosen), -1, -1)], dim=2)
 
 
-def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _Rows]]:
+def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any, _BlockRows]]:
     """Return the samples of each set of documents, and their blocks."""
     if not sharding.groups:
-        return [(slice(None), _Rows(sharding, None, size, whole))]
-    return [(list(group.rows), _Rows(sharding, group.documents, size, whole)) for group in sharding.groups]
+        return [(slice(None), _BlockRows(sharding, None, size, whole))]
+    return [
+        (list(group.rows), _BlockRows(sharding, group.documents, size, whole)) for group in sharding.groups
+    ]
 
 
 def _joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
