@@ -100,6 +100,7 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.covering(1)
 def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
     for found in rank_pool(world_size).run(errors, name, options):
         assert max(found) < 1e-12, found

@@ -235,6 +235,7 @@ def mtp_errors(rank: int, world_size: int, name: str, packed: bool, ulysses_size
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(2, 1), (4, 1), (4, 2)])
+@pytest.mark.covering(1)
 def test_multi_token_prediction_is_exact(
     rank_pool: Pool, world_size: int, ulysses_size: int, name: str, packed: bool
 ) -> None:
