@@ -197,8 +197,8 @@ class RingConfig(Section):
     rank_speeds: RankSpeeds = Field(
         default=None,
         description='"measured" gives a slow rank of the ring less attention work, by the time that its hops '
-        "take; a list gives the speeds, relative to each other; null: equal ones. Shards keep their lengths, "
-        "so causal patterns and documents gain, and a full pattern does not",
+        "take (CPU ranks only); a list gives the speeds, relative to each other; null: equal ones. Shards "
+        "keep their lengths, so causal patterns and documents gain, and a full pattern does not",
     )
     pattern: Annotated[PatternConfig, Accepts("an object of pattern keys", 'write {"causal": true}, say')] = (
         Field(default=PatternConfig(), description="which query sees which key")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ds_ring import (
     Causal,
@@ -18,6 +20,7 @@ from ds_ring import (
     SlidingWindow,
     make_layout,
 )
+from ds_ring.integrations.deepspeed.run_report import MeasuredSpeeds
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
@@ -70,6 +73,12 @@ def test_speeds_that_cannot_be_honoured_are_refused(name: str, speeds: tuple[flo
 def test_a_section_that_cannot_be_honoured_is_refused(section: dict[str, Any], says: str) -> None:
     with pytest.raises(RingConfigError, match=says):
         RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": section})
+
+
+def test_hops_on_a_gpu_are_not_timed_by_the_hosts_clock() -> None:
+    session = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(RingConfigError, match="expected a list of numbers on cuda"):
+        MeasuredSpeeds(None, session)  # type: ignore[arg-type]
 
 
 def train_slowed(rank: int, world_size: int, slow: int | None, speeds: Any) -> tuple[Run, list[float]]:

@@ -47,8 +47,8 @@ def _with_ring(check: Callable[[Any], None], parallel: Any) -> None:
     for axis in ("sp", "cp"):
         if getattr(parallel, f"{axis}_backend") == BACKEND:
             ranks = getattr(parallel, f"{axis}_size") or 1
-            features = {f"parallelism.{axis}": SimpleNamespace(at_enable=1, around_init=None)}
-            features["parallelism.ranks"] = SimpleNamespace(at_enable=ranks)
+            values = {f"{axis}_size": 1, f"{axis}_backend": None, "ranks": ranks}
+            features = {f"parallelism.{name}": SimpleNamespace(at_enable=x) for name, x in values.items()}
     ACCELERATE.apply(features, parallel=parallel)
     check(parallel)
 

@@ -38,11 +38,11 @@ ACCELERATE = PatchTable(
         ),
         *(
             Patch(
-                f"parallel.{axis}_{what}", stage, "set", f"parallelism.{axis}",
+                f"parallel.{axis}_{what}", "at_enable", "set", f"parallelism.{axis}_{what}",
                 "no other parallelism is left to accelerate", when=f'{axis}_backend="ds_ring"',
             )
             for axis in ("sp", "cp")
-            for what, stage in (("size", "at_enable"), ("backend", "around_init"))
+            for what in ("size", "backend")
         ),
         Patch(
             "parallel.ring_ranks", "at_enable", "added", "parallelism.ranks",
