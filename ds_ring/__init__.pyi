@@ -37,6 +37,7 @@ from ds_ring.runtime.mesh import RingMesh as RingMesh
 from ds_ring.runtime.scan import halo as halo
 from ds_ring.runtime.scan import ring_scan as ring_scan
 from ds_ring.runtime.scan import shift_sequence as shift_sequence
+from ds_ring.runtime.selection import max_logits as max_logits
 from ds_ring.runtime.selection import ring_select as ring_select
 from ds_ring.runtime.selection import selected_attention as selected_attention
 from ds_ring.runtime.shard import gather_sequence as gather_sequence

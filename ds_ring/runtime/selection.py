@@ -106,6 +106,69 @@ def ring_select(
         RingMismatchError: ranks that call with other shapes or settings; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
+    return _in_order(
+        _best_of(scores_fn, k, keys, layout, mesh, pattern, blocks, delay, with_positions, hop_timeout_s)
+    )
+
+
+def max_logits(
+    q: Tensor, k: Tensor, *, layout: Layout, mesh: RingMesh, pattern: Pattern | None = None,
+    scale: float | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the largest score of each head over the whole sequence, the same on all ranks of the ring.
+
+    MuonClip rescales the projections of heads whose largest score is above a bound (Kimi Team 2025, "Kimi
+    K2", arXiv 2507.20534, section 2.1). Keys travel once more, without values, and the scores of one tile
+    exist at a time.
+
+    Args:
+        q, k: local queries [B, H, S, D] and keys [B, G, S, D]; H a multiple of G.
+        layout, mesh, hop_timeout_s: see `ring_select`.
+        pattern: which query attends to which key, the same for all heads; None is `Causal()`.
+        scale: factor of the scores; None is 1 / sqrt(D).
+
+    Returns:
+        [H], float32 (float64 for float64), without a gradient; -inf for a head that sees no key.
+
+    Raises:
+        as `ring_select`.
+    """
+    check_mesh(mesh)
+    why = why_not_an_operand("q", q) or why_not_an_operand("k", k)
+    fits = (
+        why is None and q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
+    )
+    if not fits or q.shape[1] % k.shape[1]:
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else shown(x) for x in (q, k)]
+        refuse(
+            mesh,
+            RingShapeError(
+                why
+                or "max_logits: expected q [B, H, S, D] and k [B, G, S, D] with H a multiple of G, got"
+                f" {shapes}; pass this rank's shards"
+            ),
+        )
+    factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, accumulator_dtype(q.dtype)
+
+    def scores(rows: slice, keys: Tensor) -> Tensor:  # of keys [B, n, G, D]
+        grouped = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(dtype)
+        return torch.einsum("bgrqd,bngd->bgrqn", grouped, keys.to(dtype)).flatten(1, 2) * factor
+
+    keys = k.detach().transpose(1, 2).contiguous()
+    best = _best_of(scores, 1, keys, layout, mesh, pattern, None, 0, False, hop_timeout_s)
+    found = best.scores.amax(dim=(0, 2, 3))
+    if mesh.ring_size == 1:
+        return found
+    with mesh.in_call():
+        parts = Exchange(mesh, hop_timeout_s).all_gather(found, mesh.ring_group, mesh.ring_size)
+    return torch.stack(parts).amax(0)
+
+
+def _best_of(
+    scores_fn: ScoresFunction, k: int, keys: Tensor, layout: Layout, mesh: RingMesh, pattern: Pattern | None,
+    blocks: BlockLayout | None, delay: int, with_positions: bool, hop_timeout_s: float,
+) -> _Best:  # fmt: skip
+    """Return the k best keys of each local query with their scores; see `ring_select`."""
     check_mesh(mesh)
     given: Pattern = Full() if blocks is not None else Causal()
     context = _context(given if pattern is None else pattern, layout, mesh, hop_timeout_s, blocks=blocks)
@@ -126,7 +189,7 @@ def ring_select(
                 _walk_tokens(best, scores, keys, context)
             else:
                 _walk_blocks(best, scores, keys, context, blocks, delay)
-            return _in_order(best)
+            return best
 
 
 def selected_attention(

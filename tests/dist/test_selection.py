@@ -25,6 +25,7 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
+    max_logits,
     ring_select,
     selected_attention,
     shard_sequence,
@@ -385,3 +386,43 @@ def test_wrong_arguments_raise_on_all_ranks_and_leave_the_ring_whole(rank_pool, 
     assert at_fault.startswith(kind) and words in at_fault, at_fault
     other = "RingMismatchError" if "on rank 1" in what else kind
     assert found[0].startswith(other) and words in found[0], found[0]
+
+
+def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> float:
+    """The largest difference of `max_logits` from the dense scores, with grouped queries."""
+    torch.manual_seed(0)
+    tokens = 67
+    q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, 2))
+    pattern: Pattern = Causal()
+    if documents:
+        pattern = Causal() & Documents([0] * 20 + [1] * 40 + [2] * 7)
+    visible = torch.from_numpy(
+        pattern.multiplicity(0, 1, 1, np.arange(tokens)[:, None], np.arange(tokens)) > 0
+    )
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~visible, float("-inf"))
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout(name, tokens=tokens, ring_size=world_size)
+    mine = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k))
+    found = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=0.3)
+    return float((found - scores.amax(dim=(0, 2, 3))).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "documents"), [(1, "zigzag", True), (2, "striped", False), (4, "zigzag", True)]
+)
+def test_the_largest_scores_are_those_of_one_process(rank_pool, world_size, name, documents):
+    for error in rank_pool(world_size).run(largest_scores, name, documents):
+        assert error < 1e-12
+
+
+def wrong_scores(rank: int, world_size: int) -> None:
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=16, ring_size=world_size)
+    q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 3 if rank == 0 else 2, 8, 4)
+    max_logits(q, k, layout=layout, mesh=mesh)
+
+
+def test_heads_that_cannot_be_grouped_are_refused_on_every_rank(rank_pool):
+    outcomes = rank_pool(2).collect(wrong_scores)
+    assert outcomes[0].error_type == "RingShapeError" and "H a multiple of G" in outcomes[0].message
+    assert outcomes[1].error_type == "RingMismatchError"
