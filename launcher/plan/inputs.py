@@ -115,6 +115,11 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> TrainingSetting:
+    for key, usual in (("transport", "ring"), ("rank_speeds", None)):
+        if (value := getattr(config, key)) != usual:
+            advice = "plan computes ring passes of equally fast ranks: leave the key out for it"
+            what = sentence(shown(usual) if usual else "null", shown(value), advice)
+            raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
     model, ulysses = model_of(options), config.ulysses_size
     if ring * ulysses > _MOST_DEVICES:
         expected = f"at most {_MOST_DEVICES:,} ranks"

@@ -197,3 +197,11 @@ def test_nothing_fits(capsys, tmp_path: Path):
     small = [*SIZES, "--dtype", "float32", "--hardware", str(path)]
     assert "none up to 16384" in refused(capsys, *small, "--tokens", "4096")
     assert "expected some sequence to fit 2 x CPU core" in refused(capsys, *small, "--devices", "2")
+
+
+@pytest.mark.parametrize("section", [{"transport": "reproducible"}, {"rank_speeds": [1, 0.5]}], ids=str)
+def test_what_is_not_estimated_is_refused(capsys, tmp_path, section):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"sequence_parallel_size": 2, "ring_attention": section}))
+    assert cli.main(["plan", *SIZES, "--tokens", "64", "--devices", "2", "--config", str(path)]) == 2
+    assert "plan computes ring passes of equally fast ranks" in capsys.readouterr().err
