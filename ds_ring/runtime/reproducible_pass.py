@@ -29,10 +29,9 @@ from torch import Tensor
 
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import IntArray, Tiles
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, walk_owners
 from ds_ring.runtime.kernels.interface import Kernel, value_dim
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.runtime.messages import Message
 from ds_ring.schedule.layout import Layout, whole_blocks
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
@@ -165,9 +164,9 @@ class ReproduciblePass:
                 for one in kernel.forward(q_i, k_j, v_j, tiles, self.scale):
                     rows, own = one.q_rows, one.heads
                     merge_(rows.of(part[0][:, own]), rows.of(part[1][:, own]), one.out_BHSD, one.lse_BHS)
-                leaves = np.flatnonzero(self._squares(number)[query])
-                tree = trees.setdefault((number, query), TreeSum(leaves, merged))
-                tree.insert((0, key), part)
+                if (number, query) not in trees:
+                    trees[number, query] = TreeSum(np.flatnonzero(self._squares(number)[query]), merged)
+                trees[number, query].insert((0, key), part)
             return ()
 
         self._walk(k, v, compute, None)
@@ -209,8 +208,10 @@ class ReproduciblePass:
                     one.q_rows.of(dq[:, one.heads]).add_(one.dq_BHSD)
                     one.k_rows.of(dk).add_(one.dk_BGSD)
                     one.k_rows.of(dv).add_(one.dv_BGSD)
-                leaves = np.flatnonzero(self._squares(number)[query])
-                of_queries.setdefault((number, query), TreeSum(leaves, torch.add)).insert((0, key), dq)
+                if (number, query) not in of_queries:
+                    leaves = np.flatnonzero(self._squares(number)[query])
+                    of_queries[number, query] = TreeSum(leaves, torch.add)
+                of_queries[number, query].insert((0, key), dq)
                 if (number, key) not in sums:
                     sums[number, key] = tree_of_keys(number, key)
                 sums[number, key].insert((0, query), [dk, dv])
@@ -285,11 +286,7 @@ class ReproduciblePass:
         self, k: Tensor, v: Tensor, compute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
         add: Callable[[int, Sequence[Tensor]], None] | None,
     ) -> None:  # fmt: skip
-        """Call `compute` with the keys of one owner after the other, at hop s of rank p - s.
-
-        Those of the next owner travel meanwhile. If there is `add`, what `compute` returns goes back to the
-        owner, and `add` gets what each reader of this rank's keys returned.
-        """
+        """Call `compute` with the blocks of one owner after the other; see `walk_owners`."""
         size, rank, dtype = self.plan.ring_size, self.ring_rank, accumulator_dtype(k.dtype)
 
         def leaving(reader: int) -> list[Tensor]:
@@ -304,28 +301,4 @@ class ReproduciblePass:
             at = [(self._heads[number][1], block) for number, block, _ in self._nodes(rank, reader)]
             return [torch.empty_like(block.of(x[:, kv]), dtype=dtype) for kv, block in at for x in (k, v)]
 
-        here, gradients = leaving(rank), list[Tensor]()
-        for hop in range(size + (add is not None and size > 1)):
-            sends, receives, following = [], [], hop + 1
-            arriving: list[Tensor] = []
-            returned: list[Tensor] = []
-            if following < size:
-                arriving = empty((rank - following) % size)
-                sends += _messages(leaving((rank + following) % size), (rank + following) % size, "K", "V")
-                receives += _messages(arriving, (rank - following) % size, "K", "V")
-            if add is not None and hop > 1:  # those of the hop before
-                returned = empty_sums((rank + hop - 1) % size)
-                sends += _messages(gradients, (rank - hop + 1) % size, "dK", "dV")
-                receives += _messages(returned, (rank + hop - 1) % size, "dK", "dV")
-            pending = self.exchange.post(sends, receives, hop) if self.exchange is not None else None
-            if hop < size:
-                made = compute((rank - hop) % size, here)
-            if pending is not None:
-                pending.wait()
-            if add is not None and (hop == 0 or hop > 1):
-                add((rank + hop - 1) % size if hop else rank, returned if hop else made)
-            here, gradients = arriving, list(made)
-
-
-def _messages(tensors: Sequence[Tensor], peer: int, *what: str) -> list[Message]:
-    return [Message(x.contiguous(), peer, what[i % 2]) for i, x in enumerate(tensors)]
+        walk_owners(self.exchange, rank, size, leaving(rank), leaving, empty, compute, empty_sums, add)

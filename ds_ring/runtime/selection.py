@@ -55,7 +55,7 @@ from ds_ring.runtime.context import (
     operator,
     refuse,
 )
-from ds_ring.runtime.exchange import Exchange
+from ds_ring.runtime.exchange import Exchange, walk_owners
 from ds_ring.runtime.kernels.interface import each_tile
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.runtime.mesh import RingMesh, check_mesh
@@ -631,39 +631,26 @@ class _SelectedPass:
         If there is `add`, what `compute` returns (gradients of K's and V's rows) returns to the owner, and
         `add` gets what others return for rows of this rank, with their index; in the order of hops.
         """
-        index = self._index(self.wanted[self.rank])
-        rows = _HopRows(self.rank, index, self.k[index], self.v[index])
-        gradients: Sequence[Tensor] = ()
-        for hop in range(self.size + (add is not None and self.size > 1)):
-            sends, receives, following, asked = [], [], hop + 1, None
-            arriving, returned = rows, []
-            if following < self.size:
-                reader, owner = (self.rank + following) % self.size, (self.rank - following) % self.size
-                leaving = self._index(self.asked[reader])
-                index = self._index(self.wanted[owner])
-                arriving = _HopRows(
-                    owner, index, *(x.new_empty((len(index), *x.shape[1:])) for x in (self.k, self.v))
-                )
-                sends += _messages([x[leaving] for x in (self.k, self.v)], reader, "K", "V")
-                receives += _messages([arriving.k, arriving.v], owner, "K", "V")
-            if add is not None and hop > 1:
-                # Those of the hop before: of rank p - hop + 1, and of this rank's rows at rank p + hop - 1.
-                reader, owner = (self.rank + hop - 1) % self.size, (self.rank - hop + 1) % self.size
-                asked = self._index(self.asked[reader])
-                shapes = [(len(asked), *x.shape[1:]) for x in (self.k, self.v)]
-                returned = [self.k.new_empty(shape, dtype=self.dtype) for shape in shapes]
-                sends += _messages(gradients, owner, "dK", "dV")
-                receives += _messages(returned, reader, "dK", "dV")
-            pending = self.exchange.post(sends, receives, hop) if self.exchange is not None else None
-            if hop < self.size:
-                gradients = compute(rows)
-                if add is not None and hop == 0:
-                    add(rows.slots, gradients)
-            if pending is not None:
-                pending.wait()
-            if add is not None and asked is not None:
-                add(asked, returned)
-            rows = arriving
+        kv, index_of = (self.k, self.v), {self.rank: self._index(self.wanted[self.rank])}
+        asked = {self.rank: index_of[self.rank]}  # rows of this rank's shard, by the rank that reads them
+
+        def sent_to(reader: int) -> Sequence[Tensor]:
+            leaving = self._index(self.asked[reader])
+            return [x[leaving] for x in kv]
+
+        def received_from(owner: int) -> Sequence[Tensor]:
+            index_of[owner] = self._index(self.wanted[owner])
+            return [x.new_empty((len(index_of[owner]), *x.shape[1:])) for x in kv]
+
+        def returned_by(reader: int) -> Sequence[Tensor]:
+            asked[reader] = self._index(self.asked[reader])
+            return [self.k.new_empty((len(asked[reader]), *x.shape[1:]), dtype=self.dtype) for x in kv]
+
+        walk_owners(
+            self.exchange, self.rank, self.size, [x[index_of[self.rank]] for x in kv], sent_to, received_from,
+            lambda owner, rows: compute(_HopRows(owner, index_of.pop(owner), rows[0], rows[1])), returned_by,
+            None if add is None else lambda reader, gradients: add(asked.pop(reader), gradients),
+        )  # fmt: skip
 
     def blocks(self, rows: _HopRows) -> Iterator[_Block]:
         """Yield the blocks of queries and rows of a hop."""
@@ -748,13 +735,6 @@ class _SelectedPass:
         self.walk(compute, add)
         dk, dv = (self._by_head(x).to(self.q.dtype).contiguous() for x in totals)
         return dq.to(self.q.dtype), dk, dv
-
-
-def _messages(tensors: Sequence[Tensor], peer: int, *what: str) -> list[Message]:
-    """Return the messages of K and V, or of their gradients; none if there are no rows."""
-    if not tensors or not len(tensors[0]):
-        return []
-    return [Message(x.contiguous(), peer, name) for x, name in zip(tensors, what, strict=True)]
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

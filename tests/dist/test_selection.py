@@ -31,7 +31,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime import selection
+from ds_ring.runtime import exchange, selection
 from ds_ring.schedule.layout import BlockLayout
 from tests.reference import relative_error, worst
 
@@ -295,17 +295,17 @@ def test_ties_in_another_order_are_found(rank_pool):
 
 def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
     """Lose the gradients of one rank's rows on their way home."""
-    messages = selection._messages
+    messages = exchange._in_turn
 
-    def careless(given: Any, peer: int, *what: str) -> Any:
+    def careless(given: Any, peer: int, what: tuple[str, str]) -> Any:
         lost = rank == 1 and peer == 0 and what == ("dK", "dV")
-        return messages([torch.zeros_like(x) for x in given] if lost else given, peer, *what)
+        return messages([torch.zeros_like(x) for x in given] if lost else given, peer, what)
 
-    selection._messages = careless
+    exchange._in_turn = careless
     try:
         return parity(rank, world_size, CASES[:1])
     finally:
-        selection._messages = messages
+        exchange._in_turn = messages
 
 
 def test_a_gradient_that_does_not_return_is_found(rank_pool):

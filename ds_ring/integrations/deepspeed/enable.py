@@ -217,9 +217,7 @@ class WholeBatches:
         documents = session.config.pattern.documents
         if mask_BT is None or mask_BT.ndim != 2 or documents or not session.pattern.is_causal:
             return batch, None
-        if (
-            session.needs.decoder_ids is not None
-        ):  # the mask is the encoder's, whose padding may stand anywhere
+        if session.needs.decoder_ids is not None:  # an encoder's mask: its padding may stand anywhere
             return batch, None
         if bool(mask_BT[:, 0].all()):
             return batch, None
