@@ -91,6 +91,15 @@ def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
         )
 
 
+def _of_all_ranks(mine: Sequence[float], session: RingSession) -> torch.Tensor:
+    """Return the numbers of every rank of the world, float64 [ranks, n]. Collective."""
+    size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    table = torch.zeros(size, len(mine), dtype=torch.float64, device=session.device)
+    table[rank] = torch.tensor(mine, dtype=torch.float64)
+    world_sum(table, session.mesh, session.config.hop_timeout_seconds)
+    return table
+
+
 class RingMonitor:
     """Trace the ring passes of an engine, and report them after each of its optimizer steps."""
 
@@ -123,11 +132,7 @@ class RingMonitor:
             get_accelerator().synchronize()
             now_s = time.monotonic()
             seconds = 0.0 if self._started_s is None else now_s - self._started_s
-            mine = torch.tensor([*figures(self._trace.spans), seconds, self._tokens], dtype=torch.float64)
-            size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-            all_ranks = torch.zeros(size, len(mine), dtype=torch.float64, device=self._session.device)
-            all_ranks[rank] = mine
-            world_sum(all_ranks, self._session.mesh, self._session.config.hop_timeout_seconds)
+            all_ranks = _of_all_ranks([*figures(self._trace.spans), seconds, self._tokens], self._session)
             values = all_ranks.max(0).values.tolist()
             values[-1] = float(all_ranks[:, -1].sum()) / max(values[-2], 1e-9)
             self._trace.spans.clear()
@@ -167,9 +172,7 @@ class MeasuredSpeeds:
             get_accelerator().synchronize()
             spans = [one for one in self._trace.spans if one.what == "compute"]
             seconds = sum(one.end_ns - one.start_ns for one in spans) / 1e9
-            table = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=session.device)
-            table[dist.get_rank()] = torch.tensor([self._pairs, seconds], dtype=torch.float64)
-            world_sum(table, session.mesh, session.config.hop_timeout_seconds)
+            table = _of_all_ranks([self._pairs, seconds], session)
             self._trace.spans.clear()
             self._pairs = 0.0
             self._adopt(table)
