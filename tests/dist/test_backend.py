@@ -219,7 +219,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-@pytest.mark.day("padding", "window", "alone", "no options")
+@pytest.mark.day("padding", "window", "alone")
 def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, case: str) -> None:
     import re
 
@@ -274,7 +274,7 @@ def train_compiled(
     ],
 )
 @pytest.mark.covering(1)
-@pytest.mark.day("3-replace-sdpa-section3")
+@pytest.mark.day("1-check-sdpa-section1")
 def test_a_compiled_engine_trains_like_one_process(
     rank_pool: Pool, stage: int, masks: str, implementation: str, section: dict[str, Any]
 ) -> None:

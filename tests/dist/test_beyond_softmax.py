@@ -117,6 +117,7 @@ def sharded(
     ],
     ids=str,
 )
+@pytest.mark.day("3-{}", "4-{'ulysses_size': 2}")
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, world_size: int, options: dict[str, Any]) -> None:
     errors = rank_pool(world_size).run(sharded, **options)[0]
     assert len(errors) == 6

@@ -213,6 +213,7 @@ def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.day("3")
 def test_after_a_hop_that_failed_no_step_is_made_and_nothing_is_saved(tmp_path, stage):
     """(The step added what happened to be in memory, and a checkpoint of it was sealed.)"""
     config = json_config(2, SIZE.samples, stage, gradient_accumulation_steps=2)

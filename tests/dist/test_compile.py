@@ -318,6 +318,7 @@ def test_the_handle_of_a_compiled_function_is_not_pushed_out(rank_pool: Pool, ba
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.day("dtype0")
 def test_opcheck(dtype: torch.dtype) -> None:
     """torch's own checks of an operator: schema, fake implementation, gradient, dynamic shapes."""
     context = context_for(Causal(), "contiguous", RingMesh.single(), Options())

@@ -67,12 +67,14 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.day("zero3 in small buckets", "summed gradients, zero2", "prescaled gradients", "short batches")
 def test_settings_that_could_change_the_scale(rank_pool, variant):
     config = json_config(2, RAGGED.samples, 0, **VARIANTS[variant])
     check_parity(rank_pool(2).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
 
 
 @pytest.mark.parametrize("stage", [1, 3], ids=lambda stage: f"zero{stage}")
+@pytest.mark.day("zero3")
 def test_a_ring_of_ulysses_groups(rank_pool, stage):
     config = json_config(4, RAGGED.samples, stage, ring_attention={"ulysses_size": 2})
     check_parity(rank_pool(4).run(train_on_ring, RAGGED, config, STEPS), alone(RAGGED))
@@ -87,6 +89,7 @@ def test_a_short_batch_whose_samples_do_not_divide(rank_pool, ring):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.day("3")
 def test_accumulation_averages_micro_batches(rank_pool, stage):
     """DeepSpeed's own meaning: the mean of the micro-batches' means, whatever their numbers of tokens."""
     config = json_config(2, RAGGED.samples // 2, stage, gradient_accumulation_steps=2)

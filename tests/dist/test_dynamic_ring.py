@@ -178,6 +178,7 @@ def step_alone(case: Case) -> Step:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.day("4")
 def test_gradients_are_those_of_one_process(rank_pool, world):
     cases = {name: case for name, case in CASES.items() if case.world == world}
     by_rank = rank_pool(world).run(steps_on_ring, cases, timeout_s=300)

@@ -158,8 +158,7 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
 DAY = (
     "llama0", "gpt2", "mixtral", "deepseek_v3", "deepseek_v32", "deepseek_v4", "bert", "gemma3_text", "llama4_text",
-    "qwen3_next", "xlstm", "t5-seq2seq-lm", "mvp-seq2seq-lm", "led", "qwen4_exp_text", "gpt_neo", "bart-causal-lm", "cpmant",
-    "nemotron-as_is", "llama-sequence-classification",
+    "qwen3_next", "xlstm", "t5-seq2seq-lm", "led", "gpt_neo", "bart-causal-lm", "llama-sequence-classification",
 )  # fmt: skip
 
 

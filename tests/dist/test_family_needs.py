@@ -175,6 +175,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "layout", "ulysses_size", "divisor"), CASES)
+@pytest.mark.day(
+    "Mixtral-zigzag-1-2.0", "Llama 4-zigzag-1-2.0", "Llama classifier-zigzag-1-2.0", "XLM-R-striped-2-1.0"
+)
 def test_a_family_equals_one_process(
     rank_pool: Pool, family: str, layout: str, ulysses_size: int, divisor: float
 ) -> None:
@@ -225,6 +228,7 @@ def sdpa_as_is(rank: int, world_size: int, family: str) -> Result:
 
 
 @pytest.mark.parametrize("family", ["Falcon", "Nemotron"])
+@pytest.mark.day("Nemotron")
 def test_a_model_runs_as_is_as_its_refusal_says(rank_pool: Pool, family: str) -> None:
     """The one has no attention interface, the other tells it nothing: both refusals name this way."""
     expected = sdpa_alone(family)

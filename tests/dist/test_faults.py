@@ -44,7 +44,7 @@ def zygote_of() -> Iterator[Callable[[str], Zygote]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order", "different hop counts")
+@pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order")
 def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("attention"), kind, "attention", 0)
     assert not verdict.wrong, verdict.wrong

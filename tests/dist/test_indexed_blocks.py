@@ -134,6 +134,7 @@ def choices(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("2")
 def test_indexers_choose_what_they_choose_on_one_process(rank_pool, size):
     for found in rank_pool(size).run(choices):
         assert found == dict.fromkeys(CASES, 0)

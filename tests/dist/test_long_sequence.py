@@ -13,7 +13,6 @@ from tests.dist.long_table import Step, errors, step_alone, step_on_ring
 # Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
 CELLS = [
     ("llama", 0, "all", False),
-    ("llama", 1, "tiled_loss", False),
     ("llama", 2, "tiled_mlp", True),
     ("llama", 3, "offload_checkpoints", False),
     ("qwen3", 1, "all", False),

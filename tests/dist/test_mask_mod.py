@@ -150,6 +150,7 @@ def test_different_masks_on_two_ranks_are_named_on_every_rank(rank_pool: Pool, n
 
 
 @pytest.mark.parametrize("name", NO_MASKS)
+@pytest.mark.day("returns nothing", "draws", "writes", "knows too few documents", "branches")
 def test_what_is_no_mask_ends_in_a_typed_error_on_every_rank(rank_pool: Pool, name: str) -> None:
     for wrong_ranks in (1, 2):
         for rank, found in enumerate(outcomes(rank_pool(2), call_with_masks, "NO_MASKS", name, wrong_ranks)):

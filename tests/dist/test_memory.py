@@ -109,7 +109,7 @@ def test_nothing_of_a_hop_is_kept(rank_pool: Pool, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("large", [32, 64])
-@pytest.mark.day("32")
+@pytest.mark.night  # `ds-ring simulate` and the ranks above hold the memory of a pass by day
 def test_fake_ranks_of_a_large_ring_need_what_those_of_8_need(large: int) -> None:
     """Rank 0 with 1 Mi tokens each: no process, no byte, the same walk. (A ring of 1024 takes minutes.)"""
     command = [sys.executable, "tools/measure_memory.py", "--fake", "--json", "--heads", "2"]

@@ -118,7 +118,6 @@ CASES = {
     "longnet, ring 2 x ulysses 2",
     "documents, ring 2, zero 1",
     "documents, data 2 x ring 2",
-    "longnet, ring 4, zero 3",
 )
 def test_training_equals_one_process(rank_pool, name):
     world, ring, stage, pattern, section = CASES[name]

@@ -147,7 +147,7 @@ def differentiate(
 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
-@pytest.mark.day("1")  # the rings of the day are in the drawn cases below, nearly half of them dilated
+@pytest.mark.night  # the drawn cases below are dilated nearly half of the time
 def test_dilated_attention_is_its_definition_and_the_mixture(rank_pool: Pool, ring_size: int) -> None:
     found = rank_pool(ring_size).run(dilated_errors, timeout_s=300)[0]
     assert len(found) == len(SETS) * 2 * LAYOUTS_PER_CASE[ring_size]
@@ -240,11 +240,11 @@ def scaled_error(got: Tensor, want: Tensor, dtype: torch.dtype) -> float:
     return float("inf") if worst != worst else worst / TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("ring_size", "batches"), [(1, 1), (2, 2), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("ring_size", "batches"), [(1, 1), (2, 1), (3, 1), (4, 1)])
 def test_any_pattern_on_any_layout_is_the_reference(
     request: pytest.FixtureRequest, rank_pool: Pool, ring_size: int, batches: int
 ) -> None:
-    """Cases are drawn ten at a time, so that ranks are not called for each: 60 by day, 1200 at night."""
+    """Cases are drawn ten at a time, so that ranks are not called for each: 40 by day, 800 at night."""
     pool, done, batches = (
         rank_pool(ring_size),
         list[Case](),

@@ -29,6 +29,7 @@ def measured(rank: int, world_size: int, point: CheckedSetting) -> PeakAndTraffi
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+@pytest.mark.day(POINTS[1].name, POINTS[3].name)
 def test_the_planned_peak_is_the_measured_one(rank_pool, point):
     ranks = rank_pool(point.ranks).run(measured, point, timeout_s=120)
     plan = planned(point)

@@ -92,8 +92,8 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("seeds", [range(2), range(2, 100)], ids=str)
-@pytest.mark.day("range(0, 2)")
+@pytest.mark.parametrize("seeds", [range(1), range(1, 100)], ids=str)
+@pytest.mark.day("range(0, 1)")
 def test_bits_depend_on_neither_ring_nor_layout(rank_pool: Pool, seeds: range) -> None:
     everyones = rank_pool(8).run(hashes, seeds, "reproducible", timeout_s=900)
     for number, cases in enumerate(zip(*everyones, strict=True)):

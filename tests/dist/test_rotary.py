@@ -210,7 +210,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(("family", "layout", "route"), COMPILED)
 @pytest.mark.covering(1)
-@pytest.mark.day("dynamic-contiguous-session")
+@pytest.mark.day("longrope-contiguous-options")
 def test_the_length_is_that_of_the_whole_batch_in_compiled_code(
     rank_pool: Pool, family: str, layout: str, route: str
 ) -> None:

@@ -113,9 +113,8 @@ def test_a_script_trains_and_resumes_as_on_one_process(rank_pool: Any, tmp_path:
     check_entries(resumed, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("script", ["hf_trainer.py", "accelerate_loop.py"])
-@pytest.mark.day("accelerate_loop.py")
 def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, script: str) -> None:
     """Ring 2 x data 2 at ZeRO 3: one sample a replica is two on one process; evaluation fills up its last batch."""
     pytest.importorskip("accelerate")
@@ -439,7 +438,7 @@ OF_ONE_PROCESS: dict[str, Entries] = {}
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ring", [1, 2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.day("2-2-DPO", "2-2-Reward", "2-2-GRPO", "3-2-Distillation")
+@pytest.mark.day("2-2-DPO", "3-2-GRPO")
 def test_trl_is_the_same_as_on_one_process(
     rank_pool: Any, tmp_path: Path, method: str, ring: int, stage: int
 ) -> None:

@@ -112,6 +112,7 @@ def test_a_rank_that_leaves_is_named() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.day("9", "15")
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
