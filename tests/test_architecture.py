@@ -80,6 +80,7 @@ OUTSIDE = {
     "transformers": "integrations",
     "accelerate": "integrations.trainers",
     "megatron": "integrations.megatron",
+    "diffusers": "integrations.diffusers",
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
@@ -531,6 +532,7 @@ OWN_OBJECTS = {
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("runtime.context", "function"): "a function of ours, which it marks for torch.compile",
     ("runtime.mesh", "weakref.finalize(mesh, watch.leave)"): "its own finalizer",
+    ("integrations.diffusers", "name"): "the member of an enumeration that it makes",
     ("runtime.process_groups", "options"): "of a process group that is being made",
 }
 HOOKS = re.compile(r"register_\w*hook")

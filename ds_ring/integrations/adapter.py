@@ -149,7 +149,8 @@ class PatchTable:
             try:
                 if not begin:
                     owner, name = self._owner(row, {})
-                    _get(owner, name)
+                    if row.kind != "added":
+                        _get(owner, name)
                 elif self.classes[begin]:
                     kind = pkgutil.resolve_name(self.classes[begin])
                     # Objects have what their class has, or what a method of it assigns.

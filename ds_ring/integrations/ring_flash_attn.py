@@ -131,16 +131,17 @@ def _attend(
     return (out, lse, None) if return_attn_probs else out
 
 
-_meshes: weakref.WeakKeyDictionary[ProcessGroup, RingMesh] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[ProcessGroup, dict[int, RingMesh]] = weakref.WeakKeyDictionary()
 
 
-def mesh_of(group: ProcessGroup | None) -> RingMesh:
+def mesh_of(group: ProcessGroup | None, ulysses_size: int = 1) -> RingMesh:
     """Return the mesh whose rings are the ranks of `group`, and those of the other ranks' groups.
 
     The first call for a group is collective over the world: each rank passes the group that it is in.
 
     Args:
         group: the ranks that share a sequence; None for the world.
+        ulysses_size: how many of them, neighbours in the group, split heads.
 
     Raises:
         RingMeshError: the groups do not cut the world into rings of one size.
@@ -150,12 +151,12 @@ def mesh_of(group: ProcessGroup | None) -> RingMesh:
         raise RingMeshError(
             "expected an initialised process group, got none; call torch.distributed.init_process_group first"
         )
-    if group not in _meshes:
-        ranks = dist.get_process_group_ranks(group)
+    meshes = _meshes.setdefault(group, {})
+    if ulysses_size not in meshes:
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, ranks)
-        _meshes[group] = RingMesh.from_groups(sorted({tuple(one) for one in found}))
-    return _meshes[group]
+        dist.all_gather_object(found, tuple(dist.get_process_group_ranks(group)))
+        meshes[ulysses_size] = RingMesh.from_groups(sorted(set(found)), ulysses_size)
+    return meshes[ulysses_size]
 
 
 def _batched(family: str) -> Callable[..., Any]:

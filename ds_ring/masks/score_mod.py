@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.mask_mod import digest_of, first_line, indexed_by_tensors, name_of
@@ -45,6 +46,29 @@ class Alibi:
     def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         slopes = torch.tensor(self.slopes, dtype=score.dtype, device=score.device)
         return score + slopes[head] * (key - query)
+
+
+_WIDTH = 8  # head dims of kernels are multiples of it
+
+
+def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return q and k with more dimensions, which add a term of each key to its scores. Differentiable.
+
+    So terms travel with the keys, every kernel adds them, and they get their gradient.
+
+    Args:
+        q, k: [B, H, S, D] and [B, G, S, D].
+        terms: [B, G, S], finite; what is added to the scores after they are multiplied by `scale`.
+        scale: factor of the scores.
+    """
+    # 1 / scale as a sum of two numbers, which in bfloat16 have 16 bits together.
+    inverse = torch.tensor(1 / scale, dtype=torch.float64)
+    high = inverse.to(q.dtype)
+    low = (inverse - high.double()).to(q.dtype)
+    both = torch.stack([high, low]).to(q.device).expand(*q.shape[:-1], 2)
+    terms = terms.to(k.dtype).unsqueeze(-1).expand(-1, -1, -1, 2)
+    fill = -(q.shape[-1] + 2) % _WIDTH
+    return pad(torch.cat([q, both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))
 
 
 @dataclass(frozen=True)

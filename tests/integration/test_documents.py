@@ -509,6 +509,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# after: a ring of 2, each": multihead,
     "# before (needs xformers": only_reads("needs xformers and CUDA"),
     "# after: LongNet's attention": longnet,
+    "# in diffusers: the two lines": only_reads("tests/dist/test_diffusers.py splits such models"),
     # configs/README.md
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launcher/demo/train_lm.py": packed,
     # ds_ring/README.md

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.utils import (
@@ -25,6 +24,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.integrations.ring_flash_attn import mesh_of as mesh_of_group
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import ring_attention
@@ -232,20 +232,11 @@ def _chunks(query: Tensor, key: Tensor, ring_size: int) -> Layout:
     return make_layout("zigzag", tokens=tokens * ring_size, ring_size=ring_size)
 
 
-_meshes: weakref.WeakKeyDictionary[Any, RingMesh] = weakref.WeakKeyDictionary()
-
-
 def mesh_of(cp_group: Any) -> RingMesh:
     """Return the mesh whose rings are the context parallel groups, `cp_group` this rank's. Collective over
     the world at first.
     """
-    if cp_group.size() == 1:
-        return RingMesh.single()
-    if cp_group not in _meshes:
-        everyones: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyones, tuple(dist.get_process_group_ranks(cp_group)))
-        _meshes[cp_group] = RingMesh.from_groups(sorted(set(everyones)))
-    return _meshes[cp_group]
+    return RingMesh.single() if cp_group.size() == 1 else mesh_of_group(cp_group)
 
 
 def _check(attention_type: str, dropout: float, cp_comm_type: str | None) -> None:

@@ -56,7 +56,7 @@ from ds_ring.integrations.transformers.recurrent_parts import attends_recurrentl
 from ds_ring.integrations.transformers.relative_bias import RelativeBias
 from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Softcap
+from ds_ring.masks.score_mod import Softcap, with_key_terms
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def attention(
                 f"{type(module).__name__}: expected a call without a cache, got one, whose learned terms of"
                 " keys lie on all ranks; generate in engine.ring.off()"
             )
-        q_BHSD, k_BGSD = terms.join(q_BHSD, k_BGSD, scaling)
+        q_BHSD, k_BGSD = with_key_terms(q_BHSD, k_BGSD, terms.terms, scaling)
         chosen = terms.largest(sharding, pattern)
     if chosen is not None:  # `pattern` was applied when they were chosen
         if cap is not None:

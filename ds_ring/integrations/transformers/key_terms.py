@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -24,8 +23,6 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.indexed import selected
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.pattern import Pattern
-
-WIDTH = 8  # head dims of kernels are multiples of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +45,6 @@ class TermsMask:
         return self
 
     reshape = expand
-
-    def join(self, q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return q and k with dimensions that add the terms to the scores, multiplied by `scale`."""
-        # 1 / scale as a sum of two numbers, which in bfloat16 have 16 bits together.
-        inverse = torch.tensor(1 / scale, dtype=torch.float64)
-        high = inverse.to(q.dtype)
-        low = (inverse - high.double()).to(q.dtype)
-        both = torch.stack([high, low]).to(q.device).expand(*q.shape[:-1], 2)
-        terms = self.terms.to(k.dtype).unsqueeze(-1).expand(-1, -1, -1, 2)
-        fill = -(q.shape[-1] + 2) % WIDTH
-        return F.pad(torch.cat([q, both], dim=-1), (0, fill)), F.pad(torch.cat([k, terms], dim=-1), (0, fill))
 
     def largest(self, sharding: BatchSharding, pattern: Pattern) -> Tensor | None:
         """Return the keys with the largest terms [B, G, S, k] of each query; None if it sees no more."""
