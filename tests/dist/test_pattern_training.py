@@ -211,3 +211,72 @@ def test_ranks_with_different_documents_all_stop(rank_pool):
     for outcome in rank_pool(2).collect(other_documents_on_rank_1):
         assert outcome.error_type == "RingMismatchError", outcome.report
         assert "input tokens (checksum)" in outcome.message
+
+
+def losses_of(rank: int, world_size: int, batch: Batch, losses: Tensor) -> list[tuple[Any, Any]]:
+    """`document_losses` of given losses of all tokens, by ring and layout, and of a model's log-probabilities."""
+    from ds_ring import shard_sequence
+    from ds_ring.config.section import RingConfig, pattern_from_config
+    from ds_ring.errors import RingError
+    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.runtime.mesh import RingMesh
+
+    pattern, found = {"documents": "document_ids" in batch}, []
+    for ring_size, ulysses_size in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        mesh = RingMesh.from_world(ring_size, ulysses_size)
+        for layout in ("zigzag", "contiguous", "balanced"):
+            section = {"ring_size": ring_size, "ulysses_size": ulysses_size, "layout": layout}
+            config = RingConfig(**section, pattern=pattern)
+            session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+            local = session.shard_batch(batch)
+            session.shard_batch({"input_ids": torch.zeros(1, 9, dtype=torch.int64)})  # drawn ahead
+            layout_of = session.batches.select(local.values()).layout
+            mine = shard_sequence(losses, layout_of, mesh=mesh, dim=1)
+            given = session.document_losses(mine, local)
+            model = build_model(SIZE, "ds_ring")
+            attach(model, session)
+            with torch.no_grad():
+                found.append((given, session.document_losses(-session.logprobs(model, local), local)))
+            for wrong in (mine[:, 1:] if mesh.sequence_rank == 0 else mine, mine.long()):
+                with pytest.raises(RingError):  # on every rank, where one is wrong
+                    session.document_losses(wrong, local)
+    return found
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_losses_of_documents_are_those_of_one_process(rank_pool, packed):
+    """Given losses: the same bits for all rings and layouts. A document of one token, and padding, has no label."""
+    batch, documents = tokens_and_labels(), document_ids_of(SIZE.samples)
+    labels = batch["labels"].clone()
+    labels[0, 22:30] = labels[1, -3:] = -100  # a prompt, and padding
+    batch["labels"], batch["attention_mask"] = labels, torch.ones_like(labels)
+    batch["attention_mask"][1, -3:] = 0
+    model, alone, counts = build_model(SIZE, "sdpa"), [], []
+    if packed:
+        batch["document_ids"] = documents
+    losses = torch.randn(documents.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    given = []
+    for row in range(SIZE.samples):
+        for document in documents[row].unique() if packed else [None]:
+            own = (documents[row] == document if packed else documents[row] >= 0) & batch["attention_mask"][
+                row
+            ].bool()
+            ids, next_labels = batch["input_ids"][row, own][None], labels[row, own][1:]
+            of_tokens = torch.nn.functional.cross_entropy(
+                model(input_ids=ids).logits[0, :-1], next_labels, reduction="none"
+            )
+            counts.append(int((next_labels >= 0).sum()))
+            alone.append(of_tokens[next_labels >= 0].mean().detach())
+            given.append(losses[row, own][:-1][next_labels >= 0].mean())
+    assert counts == ([19, 0, 26, 26, 49, 29] if packed else [74, 79])
+    for rank in rank_pool(4).run(losses_of, batch, losses):
+        for of_given, of_model in rank:
+            assert of_given.labelled_tokens.tolist() == of_model.labelled_tokens.tolist() == counts
+            assert torch.equal(of_given.means.nan_to_num(), rank[0][0].means.nan_to_num())
+            torch.testing.assert_close(
+                of_given.means, torch.stack(given), rtol=1e-13, atol=1e-13, equal_nan=True
+            )
+            torch.testing.assert_close(
+                of_model.means, torch.stack(alone).double(), rtol=1e-5, atol=1e-6, equal_nan=True
+            )

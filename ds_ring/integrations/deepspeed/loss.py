@@ -32,6 +32,30 @@ class RingLoss(NamedTuple):
     valid_tokens: Tensor
 
 
+class DocumentLosses(NamedTuple):
+    """Hold the losses of the documents of a batch, row by row in the order in which they begin.
+
+    Attributes:
+        means: of the labelled tokens of each document, float64 [documents]; NaN where it has none.
+        labelled_tokens: their number, int64 [documents].
+    """
+
+    means: Tensor
+    labelled_tokens: Tensor
+
+
+def losses_of_documents(both_BT2: Tensor, numbers_BT: Tensor) -> DocumentLosses:
+    """Return the losses of documents.
+
+    Args:
+        both_BT2: of all tokens, the loss, and 1 where they have a label, else 0 and 0.
+        numbers_BT: of the tokens' documents; -1 for none.
+    """
+    index, both = numbers_BT.flatten() + 1, both_BT2.double().flatten(0, 1)
+    sums = both.new_zeros(int(index.max()) + 1, 2).index_add_(0, index, both)[1:]
+    return DocumentLosses(sums[:, 0] / sums[:, 1], sums[:, 1].long())
+
+
 # [Note: gradient scale]
 # With `mpu=None` DeepSpeed 0.19.8 reduces gradients over the whole world of W ranks, ring neighbours
 # included, and divides the sum by D: D = W at ZeRO 0, 1, 2 and 3, with `reduce_scatter` on or off (measured

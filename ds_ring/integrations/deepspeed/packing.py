@@ -130,6 +130,42 @@ def _documents(ids_T: np.ndarray) -> Documents:
     return Documents(np.repeat(numbers, lengths))
 
 
+def check_losses(losses: Tensor, batch: Mapping[str, Tensor], groups: Sequence[RowGroup]) -> None:
+    """Raise a typed error for losses that do not fit a sharded batch, or a batch that has no documents."""
+    labels = batch.get("shift_labels")
+    if labels is None or losses.shape != labels.shape or not losses.is_floating_point():
+        raise RingShapeError(
+            "document_losses: expected one loss for each local token of a batch with shift_labels,"
+            f" {'none' if labels is None else list(labels.shape)}, got {losses.dtype} {list(losses.shape)};"
+            " pass -engine.ring.logprobs(engine, batch), say"
+        )
+    if any(isinstance(group.pattern, Tree) for group in groups):
+        raise RingPatternError(
+            "document_losses: expected rows of documents, got a tree of rollouts; call"
+            " tree.of_rollouts(engine.ring.gather(losses))"
+        )
+
+
+def number_documents(groups: Sequence[RowGroup], rows: int, tokens: int) -> np.ndarray:
+    """Return the number of each token's document, int64 [rows, tokens]; -1 for padding.
+
+    Row by row documents are numbered in the order in which they begin. A row in no group is one document.
+    """
+    of_row = {row: group.documents for group in groups for row in group.rows}
+    numbers, count = np.empty((rows, tokens), dtype=np.int64), 0
+    for row, of_tokens in enumerate(numbers):
+        if row in of_row:
+            own = of_row[row]
+            stretches = np.array(own.ids)  # by the first stretch of each document
+            names, number = np.unique(stretches[stretches >= 0], return_inverse=True)
+            stretches[stretches >= 0] = count + number
+            of_tokens[:] = np.repeat(stretches, np.diff(own.starts, append=own.tokens))
+            count += len(names)
+        else:
+            of_tokens[:], count = count, count + 1
+    return numbers
+
+
 def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return start and length of every stretch of equal ids."""
     starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)

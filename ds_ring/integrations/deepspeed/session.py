@@ -69,20 +69,30 @@ from ds_ring.integrations.deepspeed.loader import (
     stand_in,
     wrapped,
 )
-from ds_ring.integrations.deepspeed.loss import RingLoss, items_per_batch, local_loss, world_mean, world_sum
+from ds_ring.integrations.deepspeed.loss import (
+    DocumentLosses,
+    RingLoss,
+    items_per_batch,
+    local_loss,
+    losses_of_documents,
+    world_mean,
+    world_sum,
+)
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
     TREE_ENDS,
     PackedRows,
     RowGroup,
+    check_losses,
     group_rows,
+    number_documents,
 )
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, logprobs_of, tree_of
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.context import block_side
+from ds_ring.runtime.context import block_side, refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.runtime.tiled import DeferredLogits
@@ -329,6 +339,32 @@ class RingSession:
         """
         self.latest["loss"] = mean = world_mean(loss, self.gradient_divisor, self.mesh)
         return mean
+
+    def document_losses(self, losses: Tensor, batch: Mapping[str, Tensor]) -> DocumentLosses:
+        """Return mean loss and number of labelled tokens of each packed document. Collective.
+
+            per_token = -engine.ring.logprobs(engine, batch)
+            means, labelled_tokens = engine.ring.document_losses(per_token, batch)
+
+        The same on all ranks of a ring, and whatever their number: documents of all rows that these ranks
+        share, as `gather` returns them. A row that is not packed is one document.
+
+        Args:
+            losses: one for each local token of the batch, [B, S]; those without a label are not read.
+            batch: local tensors, as `shard_batch` returned them.
+
+        Raises:
+            RingShapeError, RingPatternError: other shapes, no labels, or a tree of rollouts; on every rank.
+        """
+        sharding = self.batches.select(batch.values())
+        try:
+            check_losses(losses, batch, sharding.groups)
+        except RingError as error:
+            refuse(sharding.mesh, error)
+        labelled = batch["shift_labels"] != IGNORE
+        both = torch.stack([losses.detach().where(labelled, 0.0), labelled.to(losses.dtype)], dim=-1)
+        numbers = number_documents(sharding.groups, len(losses), sharding.layout.tokens)
+        return losses_of_documents(self.gather(both), torch.from_numpy(numbers).to(losses.device))
 
     def should_stop(self) -> bool:
         """Return whether the job is to end after this step: a rank got SIGTERM or SIGUSR1. Collective.

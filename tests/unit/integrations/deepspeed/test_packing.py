@@ -14,6 +14,7 @@ from ds_ring.integrations.deepspeed.packing import (
     group_rows,
     has_no_label,
     ids_from_positions,
+    number_documents,
     positions_in_documents,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -100,6 +101,25 @@ def session_of(mesh: RingMesh, **section: Any) -> RingSession:
     section["pattern"] = {"documents": True}
     config = RingConfig(ring_size=mesh.ring_size, **section)
     return RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+
+
+def test_documents_are_numbered_row_by_row_where_they_begin():
+    """One with a gap is one, padding is none, and rows in no group are one document each."""
+    ids = torch.tensor([[7, 7, 2, 7, -1], [-1, -1, -1, -1, -1], [3, 3, 3, 3, 3]])
+    groups = group_rows(ids, 3)
+    assert number_documents(groups, 3, 5).tolist() == [[0, 0, 1, 0, -1], [-1] * 5, [2] * 5]
+    assert number_documents((), 2, 3).tolist() == [[0] * 3, [1] * 3]
+
+
+def test_a_tree_of_rollouts_has_no_documents_to_report():
+    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    tree = session.tree_batch([[1, 2, 3], [1, 2, 4]])
+    local = session.shard_batch(tree.batch)
+    with pytest.raises(RingPatternError, match=r"got a tree of rollouts; call tree\.of_rollouts"):
+        session.document_losses(torch.zeros(local["input_ids"].shape), local)
+    local.pop("shift_labels")
+    with pytest.raises(RingShapeError, match="a batch with shift_labels, none, got"):
+        session.document_losses(torch.zeros(local["input_ids"].shape), local)
 
 
 def test_a_model_never_sees_document_ids():
