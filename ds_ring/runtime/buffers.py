@@ -1,10 +1,13 @@
 """Keep memory for what travels, used again from hop to hop and from call to call.
 
-Owns the memory of messages. A block is given back only after the wait of the batch that its buffers were in:
-until then they are in flight, and nobody writes to them. On a GPU "after the wait" means later on the stream
-that waited, so a block is only ever used by calls on the stream that it was made for. What is kept unused is
-at most what was in use at once, so that calls of many different sizes do not pile up; `release` gives all of
-it back to the system.
+Owns the memory of messages. K and V of a token, of all heads, lie side by side, and tokens one after the
+other ([slots, B, G, D + E]): so any range of tokens is one message without a copy, and messages from several
+ranks can fill parts of one buffer. Kernels get views [B, G, slots, D] and [B, G, slots, E] of it.
+
+A block is given back only after the wait of the batch that its buffers were in: until then they are in
+flight, and nobody writes to them. On a GPU "after the wait" means later on the stream that waited, so a block
+is only ever used by calls on the stream that it was made for. What is kept unused is at most what was in use
+at once, so that calls of many different sizes do not pile up; `release` gives all of it back to the system.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -31,48 +33,49 @@ ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 MOST = 32  # pairs that a block keeps
 
 
-Two = tuple[Tensor, Tensor]
-
-
 class Pair(NamedTuple):
-    """K and V, or dK and dV, [B, G, slots, D] each, which travel together; or two accumulators."""
+    """K and V, or dK and dV, [B, G, slots, D] and [B, G, slots, E], which travel together.
+
+    `both` is the memory of a buffer, [slots, B, G, D + E], that they are views of; None for the caller's
+    tensors and for accumulators.
+    """
 
     first: Tensor
     second: Tensor
+    both: Tensor | None = None
+
+
+def halves(both: Tensor, head_dim: int) -> Pair:
+    """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
+    first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
+    return Pair(first, second, both)
 
 
 class BufferKind(NamedTuple):
-    """Describe two buffers that travel together.
+    """Describe a buffer of two tensors that travel together.
 
     Attributes:
-        first, second: shapes, [B, G, slots, D] and [B, G, slots, E].
-        first_strides, second_strides: strides of contiguous tensors of these shapes.
+        shape: [slots, B, G, D + E].
+        head_dim: D.
         dtype, device: of both.
-        second_at: bytes from the beginning of the first to that of the second.
-        nbytes: from the beginning of the first to the end of the second, a multiple of ALIGNMENT.
+        nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
     """
 
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    first_strides: tuple[int, ...]
-    second_strides: tuple[int, ...]
+    shape: tuple[int, ...]
+    head_dim: int
     dtype: torch.dtype
     device: torch.device
-    second_at: int
     nbytes: int
     fake: bool
 
 
 def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
-    first, second = ((*x.shape[:2], slots, x.shape[3]) for x in (like.first, like.second))
-    first_strides, second_strides = (
-        tuple(math.prod(shape[dim + 1 :]) for dim in range(4)) for shape in (first, second)
-    )
-    at, more = (-(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in (first, second))
-    device, fake = like.first.device, is_fake(like.first)
-    return BufferKind(first, second, first_strides, second_strides, dtype, device, at, at + more, fake)
+    batch, heads, _, head_dim = like.first.shape
+    shape = (slots, batch, heads, head_dim + like.second.shape[3])
+    nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first))
 
 
 class Block:
@@ -87,20 +90,17 @@ class Block:
             self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
     def pair(self, kind: BufferKind) -> Pair:
-        """Return two contiguous tensors of a kind in this memory, the same ones at every call."""
+        """Return the tensors of a kind in this memory, the same ones at every call."""
         found = self._kept.get(kind)
         if found is None:
             if len(self._kept) >= MOST:
                 self._kept.clear()
             # Not in inference mode, or they could not be written to in a later training step.
             with torch.inference_mode(False):
-                # Not views: these share their count of writes, by which a write to a tensor in flight is
-                # found.
-                empty = partial(torch.empty, 0, dtype=kind.dtype, device=self.device)
-                first = empty().set_(self._storage, 0, kind.first, kind.first_strides)
-                at = kind.second_at // kind.dtype.itemsize
-                second = empty().set_(self._storage, at, kind.second, kind.second_strides)
-                found = self._kept[kind] = Pair(first, second)
+                count = math.prod(kind.shape)
+                both = torch.empty(0, dtype=kind.dtype, device=self.device)
+                both = both.set_(self._storage, 0, (count,), (1,)).view(kind.shape)
+                found = self._kept[kind] = halves(both, kind.head_dim)
         return found
 
 
@@ -172,11 +172,33 @@ FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an
 Kinds = dict[int, BufferKind]  # by buffer number
 
 
-def _slots(pair: Pair, start: int, end: int) -> Two:
-    """Return some slots of a pair; the tensors themselves if these are all slots."""
-    if end - start == pair.first.shape[2]:
-        return pair
-    return pair.first[:, :, start:end], pair.second[:, :, start:end]
+def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = False) -> None:
+    """Copy (or add) slots of a pair to those of another one, in the dtype of the target.
+
+    The slots that a step names are the target's, of an `Accumulate`, or the source's, of a `Send`; the other
+    pair has exactly so many.
+    """
+    sides = [(target.first, source.first, 2), (target.second, source.second, 2)]
+    if target.both is not None and source.both is not None:
+        sides = [(target.both, source.both, 0)]
+    gather = isinstance(step, Send)
+    for to, of, dim in sides:
+        if len(step.ranges) > FEW_RANGES:
+            index = slot_index(step.part, to.device)
+            if not gather:
+                (to.index_add_ if add else to.index_copy_)(dim, index, of.to(to.dtype))
+            elif to.dtype == of.dtype and to.is_contiguous():
+                torch.index_select(of, dim, index, out=to)
+            else:
+                to.copy_(torch.index_select(of, dim, index))
+            continue
+        offset = 0
+        for start, end in step.ranges:
+            count = end - start
+            at_target, at_source = (offset, start) if gather else (start, offset)
+            part, given = to.narrow(dim, at_target, count), of.narrow(dim, at_source, count)
+            (part.add_ if add else part.copy_)(given)
+            offset += count
 
 
 def some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
@@ -232,19 +254,19 @@ class RingBuffers:
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
-        """Append the two tensors of every send and receive to these lists, in the order of the steps."""
+        """Append the tensor of every send and receive to these lists, in the order of the steps."""
         for step in steps:
             if isinstance(step, Send):
-                sent += self._packed(step)
+                sent.append(self._packed(step))
             else:
-                pair = self.pair(step.buffer)
-                received += pair.first, pair.second
+                both = self.pair(step.buffer).both
+                assert both is not None, "messages arrive in buffers"
+                received.append(both)
 
-    def labels(self, step: Send | Recv) -> list[Label]:
-        """Return the labels of a step's two messages, by which a trace and the agreement identify them."""
+    def label(self, step: Send | Recv) -> Label:
+        """Return the label of a step's message, by which a trace and the agreement identify it."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        dtype = self._dtype(step.payload)
-        return [Label(step.peer, name, step.count, dtype, tokens) for name in step.payload.names]
+        return Label(step.peer, step.payload.names, step.count, self._dtype(step.payload), tokens)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # All pairs have the batch size, heads and head dimensions of the own shard.
@@ -253,9 +275,7 @@ class RingBuffers:
             kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
-            taken = Pair(
-                *(shard.first.new_empty(shape, dtype=kind.dtype) for shape in (kind.first, kind.second))
-            )
+            taken = halves(shard.first.new_empty(kind.shape, dtype=kind.dtype), kind.head_dim)
         else:
             block = self._blocks[buffer] = self._pool.take(kind.nbytes, kind.device)
             taken = block.pair(kind)
@@ -268,47 +288,22 @@ class RingBuffers:
             return torch.bfloat16
         return self._pairs[SHARD if payload is Payload.KEYS else RESULTS].first.dtype
 
-    def _packed(self, step: Send) -> Two:
-        """Return the tensors to send; a copy only if the slots are not contiguous or the dtype differs."""
+    def _packed(self, step: Send) -> Tensor:
+        """Return the tensor to send: a copy if the slots are those of the shard, apart, or rounded."""
         pair, ranges = self._pairs[step.buffer], step.ranges
-        # A slice of slots is contiguous if it is all of a dense buffer, or if B * G is 1.
-        if len(ranges) == 1 and step.payload is not Payload.ROUNDED:
-            first, second = _slots(pair, *ranges[0])
-            if first.is_contiguous() and second.is_contiguous():
-                return first, second
+        if len(ranges) == 1 and pair.both is not None and step.payload is not Payload.ROUNDED:
+            start, end = ranges[0]
+            return pair.both.narrow(0, start, end - start)
         packed = self.pair(step.packed)
-        if len(ranges) > FEW_RANGES:
-            for whole, part in ((pair.first, packed.first), (pair.second, packed.second)):
-                index = slot_index(step.part, whole.device)
-                if whole.dtype == part.dtype:
-                    torch.index_select(whole, 2, index, out=part)
-                else:
-                    part.copy_(torch.index_select(whole, 2, index))
-            return packed.first, packed.second
-        offset = 0
-        for start, end in ranges:
-            parts = _slots(packed, offset, offset + end - start)
-            for part, whole in zip(parts, _slots(pair, start, end), strict=True):
-                part.copy_(whole)
-            offset += end - start
-        return packed.first, packed.second
+        _move(packed, pair, step)
+        assert packed.both is not None, "copies for messages are buffers"
+        return packed.both
 
     def _accumulate(self, step: Accumulate) -> None:
         """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""
         # Keys from several ranks may fill one buffer: the first part allocates it.
-        target, source = self.pair(step.buffer), self._pairs[step.source]
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
-        if len(step.ranges) > FEW_RANGES:
-            for whole, part in ((target.first, source.first), (target.second, source.second)):
-                index = slot_index(step.part, whole.device)
-                (whole.index_add_ if add else whole.index_copy_)(2, index, part.to(whole.dtype))
-            return
-        offset = 0
-        for start, end in step.ranges:
-            parts = _slots(source, offset, offset + end - start)
-            for there, part in zip(_slots(target, start, end), parts, strict=True):
-                (there.add_ if add else there.copy_)(part)
-            offset += end - start
+        _move(self.pair(step.buffer), self._pairs[step.source], step, add=add)
 
 
 # [Note: what a pass finds out once]

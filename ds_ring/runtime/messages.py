@@ -33,7 +33,7 @@ class Label(NamedTuple):
 
     Attributes:
         peer: ring rank that receives or sends it.
-        what: "K" is followed by "V", "dK" by "dV"; "" for anything else.
+        what: in a ring pass "K/V" or "dK/dV"; elsewhere "K" is followed by "V", "dK" by "dV"; else "".
         slots, dtype, tokens: planned number of slots, the dtype that ranks agreed on, and which tokens; None
             outside a pass.
     """
@@ -46,7 +46,7 @@ class Label(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A contiguous tensor, [batch, K/V heads, slots, head_dim] in a pass, and its label (see `Label`)."""
+    """A contiguous tensor, in a pass [slots, batch, K/V heads, D + E], and its label (see `Label`)."""
 
     tensor: Tensor
     peer: int
@@ -71,8 +71,8 @@ def check_messages(messages: Sequence[Message]) -> None:
         if not tensor.is_contiguous():
             _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
         # A smaller message silently fills a part of the receiver's buffer; a larger one aborts its process.
-        if slots is not None and tensor.shape[2] != slots:
-            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[2]}")
+        if slots is not None and tensor.shape[0] != slots:
+            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[0]}")
         # A message of another dtype with the same number of bytes silently arrives as other numbers.
         if dtype is not None and tensor.dtype != dtype:
             _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")

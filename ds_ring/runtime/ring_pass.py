@@ -414,7 +414,7 @@ class RingPass:
         labels: tuple[list[Label], list[Label]] = ([], [])
         for index, steps in rounds:
             for post in steps.posted:
-                labels[not isinstance(post, Send)].extend(under_way[index].buffers.labels(post))
+                labels[not isinstance(post, Send)].append(under_way[index].buffers.label(post))
         sends, receives = (
             [Message(tensor, *label) for tensor, label in zip(tensors, side, strict=True)]
             for tensors, side in zip((sent, received), labels, strict=True)

@@ -23,16 +23,16 @@ from ds_ring.masks.tiles import SlotRanges, Tiles, count_slots
 
 
 class Payload(Enum):
-    """The two tensors of a message pair; the first one is sent first."""
+    """What a message carries: two tensors, side by side for each token."""
 
     KEYS = "keys"  # in the dtype of the inputs
     GRADIENTS = "gradients"  # in the accumulators' dtype
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
-    def names(self) -> tuple[str, str]:
-        """Return the names of both tensors."""
-        return ("K", "V") if self is Payload.KEYS else ("dK", "dV")
+    def names(self) -> str:
+        """Return the names of both tensors, in the order in which they lie."""
+        return "K/V" if self is Payload.KEYS else "dK/dV"
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
@@ -45,7 +45,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, each [batch, heads of the chunk, slots, head_dim]."""
+    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -53,7 +53,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Send:
-    """Send a part of a buffer: two messages to one rank."""
+    """Send a part of a buffer to one rank."""
 
     payload: Payload  # ROUNDED: the buffer has GRADIENTS, and packing rounds them to bfloat16
     buffer: int  # must not be written or freed before the batch has ended
@@ -61,7 +61,7 @@ class Send:
     peer: int  # ring rank that receives
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
-    packed: int  # buffer for a copy of the part, if it is rounded or not contiguous in memory
+    packed: int  # buffer for a copy of the part, if it is rounded, several ranges, or of SHARD
     needs: int  # last batch that the contents depend on, counted from the chunk's start; -1 for none
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
@@ -76,7 +76,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """Receive into a new buffer: two messages from one rank."""
+    """Receive into a new buffer from one rank."""
 
     payload: Payload
     buffer: int  # allocated by this step and filled when the batch has ended
@@ -142,7 +142,7 @@ def _numbers(ranges: SlotRanges) -> tuple[tuple[int, int], ...]:
 
 def _tokens(step: Send | Recv) -> str:
     """Return payload, number of tokens and owner of a message, as text."""
-    return f"{'/'.join(step.payload.names)} of {step.origin} ({step.count})"
+    return f"{step.payload.names} of {step.origin} ({step.count})"
 
 
 ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
@@ -221,7 +221,7 @@ COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute m
 def format_schedule(schedule: Schedule) -> str:
     """Return a schedule as a table for people; `ds_ring/DESIGN.md` explains an example.
 
-    The table leaves out the copies that a send makes of tokens that are not contiguous in memory.
+    The table leaves out the copies that a send makes of tokens of the shard, or of several ranges.
     """
     rows: list[tuple[str, ...]] = [COLUMNS]
     for batch in schedule.batches:

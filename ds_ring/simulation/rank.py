@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.tiles import IntArray, progressions_at
-from ds_ring.runtime.buffers import Buffers
+from ds_ring.runtime.buffers import Buffers, halves
 from ds_ring.runtime.device import HOST, Streams
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
@@ -44,6 +44,7 @@ from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.steps import Payload
 
 FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
@@ -149,9 +150,6 @@ def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> N
         offset += length
 
 
-SOURCE_OF = {"K": "k", "V": "v"}  # messages whose contents the source has
-
-
 # Takes gradients that leave a virtual rank: "dK" or "dV", whose tokens, their positions as runs (int64 [m, 3]
 # of start, step, length), and the tensor [B, heads, n, D or E], which is used again after the call.
 AddGradients = Callable[[str, TokenRange, IntArray, Tensor], None]
@@ -239,16 +237,25 @@ class VirtualExchange:
     def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in sends:
             # K and V that are sent need no copy: the reader looks them up in the source itself.
-            if message.what not in SOURCE_OF:
+            if message.what != Payload.KEYS.names:
                 assert self.add is not None, "gradients in a forward pass"
-                self.add(message.what, *self._tokens_of(message), message.tensor)
+                for what, part in zip(("dK", "dV"), self._halves(message), strict=True):
+                    self.add(what, *self._tokens_of(message), part)
         for message in receives:
-            if message.what in SOURCE_OF:
-                tokens, runs = self._tokens_of(message)
-                self.source.fill(SOURCE_OF[message.what], tokens.heads, runs, message.tensor)
+            if message.what == Payload.KEYS.names:
+                self.look_up(message)
             else:
                 # Another rank's sum would arrive here; it is counted where that rank sends it.
                 message.tensor.zero_()
+
+    def look_up(self, message: Message) -> None:
+        """Fill a message with the keys and values of its tokens."""
+        tokens, runs = self._tokens_of(message)
+        for name, part in zip("kv", self._halves(message), strict=True):
+            self.source.fill(name, tokens.heads, runs, part)
+
+    def _halves(self, message: Message) -> Sequence[Tensor]:
+        return halves(message.tensor, self.source.geometry.head_dim)[:2]
 
     def _tokens_of(self, message: Message) -> tuple[TokenRange, IntArray]:
         tokens = message.tokens

@@ -120,7 +120,6 @@ def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
         element_bytes=element,
         chunk_bytes=setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size),
         kernel=setting.kernel_that_runs,
-        contiguous=setting.ulysses_size > 1,
     )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
@@ -42,9 +41,6 @@ class PassShape:
     element_bytes: int  # of q, k and v
     chunk_bytes: int  # see `lowering.py`
     kernel: str  # the fast one of a device
-    # False where k and v are views of [B, S, G, D], as transformers makes them: each send of the own
-    # shard is then a copy
-    contiguous: bool = True
     v_head_dim: int | None = None  # E of values and outputs; None is D
 
     @property
@@ -161,7 +157,8 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            if step.payload is Payload.ROUNDED or not self._lies_side_by_side(chunk, step):
+            # as `RingBuffers` packs: what lies in one range of a buffer is sent as it is
+            if step.payload is Payload.ROUNDED or step.buffer == SHARD or len(step.part) != 1:
                 self._take(index, chunk, step.packed)
         elif isinstance(step, Compute):
             if step.gradients is not None:
@@ -187,17 +184,6 @@ class _Meter:
         # Buffers that were in use stay with the pool.
         now = PassMemory(self.most_used, self.accumulators, workspace)
         self.first = max(self.first, now, key=sum)
-
-    def _lies_side_by_side(self, chunk: HeadChunk, step: Send) -> bool:
-        """Return whether a part is one piece of memory: all of a dense buffer, or one range of one head."""
-        own, shape = step.buffer == SHARD, self.shape
-        slots = shape.local_tokens if own else chunk.steps.buffers[step.buffer].slots
-        heads = count_heads(chunk.kv_heads)
-        neighbours = shape.batch == 1 and ((chunk.kv_heads.step or 1) == 1 or heads == 1)
-        dense = not own or (shape.contiguous and neighbours)
-        # With one head of one sample every range of slots is one piece.
-        one_head = shape.batch * heads == 1 and (shape.contiguous or not own)
-        return len(step.part) <= 1 and ((count_slots(step.part) == slots and dense) or one_head)
 
     def _results_bytes(self, chunk: HeadChunk, backward: bool) -> int:
         """Return the bytes of float32 results beside those of the inputs' dtype."""

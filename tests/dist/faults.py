@@ -172,10 +172,7 @@ def arm(kind: str, folder: Path, batch_number: int) -> None:
             threading.Timer(MID_TRANSFER_S, after).start()
         sides = ((sent, route.sends), (received, route.receives))
         sends, receives = (
-            [
-                Message(x, peer, "KV"[i % 2], x.shape[2], x.dtype)
-                for i, (x, peer) in enumerate(zip(*side, strict=True))
-            ]
+            [Message(x, peer, "K/V", x.shape[0], x.dtype) for x, peer in zip(*side, strict=True)]
             for side in sides
         )
         return self.post(change(sends), receives, hop)

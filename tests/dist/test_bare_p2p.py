@@ -183,8 +183,8 @@ def test_ours_takes_a_tensor_with_gaps(rank_pool: Pool) -> None:
 
 
 MESSAGES: dict[str, Callable[[Tensor], list[Message]]] = {
-    "smaller": lambda k: [Message(k[:, :, :4].contiguous(), 1, "K", 8), Message(k, 1, "V", 8)],
-    "larger": lambda k: [Message(torch.cat([k, k], 2), 1, "K", 8), Message(k, 1, "V", 8)],
+    "smaller": lambda k: [Message(k[:4], 1, "K/V", 8)],
+    "larger": lambda k: [Message(torch.cat([k, k]), 1, "K/V", 8)],
     "dtype": lambda k: [Message(k.int(), 1, "K", 8, k.dtype), Message(k, 1, "V", 8, k.dtype)],
     "order": lambda k: [Message(k, 1, "V", 8), Message(k, 1, "K", 8)],
     "no second": lambda k: [Message(k, 1, "K", 8)],
@@ -194,7 +194,7 @@ MESSAGES: dict[str, Callable[[Tensor], list[Message]]] = {
 
 def post_wrong(rank: int, world_size: int, what: str) -> tuple[str, int]:
     exchange = Exchange(RingMesh.from_world(world_size))
-    error = error_of(lambda: exchange.post(MESSAGES[what](torch.zeros(1, 1, 8, 4)), []))
+    error = error_of(lambda: exchange.post(MESSAGES[what](torch.zeros(8, 1, 1, 4)), []))
     return type(error).__name__, exchange.counters.messages_sent
 
 

@@ -29,9 +29,10 @@ from ds_ring.masks.tiles import progressions_at
 from ds_ring.runtime.messages import Message
 from ds_ring.runtime.trace import PostedBatch, tracing
 from ds_ring.schedule.layout import expand_runs
+from ds_ring.schedule.steps import Payload
 from ds_ring.simulation import rank as rank_module
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed
-from ds_ring.simulation.rank import COMPONENTS, SOURCE_OF, VirtualExchange, VirtualRoute, VirtualWork
+from ds_ring.simulation.rank import COMPONENTS, VirtualExchange, VirtualRoute, VirtualWork
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import dense_attention, relative_error
 
@@ -111,12 +112,11 @@ def test_what_is_sent_is_what_the_origin_has(monkeypatch: pytest.MonkeyPatch) ->
     class Checking(VirtualExchange):
         def start(self, route: VirtualRoute, sent: Sequence[Tensor], *rest: Any) -> VirtualWork:
             for tensor, label in zip(sent, route.sends, strict=True):
-                if label.what not in SOURCE_OF:
+                if label.what != Payload.KEYS.names:
                     continue
-                tokens, runs = self._tokens_of(Message(tensor, *label))
                 there = torch.empty_like(tensor)
-                self.source.fill(SOURCE_OF[label.what], tokens.heads, runs, there)
-                assert torch.equal(there, tensor), tokens
+                self.look_up(Message(there, *label))
+                assert torch.equal(there, tensor), label
                 compared.append(there.numel())
             return super().start(route, sent, *rest)
 

@@ -135,7 +135,7 @@ def _match(send: _End | None, receive: _End | None) -> None:
         raise receive.refuse(f"ring rank {receive.step.peer} to send it", "no send left there")
     sent, taken = send.step, receive.step
     if sent.payload is not taken.payload:
-        dtypes = [f"{' and '.join(step.payload.names)} ({step.payload.value})" for step in (taken, sent)]
+        dtypes = [f"{step.payload.names} ({step.payload.value})" for step in (taken, sent)]
         raise receive.refuse(f"{dtypes[0]} as its sender's next message", f"{dtypes[1]}: {sent}")
     if send.chunk.kv_heads != receive.chunk.kv_heads:
         raise receive.refuse(f"K/V heads {receive.chunk.kv_heads}", f"{send.chunk.kv_heads}: {sent}")

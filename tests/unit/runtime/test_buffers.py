@@ -29,20 +29,12 @@ def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
         first, second = (pair := block.pair(one)).first, pair.second
         assert first.shape == (1, 2, slots, 4) and second.shape == (1, 2, slots, 6)
         assert first.dtype == second.dtype == one.dtype
-        assert first.is_contiguous() and second.is_contiguous()
-        assert first.data_ptr() % ALIGNMENT == second.data_ptr() % ALIGNMENT == 0
+        assert pair.both is not None and pair.both.is_contiguous()
+        assert pair.both.shape == (slots, 1, 2, 4 + 6) and pair.both.data_ptr() % ALIGNMENT == 0
         first.fill_(1)
         second.fill_(2)
         assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
         assert block.pair(one) is pair
-
-
-def test_a_write_to_one_tensor_of_a_block_is_none_to_another() -> None:
-    """By its count of writes a batch in flight finds out that one of its tensors was written to."""
-    pair = Block(kind().nbytes, CPU).pair(kind())
-    before = pair.second._version
-    pair.first.zero_()
-    assert pair.second._version == before
 
 
 def test_a_block_is_used_again_and_given_to_nobody_else_meanwhile() -> None:

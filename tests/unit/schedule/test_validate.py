@@ -443,8 +443,8 @@ def gradients_to_other_tokens() -> Seeded:
 FAULTS = [
     (
         swapped_kinds,
-        r"ring rank 1, batch 2.*: expected dK and dV \(gradients\) as its sender's next message,"
-        r" got K and V \(keys\): send",
+        r"ring rank 1, batch 2.*: expected dK/dV \(gradients\) as its sender's next message,"
+        r" got K/V \(keys\): send",
     ),
     (
         swapped_messages,
