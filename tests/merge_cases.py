@@ -95,3 +95,35 @@ def wrong(case: Case, merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]) -
         if not torch.equal(x, old):
             found.append("slots that are not of these rows")
     return [f"{case.name}: {what}" for what in found]
+
+
+def into_accumulator(launch: Callable[..., None]) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """The merge of a part into an accumulator, which is the first part and the result."""
+    return lambda out, lse, part, of: launch(out, lse, [(out, lse), (part, of)])
+
+
+def wrong_parts(case: Case, launch: Callable[..., None]) -> list[str]:
+    """Merge and add one to five parts of a case, into 16 bits, too; what came out otherwise, in words."""
+    found = []
+    accumulator, part = case.views, (case.part_out, case.part_lse)
+    shifted = (-case.part_out, case.part_lse.roll(1, -1))
+    empty = (torch.zeros_like(case.part_out), torch.full_like(case.part_lse, -INF))
+    shifted[0].masked_fill_((shifted[1] == -INF).unsqueeze(-1), 0)
+    for parts in ([part], [part, empty], [empty, part, shifted], [accumulator, part, empty, shifted, part]):
+        lse = torch.stack([of.double() for _, of in parts]).logsumexp(0)
+        base = lse.clamp_min(-1e300)
+        want = sum(x.double() * (of.double() - base).exp().unsqueeze(-1) for x, of in parts)
+        total = sum(x.double() for x, _ in parts)
+        # Triton's interpreter cuts bfloat16 off, a GPU rounds it.
+        for dtype, bound in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7)):
+            out = lse.new_full(want.shape, float("nan"), dtype=dtype)  # type: ignore[union-attr]
+            added, got_lse = out.clone(), lse.new_full(lse.shape, float("nan"), dtype=torch.float32)
+            launch(out, got_lse, parts)
+            launch(added, None, [(x, None) for x, _ in parts])
+            for name, got, due in (("out", out, want), ("sum", added, total)):
+                gap = (got.double() - due).abs() - bound * (1 + due.abs())  # type: ignore[union-attr]
+                if not bool((gap <= 0).all()):
+                    found.append(f"{case.name}: {name} of {len(parts)} in {dtype} by {float(gap.max()):.1e}")
+            if not torch.allclose(got_lse.double(), lse, rtol=1.2e-7, atol=5e-7):
+                found.append(f"{case.name}: lse of {len(parts)}")
+    return found

@@ -44,6 +44,7 @@ LAYERS = [
 SEPARATE = ["runtime.kernels", "runtime.exchange", "runtime.merge", "runtime.block_mask"]
 IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
+    "runtime.parts": {"runtime.kernels", "runtime.merge"},  # the sums of a pass
     "runtime.buffers": {"runtime.exchange"},  # its messages
     "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
     "runtime.reproducible_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},

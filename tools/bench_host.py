@@ -148,7 +148,7 @@ def hops_of(
         mesh = stack.enter_context(fake_ring(rank, ring_size))
         stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", lambda x, width: x))
         if not whole_merge:
-            stack.enter_context(mock.patch("ds_ring.runtime.ring_pass.merge_", one_launch))
+            stack.enter_context(mock.patch("ds_ring.runtime.parts.merge_", one_launch))
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
         kernel, exchange = flash_without_operators(), DeviceExchange(mesh)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring.runtime.merge import merge_by_operators_
-from tests.merge_cases import cases, wrong
+from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 
 PART_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -48,27 +49,36 @@ def compile_all() -> None:
     """Translate the kernel for every target, head dimension and dtype; prints the widest accesses."""
     for name, capability in TARGETS.items():
         widths: dict[str, int] = {}
-        for head_dim in HEAD_DIMS:
-            for pointer in PART_DTYPES:
-                ptx = _compiled(capability, head_dim, pointer).asm["ptx"]
-                for access in re.findall(r"(?:ld|st)\.global\S*", ptx):
-                    widths[access] = widths.get(access, 0) + 1
-        count = len(HEAD_DIMS) * len(PART_DTYPES)
-        print(f"ok   {name}: {count} variants compiled; accesses {', '.join(sorted(widths))}", flush=True)
+        variants = list(itertools.product(HEAD_DIMS, PART_DTYPES, (2, 4, 5), (False, True)))
+        for head_dim, pointer, parts, add in variants:
+            ptx = _compiled(capability, head_dim, pointer, parts, add).asm["ptx"]
+            for access in re.findall(r"(?:ld|st)\.global\S*", ptx):
+                widths[access] = widths.get(access, 0) + 1
+        print(
+            f"ok   {name}: {len(variants)} variants compiled; accesses {', '.join(sorted(widths))}",
+            flush=True,
+        )
 
 
-def _compiled(capability: int, head_dim: int, pointer: str) -> Any:
-    """Return what Triton makes of the kernel as `launch` would call it for dense tensors."""
+def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: bool) -> Any:
+    """Return what Triton makes of the kernel as `launch` would call it for dense tensors.
+
+    Two parts are a float32 accumulator and a part, four are parts whose result is written, five also have an
+    accumulator.
+    """
     triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
     module: Any = importlib.import_module("ds_ring.runtime.merge_triton")
     names = module.merge_rows.arg_names
     width = 1 << (head_dim - 1).bit_length()
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
+    constants |= {"PARTS": parts, "ADD": add, "DTYPE": importlib.import_module("triton.language").float32}
     # Strides of 1 are constants, multiples of 16 are known to be: so Triton's launcher does it as well.
-    constants |= {"o4": 1, "p4": 1, "l3": 1, "s3": 1}
-    kinds = {"out": "*fp32", "lse": "*fp32", "part_out": pointer, "part_lse": "*fp32"}
+    constants |= {f"{name}4": 1 for name in "oabcde"} | {f"{name}3": 1 for name in "lstuvw"}
+    kinds = dict.fromkeys(("out", "lse", *(f"lse_{x}" for x in "abcde")), "*fp32")
+    kinds |= {f"part_{x}": pointer for x in "abcde"}
+    kinds |= {"out": pointer} if parts == 4 else {f"part_{'abcde'[parts - 1]}": "*fp32"}
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
-    even = {name for name in names if name in kinds or re.fullmatch("[op][0-3]", name)}
+    even = {name for name in names if name in kinds or re.fullmatch("[oabcde][0-3]", name)}
     known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
     source = triton.compiler.ASTSource(module.merge_rows, signature, constants, known)
     return triton.compile(source, target=backends.GPUTarget("cuda", capability, 32))
@@ -78,23 +88,32 @@ def interpret() -> int:
     """Hold the interpreted kernel against float64, and count what it moves beside torch's operators."""
     launch = importlib.import_module("ds_ring.runtime.merge_triton").launch
     made = list(cases(HEAD_DIMS))
-    found = [what for case in made for what in wrong(case, launch)]
+    found = [what for case in made for what in wrong(case, into_accumulator(launch))]
+    found += [what for case in made[:: len(HEAD_DIMS)] for what in wrong_parts(case, launch)]
     print("\n".join(f"FAIL {what}" for what in found) or f"ok   {len(made)} cases as float64", flush=True)
     counted = {}
     for dtype in (torch.bfloat16, torch.float32):
         out, lse, part_lse = torch.randn(1, 2, 64, 128), torch.randn(1, 2, 64), torch.randn(1, 2, 64)
         operands = (out, lse, torch.randn(out.shape).to(dtype), part_lse)
-        kernel, operators = _bytes_of_kernel(launch, operands), _bytes_of_operators(operands)
+        kernel, operators = (
+            _bytes_of_kernel(into_accumulator(launch), operands),
+            _bytes_of_operators(operands),
+        )
         # Of the output alone: what rows of 128 share, the log-sum-exps, is 0.1 bytes an element more.
         counted[dtype] = round(kernel / out.numel())
         print(f"     part in {dtype}: {kernel / out.numel():.2f} bytes an element, torch's operators"
               f" {operators / out.numel():.2f}", flush=True)  # fmt: skip
-    good = not found and counted == {torch.bfloat16: 10, torch.float32: 12}
+    # Four parts of 16 bits, written in 16 bits.
+    part = operands[2].bfloat16()
+    parts = (torch.empty_like(part), lse, [(part, part_lse)] * 4)
+    of_parts = _bytes_of_kernel(launch, parts) / out.numel()
+    print(f"     four parts in bfloat16 and the result: {of_parts:.2f} bytes an element", flush=True)
+    good = not found and round(of_parts) == 10 and counted == {torch.bfloat16: 10, torch.float32: 12}
     print("not checked: speed, anything on a real GPU")
     return 0 if good else 1
 
 
-def _bytes_of_kernel(launch: Any, operands: tuple[Tensor, ...]) -> int:
+def _bytes_of_kernel(launch: Any, operands: tuple[Any, ...]) -> int:
     """Return the bytes that the interpreted kernel loads and stores."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     moved = 0

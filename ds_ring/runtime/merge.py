@@ -16,15 +16,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_ring.runtime.trace import is_fake
 
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+Part = tuple[Tensor, Any]  # output over some keys, and their lse; a gradient and None
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +67,7 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         with torch.cuda.device(out_BHSD.device):
-            _merge_on_cuda()(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
+            _on_cuda()(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])
     else:
         merge_by_operators_(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
 
@@ -85,16 +86,63 @@ def merge_by_operators_(
     lse_BHS.copy_(merged_BHS)
 
 
+def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> None:
+    """Write the merge of several parts; on CUDA in one pass over memory, which reads each part once.
+
+    Args:
+        out_BHSD, lse_BHS: results, of any dtype and strides; their old values do not count. They may be one
+            of the parts.
+        parts: at most five, over disjoint keys, of the same shapes.
+    """
+    if out_BHSD.is_cuda and not is_fake(out_BHSD):
+        with torch.cuda.device(out_BHSD.device):
+            _on_cuda()(out_BHSD, lse_BHS, parts)
+    else:
+        merge_parts_by_operators_(out_BHSD, lse_BHS, parts)
+
+
+def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
+    """Do what `merge_parts_` or, without lse, `add_parts_` does by torch's operators, on any device."""
+    if lse_BHS is None:
+        total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
+        for part, _ in parts[1:]:
+            total.add_(part)
+        out_BHSD.copy_(total)
+        return
+    # The largest lse is subtracted first, or sums of two would round to what float32 has near them.
+    lses = torch.stack([lse.to(lse_BHS.dtype) for _, lse in parts])
+    base_BHS = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)  # of rows without keys: no NaN
+    weights = torch.exp(lses - base_BHS).unsqueeze(-1)
+    sums = weights.sum(dim=0)
+    total = parts[0][0].to(lse_BHS.dtype) * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        total.addcmul_(part.to(total.dtype), weight)
+    out_BHSD.copy_(total.div_(sums.masked_fill(sums == 0, 1)))
+    lse_BHS.copy_(base_BHS + torch.log(sums.squeeze(-1)))
+
+
+def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of at most five parts, which `total` may be one of; see `merge_parts_`."""
+    given = [(part, None) for part in parts]
+    if total.is_cuda and not is_fake(total):
+        with torch.cuda.device(total.device):
+            _on_cuda()(total, None, given)
+    else:
+        merge_parts_by_operators_(total, None, given)
+
+
 @cache
-def _merge_on_cuda() -> Merge:
+def _on_cuda() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
     """Return the Triton kernel; torch's operators, with a warning, where triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         _log.warning(
             "ds_ring: partial results are merged by torch's operators, which move 26 bytes an element instead"
             " of 10: expected the package triton beside a CUDA build of torch, got none; install triton"
         )
-        return merge_by_operators_
-    launch: Merge = importlib.import_module("ds_ring.runtime.merge_triton").launch
+        return merge_parts_by_operators_
+    launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = importlib.import_module(
+        "ds_ring.runtime.merge_triton"
+    ).launch
     return launch
 
 

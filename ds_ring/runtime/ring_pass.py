@@ -1,7 +1,7 @@
 """Run the steps of a rank on tensors, forward and backward: the ring pass.
 
 Owns what each step does to tensors. Other files own the parts: `schedule/lowering.py` the order of the steps,
-the kernel the attention of one hop, the exchange the messages, and `merge.py` the sum of partial results. A
+the kernel the attention of one hop, the exchange the messages, and `parts.py` the sum of partial results. A
 new pattern, layout or kernel changes nothing here.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,128 +25,49 @@ from ds_ring.runtime.buffers import (
     some_heads,
 )
 from ds_ring.runtime.kept_results import HeadStream, HostMemory
-from ds_ring.runtime.kernels.interface import Kernel, Rows, value_dim
-from ds_ring.runtime.merge import accumulator_dtype, assign_, merge_
+from ds_ring.runtime.kernels.interface import Kernel, value_dim
+from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
+from ds_ring.runtime.parts import Accumulators, FirstParts, Total, parts_wait, zero
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import Compute, HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
 
-# [Note: the first part of a row]
-# The first partial result of a row is assigned to the accumulator, and later ones are merged into it. So the
-# accumulator is not set to zero before. Rows that no partial result covers are filled at the end.
-
-
-class FirstParts:
-    """The slots of an accumulator that no partial result has been written to yet.
-
-    Args:
-        slots: number of slots of the accumulator, whose memory is uninitialised.
-        fill: called with `given`, a first slot and an end, to write the neutral element to these slots: 0, or
-            the result of attention over no key.
-    """
-
-    __slots__ = ("_fill", "_given", "_open")
-
-    def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
-        self._open, self._fill, self._given = [(0, slots)] if slots else [], fill, given
-
-    def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
-        """Return True if the part is the first on all of its rows, so it is assigned; else it is added.
-
-        If the rows are not contiguous, belong to some heads only, or are partly written, the unwritten slots
-        are filled with the neutral element here, and the part is added.
-        """
-        if not self._open:
-            return False
-        dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
-        if not dense or heads != slice(None):
-            self.finish()
-            return False
-        start, end = rows.start, rows.start + rows.repeats * rows.length
-        if self._open == [(start, end)]:  # the usual case
-            self._open = []
-            return True
-        cut = [(max(a, start), min(b, end)) for a, b in self._open if a < end and start < b]
-        self._open = [
-            piece
-            for a, b in self._open
-            for piece in ((a, min(b, start)), (max(a, end), b))
-            if piece[0] < piece[1]
-        ]
-        if cut == [(start, end)]:
-            return True
-        for piece in cut:
-            self._fill(*self._given, *piece)
-        return False
-
-    def finish(self) -> None:
-        """Fill the slots that were never written."""
-        for piece in self._open:
-            self._fill(*self._given, *piece)
-        self._open = []
-
-
-class Accumulators:
-    """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
-
-    def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
-        self.tensors = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results]
-        self._trace = trace
-        self._apart = [both for both in zip(results, self.tensors, strict=True) if both[0] is not both[1]]
-        if trace is not None:
-            trace.accumulators_bytes += sum(accumulator.nbytes for _, accumulator in self._apart)
-
-    def round(self) -> None:
-        """Round the accumulators into the results, except where they are the same tensors."""
-        if self._trace is not None:
-            self._trace.accumulators_bytes -= sum(accumulator.nbytes for _, accumulator in self._apart)
-        for result, accumulator in self._apart:
-            result.copy_(accumulator)
-
 
 class ForwardChunk:
     """The forward pass of a head chunk: merges the partial results of each hop into out and lse.
 
     Args:
-        out, lse: uninitialised tensors [B, H, S, E] and [B, H, S] that the results are written to.
+        total: of out [B, H, S, E] and lse [B, H, S].
         sinks: [H] logits of these heads, or None. They are the first partial result: out 0, lse = sinks.
     """
 
     def __init__(
-        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, out: Tensor, lse: Tensor,
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Total,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
-        self.totals = Accumulators(lse.dtype, (out,), ring.trace)
-        self._results = (self.totals.tensors[0], lse)
-        # Pass these two tensors, not self: a reference cycle would keep their memory until garbage
-        # collection.
-        self.parts = FirstParts(lse.shape[2], _see_no_key, *self._results)
-        if sinks is not None:
-            self.parts.finish()
-            lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
+        self.total = total
+        if sinks is not None and total.lse is not None:
+            total.so_far()
+            total.lse.copy_(sinks.unsqueeze(-1).expand_as(total.lse))
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step and merge the partial results."""
-        (total, lse), keys = self._results, self.buffers.pair(step.buffer)
+        keys, total = self.buffers.pair(step.buffer), self.total
+        if total.waiting:
+            total.make_room()
         for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
-            heads, rows, out_part, lse_part = part
-            # views, so that the accumulators are changed in place
-            out_there, lse_there = rows.views(total, lse, heads=heads)
-            write = assign_ if self.parts.is_first(rows, heads) else merge_
-            write(out_there, lse_there, out_part, lse_part)
-            del part, out_part, lse_part  # else they stay alive while the kernel computes the next part
+            total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
+            del part  # else it stays alive while the kernel computes the next one
         if self.ring.check is not None:
-            self.parts.finish()
-            self.ring.check(step.hop, out=total, lse=lse)
+            self.ring.check(step.hop, out=total.so_far(), lse=total.lse)
 
     def finish(self) -> None:
-        """Round the accumulator into `out`."""
-        self.parts.finish()
-        self.totals.round()
+        """Write `out`."""
+        self.total.finish()
 
 
 class Queries(NamedTuple):
@@ -162,29 +84,29 @@ class BackwardChunk:
     """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
 
     def __init__(
-        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, totals: Accumulators
-    ) -> None:
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Total,
+        totals: Accumulators,
+    ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
-        self.queries, self.totals = queries, totals
-        self._dq = dq = totals.tensors[0]
-        self.parts = FirstParts(dq.shape[2], _zero, dq, dq)
+        self.queries, self.dq, self.totals = queries, dq, totals
 
     def compute(self, step: Compute) -> None:
         """Compute the gradients of a step's tiles and add them to the accumulators."""
         grad_out, q, out, lse, grad_lse = self.queries
         assert step.gradients is not None, "steps of a forward pass"
+        if self.dq.waiting:
+            self.dq.make_room()
         # `grads` are accumulators of dK and dV, at hop 0 those of the own shard. Only one step computes into
         # each of them, and nothing is added to it before that step.
         keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
-        dk, dv, dq = grads.first, grads.second, self._dq
-        of_keys = FirstParts(dk.shape[2], _zero, dk, dv)
+        dk, dv = grads.first, grads.second
+        of_keys = FirstParts(dk.shape[2], zero, dk, dv)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
-            (where,) = rows.views(dq, heads=heads)
             if tokens_first:  # the kernel returned tokens before heads
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
-            (where.copy_ if self.parts.is_first(rows, heads) else where.add_)(dq_part)
+            self.dq.add(rows, heads, dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
             first = of_keys.is_first(key_rows)
             dk_there, dv_there = key_rows.views(dk, dv)
@@ -193,26 +115,18 @@ class BackwardChunk:
             del part, dq_part, dk_part, dv_part
         of_keys.finish()
         if self.ring.check is not None:
-            self.parts.finish()
-            self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
+            self.ring.check(step.hop, dq=self.dq.so_far(), dk=dk, dv=dv)
 
     def finish(self) -> None:
         """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
-        self.parts.finish()
+        self.dq.finish()
         if self.ring.on_gradients_final is not None:
-            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.tensors[1:])
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.tensors)
         self.totals.round()
 
 
-def _see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
-    out[:, :, start:end].zero_()
-    lse[:, :, start:end].fill_(float("-inf"))
-
-
-def _zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
-    first[:, :, start:end].zero_()
-    if second is not first:
-        second[:, :, start:end].zero_()
+def _of_heads(heads: slice, whole: Callable[[], Tensor]) -> Tensor:
+    return some_heads(heads, whole())[0]
 
 
 Chunk = ForwardChunk | BackwardChunk
@@ -267,8 +181,10 @@ class RingPass:
         Returns:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
-        out = q.new_empty((*q.shape[:-1], value_dim(self.kernel, v)))
+        shape = (*q.shape[:-1], value_dim(self.kernel, v))
+        out = lru_cache(maxsize=1)(lambda: q.new_empty(shape))  # when the first chunk needs it
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
 
         def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
@@ -277,13 +193,16 @@ class RingPass:
             kernel = self.kernel.of_heads(heads)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own)
             of_sinks = None if sinks is None else sinks[heads]
-            q_here, out_here, lse_here = some_heads(heads, q, out, lse)
-            return ForwardChunk(self, kernel, buffers, q_here, out_here, lse_here, of_sinks)
+            q_here, lse_here = some_heads(heads, q, lse)
+            sizes = (*lse_here.shape, shape[-1])
+            result = partial(_of_heads, heads, out)
+            total = Total(result, lse_here, sizes, lse.dtype, lse_here, waits, self.trace)
+            return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
 
         schedule = self._schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)
         self._run(schedule, prepared, begin)
-        return out, lse
+        return out(), lse
 
     @torch.no_grad()
     def backward(
@@ -301,7 +220,9 @@ class RingPass:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
         new = grad_out.new_empty  # the inputs may be in host memory
-        dq, dk, dv = new(q.shape, dtype=q.dtype), new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
+        dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
+        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
+        dq = lru_cache(maxsize=1)(lambda: new(q.shape, dtype=q.dtype))  # when the first chunk needs it
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
@@ -309,18 +230,20 @@ class RingPass:
         def begin(chunk: HeadChunk) -> Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
             q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
-            grad_here, dq_here = some_heads(heads, grad_out, dq)
+            (grad_here,) = some_heads(heads, grad_out)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
-            totals = Accumulators(lse.dtype, (dq_here, *some_heads(kv, dk, dv)), self.trace)
+            result = partial(_of_heads, heads, dq)
+            of_queries = Total(result, grad_here, q_here.shape, lse.dtype, None, waits, self.trace)
+            totals = Accumulators(lse.dtype, tuple(some_heads(kv, dk, dv)), self.trace)
             # Gradients of the own keys that other ranks return are added to these accumulators.
-            home = Pair(*totals.tensors[1:])
+            home = Pair(*totals.tensors)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home)
-            return BackwardChunk(self, kernel, buffers, queries, totals)
+            return BackwardChunk(self, kernel, buffers, queries, of_queries, totals)
 
         self._run(schedule, prepared, begin)
-        return dq, dk, dv
+        return dq(), dk, dv
 
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
         if self.trace is not None:

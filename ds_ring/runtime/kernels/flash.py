@@ -54,6 +54,7 @@ class FlashKernel:
     """
 
     name = "flash"
+    few_parts = True
 
     def __init__(self, implementation: str = "FA2") -> None:
         if implementation not in IMPLEMENTATIONS:

@@ -331,6 +331,7 @@ class FlexKernel:
     """
 
     name = "flex"
+    few_parts = True
 
     def __init__(
         self,

@@ -288,6 +288,7 @@ class Kernel(Protocol):
     """Compute the attention of one hop.
 
     q [B, H, S, D]; k [B, G, n, D] and v [B, G, n, E], the payload; out [B, H, S, E]; H a multiple of G.
+    A kernel whose `few_parts` is True returns few parts of a hop, in tensors that it does not keep.
     """
 
     name: str

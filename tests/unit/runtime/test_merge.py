@@ -9,7 +9,7 @@ import torch
 
 from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.merge import merge_
-from ds_ring.runtime.ring_pass import FirstParts
+from ds_ring.runtime.parts import FirstParts
 from tests.merge_cases import cases, wrong
 
 INF = float("inf")

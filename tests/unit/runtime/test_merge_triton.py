@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import ds_ring
-from tests.merge_cases import cases, wrong
+from ds_ring.runtime.merge import merge_parts_by_operators_
+from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
@@ -21,7 +22,13 @@ def test_the_interpreted_kernel_merges_every_case_as_float64() -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is decorated
     from ds_ring.runtime.merge_triton import launch
 
-    found = [what for case in cases() for what in wrong(case, launch)]
+    found = [what for case in cases() for what in wrong(case, into_accumulator(launch))]
+    found += [what for case in cases() for what in wrong_parts(case, launch)]
+    assert not found, found
+
+
+def test_operators_merge_and_add_several_parts_as_float64() -> None:
+    found = [what for case in cases() for what in wrong_parts(case, merge_parts_by_operators_)]
     assert not found, found
 
 
@@ -35,6 +42,6 @@ def test_no_size_that_differs_from_hop_to_hop_has_a_variant_of_its_own() -> None
         for decorator in kernel.decorator_list
         for keyword in getattr(decorator, "keywords", [])
     }
-    numbers = [one.arg for one in kernel.args.args if one.annotation is None][4:]  # behind the pointers
-    special = [name for name in numbers if re.fullmatch("[op][0-4]|[ls]3", name)]
-    assert len(special) == 12 and sorted(options["do_not_specialize"]) == sorted(set(numbers) - {*special})
+    numbers = [one.arg for one in kernel.args.args if one.annotation is None][12:]  # behind the pointers
+    special = [name for name in numbers if re.fullmatch("[oabcde][0-4]|[lstuvw]3", name)]
+    assert len(special) == 36 and sorted(options["do_not_specialize"]) == sorted(set(numbers) - {*special})
