@@ -118,14 +118,16 @@ def _copies(shape: HopShape, backward: bool) -> int:
 def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop and the tables that are kept.
 
-    Forward out, its float32 form and the merge's weights; backward dq, dk, dv and delta.
+    Both ways contiguous copies of K and V; forward out, its float32 form and the merge's weights; backward
+    dq, dk, dv and delta.
     """
     queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
+    kept = KEPT_TABLE_BYTES + keys * (shape.head_dim + shape.value_dim) * shape.element_bytes
     if backward:
         elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
-        return KEPT_TABLE_BYTES + elements * shape.element_bytes + 2 * queries * FLOAT
+        return kept + elements * shape.element_bytes + 2 * queries * FLOAT
     wide = FLOAT if shape.element_bytes < FLOAT else 0
-    return KEPT_TABLE_BYTES + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
+    return kept + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)
 
 
 # [Note: what FlashAttention allocates]

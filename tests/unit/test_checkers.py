@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring.integrations.deepspeed.first_batch import Numbers, Tolerance, beyond, compare, recording
+from ds_ring.runtime.kernels.flash import FlashKernel
+from ds_ring.runtime.merge import merge_parts_by_operators_
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard
 from tests.integration import test_documents as documents
-from tests.merge_cases import cases, wrong
+from tests.merge_cases import cases, wrong, wrong_parts
 from tools import (
     bench_host,
     check_generation,
@@ -28,6 +30,7 @@ from tools import (
     check_plan,
     check_training,
     fault_campaign,
+    pass_traffic,
     ring_flash_attn_tests,
     soak,
 )
@@ -220,6 +223,17 @@ def test_verify_merge_finds(merge: Callable[..., None]) -> None:
     assert any(what for case in cases((5,)) for what in wrong(case, merge))
 
 
+def without_the_last(out: Tensor, lse: Tensor | None, parts: list[Any]) -> None:
+    """The last one of several parts is lost."""
+    merge_parts_by_operators_(out, lse, parts[:-1] or parts)
+
+
+def test_verify_merge_finds_a_part_of_several() -> None:
+    found = [what for case in cases((5,)) for what in wrong_parts(case, without_the_last)]
+    assert any("out of 3" in what for what in found) and any("sum of 5" in what for what in found)
+    assert not any(" of 1 " in what for what in found)
+
+
 # --- the rules of tests themselves -----------------------------------------------------------------
 
 
@@ -358,3 +372,16 @@ def test_bench_host_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPa
     for goal, within in ((1e9, True), (1e-9, False)):
         monkeypatch.setattr(bench_host, "GOALS_US", {"forward": 1e9, "backward": goal})
         assert bench_host.measure(bench_host.CAUSAL, "zigzag", given, whole_merge=False) is within
+
+
+def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes an element of 8 ranks' slowest one; with parts that are merged as they come, as before."""
+    given = argparse.Namespace(ring_size=8, heads=32, kv_heads=8, head_dim=128)
+    elements = 512 * 32 * 128
+    forward, backward, _ = pass_traffic.traffic_of(7, given, 512)
+    assert 30 * elements < forward.bytes < 37 * elements and 70 * elements < backward.bytes < 81 * elements
+    *both, _ = pass_traffic.traffic_of(0, given, 512)
+    assert [found.packing for found in both] == [2, 2]  # K and V of the own shard, into one message
+    monkeypatch.setattr(FlashKernel, "few_parts", False)
+    at_once, at_once_back, _ = pass_traffic.traffic_of(7, given, 512)
+    assert at_once.bytes > 80 * elements and at_once_back.bytes > backward.bytes + 35 * elements
