@@ -59,9 +59,9 @@ IN_A_HOP: dict[str, tuple[Callable[[], object] | None, Callable[[], object] | No
 }
 # How the messages of one hop of the culprit are not what its plan says.
 IN_THE_MESSAGES: dict[str, Callable[[list[Message]], list[Message]]] = {
-    "oversize": lambda sends: [m._replace(tensor=torch.cat([m.tensor, m.tensor], dim=2)) for m in sends],
+    "oversize": lambda sends: [m._replace(tensor=torch.cat([m.tensor, m.tensor])) for m in sends],
     "wrong dtype": lambda sends: [m._replace(tensor=m.tensor.int()) for m in sends],
-    "swapped order": lambda sends: [sends[1], sends[0], *sends[2:]],
+    "swapped order": lambda sends: [m._replace(what="V") for m in sends],  # before its K
     "non-contiguous": lambda sends: [m._replace(tensor=_strided(m.tensor)) for m in sends],
 }
 # How the culprit calls otherwise than the others.
