@@ -53,6 +53,12 @@ def lacks_namespaces() -> str:
     return why_not()
 
 
+def lacks_triton() -> str:
+    """Return where to get Triton, which compiles for GPUs that are not there, or ""."""
+    there = importlib.util.find_spec("triton") is not None
+    return "" if there else "no triton here: pip install 'ds_ring[test]' brings it"
+
+
 def lacks_mpirun() -> str:
     """Return where to get Open MPI's mpirun, or ""."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -138,6 +144,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "ray": lacks_ray,
     "slurm": lacks_slurm,
     "sshd": lacks_sshd,
+    "triton": lacks_triton,
 }
 
 

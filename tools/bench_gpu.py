@@ -63,17 +63,22 @@ def where(device: str) -> RateRow:
     return row
 
 
-def run_tests() -> list[RateRow]:
-    """Run tests/gpu; one row with what pytest counts."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "tests/gpu", "--tb=short"]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, check=False)
+def run_tests(workers: int = 0, seconds: float | None = None) -> list[RateRow]:
+    """Run tests/gpu in so many processes; one row with what pytest counts, and one for each failure."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "tests/gpu", "--tb=short"]
+    try:
+        done = subprocess.run(
+            command, cwd=HERE.parent, capture_output=True, text=True, check=False, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return [{"failed": f"tests/gpu did not end within {seconds} s"}]
     lines = done.stdout.strip().splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     rows = [{"tests/gpu": lines[-1] if lines else "nothing printed", "exit status": done.returncode}]
     return [*rows, *({"tests/gpu": line, "exit status": done.returncode} for line in failed)]
 
 
-def run_longest(options: argparse.Namespace) -> list[RateRow]:
+def run_longest(options: argparse.Namespace, seconds: float | None = None) -> list[RateRow]:
     """Find the longest sequence with real training steps; one row for each length that was tried."""
     shape = "--layers 4 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256"
     if options.device == "cpu":
@@ -82,9 +87,16 @@ def run_longest(options: argparse.Namespace) -> list[RateRow]:
         sys.executable, str(HERE / "longest.py"), "--device", options.device, "--ranks", "1", "--json",
         "--start", str(options.longest_start), *shape.split(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return rows or [{"failed": done.stderr.strip()[-400:]}]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    stopped: list[RateRow] = []
+    try:
+        said, told = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # it ends its ranks
+        said, told = process.communicate()
+        stopped = [{"tokens": "?", "fits": f"stopped after {seconds} s"}]
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    return rows + stopped if rows else [{"failed": told.strip()[-400:]}]
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[RateRow]]:
@@ -184,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def faults(found: dict[str, list[RateRow]], device: str) -> list[str]:
     """Return what failed, or was not looked at though it was asked for."""
-    tests = found.get("Correctness", [])
+    tests = [row for row in found.get("Correctness", []) if "failed" not in row]
     wrong = [str(row["tests/gpu"]) for row in tests if row["exit status"]]
     if tests and device == "cuda" and not re.search(r"\b[1-9]\d* passed", str(tests[0]["tests/gpu"])):
         wrong.append(f"no test of tests/gpu passed: {tests[0]['tests/gpu']}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
 from ds_ring.registry import KERNELS
 from ds_ring.runtime.kernels import Kernel, get_kernel
+from ds_ring.runtime.kernels.flex import FlexKernel
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan
@@ -74,7 +75,7 @@ def seconds(work: Callable[[], object], device: str) -> float:
     return time.perf_counter() - begin
 
 
-def medians(works: dict[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
+def medians(works: Mapping[str, Callable[[], object]], device: str, rounds: int) -> dict[str, float]:
     """Return the median seconds of each work: they take turns, after one round to warm up."""
     taken = in_turns({name: partial(seconds, work, device) for name, work in works.items()}, rounds)
     return {name: statistics.median(values) for name, values in taken.items()}
@@ -181,6 +182,25 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
             )  # fmt: skip
         rows += [{"tiles": kind, "kernel": name, "refused": why} for name, why in refused.items()]
     return rows
+
+
+def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
+    """Return TFLOP/s of causal attention by flex with our blocks and warps, and with Inductor's."""
+    layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
+    plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
+    rank = rank_of(shape, plan.rank(0).classes, layout.local_tokens)
+    kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
+    forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items()}
+    backward = {name: partial(differentiate, kernel, rank) for name, kernel in kernels.items()}
+    times = [medians(works, shape.device, rounds) for works in (forward, backward)]
+    return [
+        {"head_dim": shape.head_dim, "blocks": name}
+        | {
+            f"{way} TFLOP/s": f"{shape.flops(rank.pairs, bool(i)) / times[i][name] / 1e12:.4g}"
+            for i, way in enumerate(("forward", "backward"))
+        }
+        for name in kernels
+    ]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -67,6 +67,11 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
     accumulator.
     """
     triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
+    return triton.compile(source_of(head_dim, pointer), target=backends.GPUTarget("cuda", capability, 32))
+
+
+def source_of(head_dim: int, pointer: str) -> Any:
+    """Return the kernel as `launch` would call it for dense tensors, for Triton's compiler."""
     module: Any = importlib.import_module("ds_ring.runtime.merge_triton")
     names = module.merge_rows.arg_names
     width = 1 << (head_dim - 1).bit_length()
@@ -80,8 +85,8 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
     signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     even = {name for name in names if name in kinds or re.fullmatch("[oabcde][0-3]", name)}
     known = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in even}
-    source = triton.compiler.ASTSource(module.merge_rows, signature, constants, known)
-    return triton.compile(source, target=backends.GPUTarget("cuda", capability, 32))
+    compiler = importlib.import_module("triton.compiler")
+    return compiler.ASTSource(module.merge_rows, signature, constants, known)
 
 
 def interpret() -> int:

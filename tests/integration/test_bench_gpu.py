@@ -1,4 +1,4 @@
-"""tools/bench_gpu.py on CPU tensors: the same code that a GPU machine runs, all parts but the long ones."""
+"""tools/bench_gpu.py and gpu_first.py on CPU tensors: what a GPU machine runs, but for the long parts."""
 
 from __future__ import annotations
 
@@ -67,3 +67,31 @@ def test_a_machine_without_a_gpu_is_told_so() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 2 and "no CUDA device here" in done.stderr
+
+
+def test_what_a_gpu_runs_first_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A ring that sends to itself; a batch whose messages are lost fails, and is all that is done again."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    first, ring = (importlib.import_module(name) for name in ("gpu_first", "self_ring"))
+    command = ["--device", "cpu", "--output", str(tmp_path), "--ring-sizes", "4", "--parts"]
+    calls = []
+
+    def lose_the_third(operations: list[Any]) -> list[Any]:
+        calls.append(len(operations))
+        return real([] if len(calls) == 3 else operations) or [ring._Done() for _ in operations]
+
+    real = ring.copied
+    with monkeypatch.context() as lost:
+        lost.setattr(ring, "copied", lose_the_third)
+        assert first.main([*command, "ring", "merge", "probes"]) == 1
+    told = capsys.readouterr()
+    assert "expected errors below 1e-05" in told.err and len(calls) > 3
+    assert first.main([*command, "ring", "merge", "probes"]) == 0
+    told = capsys.readouterr()
+    assert "A ring that sends to itself: 2 rows" in told.out and "Merge:" not in told.out
+    assert "copies in this process: gloo cannot send to itself" in told.out
+    assert first.main([*command, "merge", "host", "--minutes", "0"]) == 1
+    assert "host: not reached; call again" in capsys.readouterr().err
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md"}

@@ -542,7 +542,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python tools/bench_attention.py": only_reads("takes ten minutes of an idle machine"),
     "ds-ring simulate --tokens 131072": only_reads("takes minutes"),
     "python tools/billion_tokens.py": only_reads("takes minutes; test_billion_tokens.py runs it, smaller"),
-    "python -m tools.verify_cuda_kernels": only_reads("needs the CUDA wheel of torch"),
+    "python -m tools.verify_cuda_kernels": only_reads("takes minutes; see test_cuda_code.py"),
     # CONTRIBUTING.md
     "# once": contributors_set_up,
     "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention as forward_operator
 from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
-from torch.nn.attention.flex_attention import BlockMask, FlexKernelOptions
+from torch.nn.attention.flex_attention import BlockMask
 
-from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.errors import RingShapeError
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
@@ -35,6 +35,7 @@ from ds_ring.runtime.block_mask import (
     side_beforehand,
 )
 from ds_ring.runtime.device import numbers_on
+from ds_ring.runtime.kernels.flex_options import Options, checked_options, options_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 
 # FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
@@ -307,15 +308,6 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own
 SHORTEST = 128  # queries; Inductor compiles anew for fewer, whatever BACKEND says (torch 2.13)
-INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that this kernel sets itself
-DEFAULTS = {  # those of the public call, which this one goes past
-    "PRESCALE_QK": False,
-    "ROWS_GUARANTEED_SAFE": False,
-    "BLOCKS_ARE_CONTIGUOUS": False,
-    "WRITE_DQ": True,
-    "OUTPUT_LOGSUMEXP": True,
-    "OUTPUT_MAX": False,
-}
 _log = logging.getLogger(__name__)
 
 
@@ -327,6 +319,7 @@ class FlexKernel:
         backend: of torch.compile; None computes densely without compiling, on any device, for tests.
         recompute: differentiate a recomputed hop; None does so where the operator cannot be compiled.
         scores: how scores are changed; None for not.
+        device_blocks: take blocks and warps by device, [Note: blocks that do not spill]; else Inductor's.
         kernel_options: FlexAttention's `kernel_options`.
     """
 
@@ -339,11 +332,12 @@ class FlexKernel:
         backend: str | None = "inductor",
         recompute: bool | None = None,
         scores: Scores | None = None,
+        device_blocks: bool = True,
         **kernel_options: Any,
     ) -> None:
-        self._scores = scores
-        self._options = DEFAULTS | _checked_options(kernel_options)
-        self._natural = self._options.get("BACKEND") == "FLASH"
+        self._scores, self._device_blocks = scores, device_blocks
+        self._options = tuple(checked_options(kernel_options).items())
+        self._natural = ("BACKEND", "FLASH") in self._options
         self._block = block_size
         self._backend = backend
         # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
@@ -433,8 +427,13 @@ class FlexKernel:
             constants_of_rule(rule),
             scale,
             None if self._scores is None else constants_of_function(self._scores.mod.function),
-            tuple(self._options.items()),
+            self._options_on(q, v),
         )
+
+    def _options_on(self, q: Tensor, v: Tensor) -> Options:
+        if not self._device_blocks:
+            return self._options
+        return options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block)
 
     def _constants_of_hop(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
         q, k = operands.q, operands.k
@@ -465,9 +464,14 @@ class FlexKernel:
         self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, constants: Constants
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of one hop, the lse natural."""
-        how = (_marked(mask.tensors), self._score_tensors(q), mask.block, constants.scale, self._options)
-        out, lse = compiled_call(self._backend, constants, mask.block)(q, k, v, *how)
+        call = compiled_call(self._backend, constants, mask.block)
+        out, lse = call(q, k, v, *self._how(q, mask, constants))
         return out, lse if self._natural else lse * math.log(2)
+
+    def _how(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
+        """Return the arguments that both compiled functions take last."""
+        tensors, scores = _marked(mask.tensors), self._score_tensors(q)
+        return tensors, scores, mask.block, constants.scale, dict(constants.options)
 
     def _score_tensors(self, q: Tensor) -> ScoreTensors | None:
         if self._scores is None:
@@ -482,9 +486,8 @@ class FlexKernel:
         if not self._natural:  # of the lse in base 2, and its gradient
             lse = _like_hops(lse / math.log(2))
             grad_lse = None if grad_lse is None else _like_hops(grad_lse * math.log(2))
-        how = (_marked(mask.tensors), self._score_tensors(q), mask.block, constants.scale, self._options)
         call = compiled_call(self._backend, constants, mask.block)
-        return call(grad_out, q, k, v, out, lse, grad_lse, *how)
+        return call(grad_out, q, k, v, out, lse, grad_lse, *self._how(q, mask, constants))
 
     def _recomputed(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
@@ -507,21 +510,6 @@ def operator_compiles() -> bool:
     from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
 
     return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
-
-
-def _checked_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return FlexAttention's options; the kernel for many queries unless another one is asked for."""
-    known = set(FlexKernelOptions.__annotations__) - INTERNAL
-    for option in given:
-        if option.removeprefix("fwd_").removeprefix("bwd_") not in known:
-            raise RingConfigError(
-                f'kernel_options of kernel "flex": unknown option {option!r} for torch {torch.__version__};'
-                f" expected some of {', '.join(sorted(known))}, or one with fwd_ or bwd_ before it"
-            )
-    if "BACKEND" in given or "FORCE_USE_FLEX_ATTENTION" in given:
-        return given
-    # "AUTO" would choose by the number of queries, and compile again
-    return given | ({"BACKEND": "TRITON"} if "BACKEND" in known else {"FORCE_USE_FLEX_ATTENTION": True})
 
 
 def _rows(first_and_length: tuple[int, int]) -> Rows:

@@ -28,6 +28,7 @@ from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, geometry
 from ds_ring.runtime.device import Kept
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.kernels.flex import FlexKernel, compiled_call
+from ds_ring.runtime.kernels.flex_options import BLOCKS, blocks_of, checked_options, options_on
 from ds_ring.runtime.kernels.interface import Operands
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.merge import merge_
@@ -288,6 +289,52 @@ def test_options_are_checked() -> None:
     scores = Scores(ScoreMod(Softcap(2.0)), range(4))
     assert get_kernel("auto", "cpu", scores=scores).name == "reference"
     assert get_kernel("auto", "cuda", scores=scores).name == "flex"
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An H100, as far as the options ask."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    options_on.cache_clear()
+    yield
+    options_on.cache_clear()
+
+
+@pytest.mark.usefixtures("a_gpu")
+@pytest.mark.parametrize(
+    ("given", "fwd", "bwd"),
+    [
+        ({}, True, True),
+        ({"fwd_BLOCK_M": 64}, False, True),
+        ({"BLOCK_M1": 64}, True, False),
+        ({"bwd_num_warps": 4}, True, False),
+        ({"num_stages": 2}, False, False),
+        ({"PRESCALE_QK": True}, True, True),
+        ({"BACKEND": "FLASH"}, False, False),
+    ],
+)
+def test_blocks_of_the_device_where_none_are_given(given: dict[str, Any], fwd: bool, bwd: bool) -> None:
+    device, pairs = torch.device("cuda", 0), tuple(checked_options(given).items())
+    found = options_on(pairs, device, 128, torch.bfloat16, 128)
+    assert found[: len(pairs)] == pairs
+    added = {name for name, _ in found[len(pairs) :]}
+    assert {name[:3] for name in added} == {way for way, there in (("fwd", fwd), ("bwd", bwd)) if there}
+    for other in ((torch.device("cpu"), 128, torch.bfloat16), (device, 128, torch.float32)):
+        assert options_on(pairs, *other, 128) == pairs
+
+
+def test_blocks_divide_those_of_the_mask_and_each_other() -> None:
+    """As FlexAttention's lowering asks: of the side of a block of the mask, and in the backward pass."""
+    for capability, rows in BLOCKS.items():
+        for head_dim, side in itertools.product((16, 64, 80, 128, 192, 256), (32, 64, 128, 256)):
+            found = blocks_of(capability, head_dim, side)
+            sides = {name: value for name, value in found.items() if "BLOCK" in name}
+            assert len(sides) == 6 and all(side % value == 0 for value in sides.values())
+            assert found["bwd_BLOCK_N1"] % found["bwd_BLOCK_M1"] == 0
+            assert found["bwd_BLOCK_M2"] % found["bwd_BLOCK_N2"] == 0
+        assert max(rows) == 256 and blocks_of(capability, 512, 128) == {}
+    assert blocks_of(75, 64, 128) == {}
 
 
 def cap_and_slope(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -1,0 +1,194 @@
+"""Compile the Triton kernels of the CUDA path to cubins and hold what ptxas says of them against a budget.
+
+Owns which kernels there are, the budget and the table; `verify_cuda_kernels.py --compile` is the command.
+Ours are compiled for each head dimension and dtype. Those that Inductor makes of flex come from passes over a
+ring of three in one process: all patterns, several numbers of heads, two lengths.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_for, triton_sources
+from torch._dynamo.utils import counters
+from verify_merge import PART_DTYPES, source_of
+
+from ds_ring.runtime.kernels import flex
+from ds_ring.runtime.kernels.flex_options import blocks_of
+from tests.cases import PATTERNS, Shape, layout_for, tensors
+from tests.hops import ring_hops
+
+RING, LENGTHS, BLOCK = 3, (1100, 1500), flex.BLOCK
+HEADS = ((32, 8), (8, 8))  # queries' and keys'; the second pair is lowered for TWO_HEADS, and not compiled
+TWO_HEADS = (64, 128)
+SPILLED = 64  # bytes of a thread, stored or loaded, that a kernel may spill
+# More for those that spill with every block, number of warps and stages that was tried.
+MORE = {(100, 192, "backward"): 128, (100, 256, "backward"): 128}
+OURS = ("merge_rows",)  # every function in ds_ring that `triton.jit` decorates and a launch names
+
+
+class Row(NamedTuple):
+    """Hold the worst of the kernels of one kind for a GPU (compute capability) and head dimension."""
+
+    capability: int
+    head_dim: int
+    kernel: str
+    blocks: str
+    kernels: int
+    worst: Resources
+
+
+def faults(rows: Iterable[Row]) -> list[str]:
+    """Return which rows are over the budget, in words."""
+    found = []
+    for row in rows:
+        name = f"sm_{row.capability}, head_dim {row.head_dim}, {row.kernel} ({row.blocks})"
+        allowed = MORE.get((row.capability, row.head_dim, row.kernel), SPILLED)
+        if row.worst.spilled_bytes > allowed:
+            found.append(f"{name}: expected at most {allowed} bytes spilled, got {row.worst.spilled_bytes}")
+        room = TARGETS[row.capability].shared_bytes
+        if row.worst.shared_bytes > room:
+            found.append(
+                f"{name}: expected at most {room} bytes of shared memory, got {row.worst.shared_bytes}"
+            )
+    return found
+
+
+def worst_of(found: Sequence[Resources]) -> Resources:
+    """Return the largest of each figure."""
+    return Resources(*(max(column) for column in zip(*found, strict=True)))
+
+
+def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
+    """Compile our own kernels."""
+    for head_dim in head_dims:
+        found = [compiled(source_of(head_dim, pointer), capability, {}) for pointer in PART_DTYPES]
+        yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
+
+
+class Captured(NamedTuple):
+    """Hold one kernel of Inductor's: of which head dimension, its name there and its source."""
+
+    head_dim: int
+    name: str
+    text: str
+
+    @property
+    def kernel(self) -> str:
+        """Return what it does."""
+        if "tem_fused" not in self.name:
+            return "row sums"  # of grad_out * out, before the backward kernel
+        return "backward" if "backward" in self.name else "forward"
+
+    @property
+    def blocks(self) -> str:
+        """Return blocks, stages and warps."""
+        if self.kernel == "row sums":
+            return ""
+        found = dict(re.findall(r"\b(BLOCK_[MN][12]?) : tl.constexpr = (\d+)", self.text))
+        sides = [found[name] for name in sorted(found, key=lambda name: (name[7:], name))]
+        stages, warps = (re.search(rf"num_{what}=(\d+),", self.text) for what in ("stages", "warps"))
+        assert sides and stages and warps, self.name
+        return f"{' x '.join(sides)}, {stages[1]} stages, {warps[1]} warps"
+
+
+def captured(
+    capability: int, head_dims: Sequence[int], names: Sequence[str], options: dict[str, Any] | None = None
+) -> set[Captured]:
+    """Return the distinct kernels that Inductor makes for a GPU, in bfloat16.
+
+    Args:
+        capability: of the GPU.
+        head_dims: of queries and values.
+        names: of patterns.
+        options: FlexAttention's, in place of ours.
+
+    Raises:
+        AssertionError: a function was compiled again for another length, rank, hop or pattern.
+    """
+    found: set[Captured] = set()
+    counters.clear()
+    sources: list[str] = []
+    with lowered_for(TARGETS[capability], sources, run=False) as backend:
+        for head_dim in head_dims:
+            blocks: dict[str, Any] = blocks_of(capability, head_dim, BLOCK) if options is None else options
+            kernel = flex.FlexKernel(BLOCK, backend, **blocks)
+            for name in names:
+                for pair in HEADS if head_dim in TWO_HEADS else HEADS[:1]:
+                    begin, (heads, kv_heads) = len(sources), pair
+                    for tokens in LENGTHS:
+                        inputs = tensors(Shape(1, heads, kv_heads, tokens, head_dim), torch.bfloat16)
+                        pattern = PATTERNS[name](tokens)
+                        layout = layout_for("zigzag", pattern, tokens=tokens, ring_size=RING)
+                        ring_hops(kernel, *inputs, pattern, layout)
+                    made = [one for module in sources[begin:] for one in triton_sources(module).items()]
+                    found |= {Captured(head_dim, *one) for one in made if pair == HEADS[0]}
+        functions = sum(key[0] == backend for key in flex._compiled)
+    compilations = counters["stats"]["unique_graphs"]
+    assert functions == compilations, f"{functions} functions of flex were compiled {compilations} times"
+    return found
+
+
+def inductors(capability: int, kernels: Iterable[Captured], jobs: int) -> list[Row]:
+    """Compile Inductor's kernels in several processes."""
+    ordered = sorted(kernels)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        work = [pool.submit(compiled_inductor, one.name, one.text, capability) for one in ordered]
+        done = [one.result() for one in work]
+    cells: dict[tuple[int, str, str], list[list[Resources]]] = {}
+    for one, resources in zip(ordered, done, strict=True):
+        cells.setdefault((one.head_dim, one.kernel, one.blocks), []).append(resources)
+    return [
+        Row(capability, *cell, len(several), worst_of([one for found in several for one in found]))
+        for cell, several in cells.items()
+    ]
+
+
+def table(rows: Iterable[Row], command: str) -> str:
+    """Return the rows as Markdown."""
+    triton: Any = importlib.import_module("triton")
+    day = datetime.now(UTC).strftime("%-d %B %Y")
+    lines = [
+        "# What ptxas says of the CUDA path's kernels", "",
+        f"`{command}`, torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}, {day},"
+        " without a GPU. Figures are the largest of all kernels of a row; bytes are of a thread (spilled) and"
+        " of a block (shared).", "",
+        "| GPU | head_dim | kernel | blocks | registers | spilled: stored, loaded | shared | kernels |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for row in rows:
+        worst = row.worst
+        lines.append(
+            f"| sm_{row.capability} | {row.head_dim} | {row.kernel} | {row.blocks} | {worst.registers} |"
+            f" {worst.stored_bytes}, {worst.loaded_bytes} | {worst.shared_bytes} | {row.kernels} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def run(
+    which: str, capabilities: Sequence[int], head_dims: Sequence[int], names: Sequence[str], jobs: int,
+    output: Path | None, options: dict[str, Any] | None,
+) -> int:  # fmt: skip
+    """Compile, print and write a table for each GPU; 1 if a kernel is over the budget."""
+    rows: list[Row] = []
+    for capability in capabilities:
+        new = list(ours(capability, head_dims))
+        if which == "all":
+            new += inductors(capability, captured(capability, head_dims, names, options), jobs)
+        command = f"python -m tools.verify_cuda_kernels --compile {which} --targets {capability}"
+        text = table(new, command)
+        print(text, end="", flush=True)
+        if output is not None:
+            (output / f"compiled_sm_{capability}.md").write_text(text)
+        rows += new
+    wrong = faults(rows)
+    print("\n".join(f"FAIL {one}" for one in wrong) or f"ok   {len(rows)} rows within the budget")
+    return 1 if wrong else 0
