@@ -8,6 +8,7 @@ ring of three in one process: all patterns, several numbers of heads, two length
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_for, triton_sources
 from torch._dynamo.utils import counters
-from verify_merge import PART_DTYPES, source_of
+from verify_merge import PART_DTYPES, PARTS, source_of
 
 from ds_ring.runtime.kernels import flex
 from ds_ring.runtime.kernels.flex_options import blocks_of
@@ -70,7 +71,10 @@ def worst_of(found: Sequence[Resources]) -> Resources:
 def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
     """Compile our own kernels."""
     for head_dim in head_dims:
-        found = [compiled(source_of(head_dim, pointer), capability, {}) for pointer in PART_DTYPES]
+        found = [
+            compiled(source_of(head_dim, *variant), capability, {})
+            for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
+        ]
         yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
 
 

@@ -28,6 +28,7 @@ from ds_ring.runtime.merge import merge_by_operators_
 from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 
 PART_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
+PARTS = (2, 4, 5)  # an accumulator and a part; the result; both
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 TARGETS = {"A100": 80, "H100": 90}
 
@@ -49,7 +50,7 @@ def compile_all() -> None:
     """Translate the kernel for every target, head dimension and dtype; prints the widest accesses."""
     for name, capability in TARGETS.items():
         widths: dict[str, int] = {}
-        variants = list(itertools.product(HEAD_DIMS, PART_DTYPES, (2, 4, 5), (False, True)))
+        variants = list(itertools.product(HEAD_DIMS, PART_DTYPES, PARTS, (False, True)))
         for head_dim, pointer, parts, add in variants:
             ptx = _compiled(capability, head_dim, pointer, parts, add).asm["ptx"]
             for access in re.findall(r"(?:ld|st)\.global\S*", ptx):
@@ -67,10 +68,10 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
     accumulator.
     """
     triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
-    return triton.compile(source_of(head_dim, pointer), target=backends.GPUTarget("cuda", capability, 32))
+    return triton.compile(source_of(head_dim, pointer, parts, add), target=backends.GPUTarget("cuda", capability, 32))
 
 
-def source_of(head_dim: int, pointer: str) -> Any:
+def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
     """Return the kernel as `launch` would call it for dense tensors, for Triton's compiler."""
     module: Any = importlib.import_module("ds_ring.runtime.merge_triton")
     names = module.merge_rows.arg_names
