@@ -68,7 +68,9 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
     accumulator.
     """
     triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
-    return triton.compile(source_of(head_dim, pointer, parts, add), target=backends.GPUTarget("cuda", capability, 32))
+    return triton.compile(
+        source_of(head_dim, pointer, parts, add), target=backends.GPUTarget("cuda", capability, 32)
+    )
 
 
 def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
