@@ -180,7 +180,9 @@ def _pass_of(
     sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
 ) -> RingPass | GatherPass | ReproduciblePass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    plan, kernel, scale, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse, up)
+    (plan, own, kernel, scale, chunk_bytes, _), agreed = context.prepare(
+        q, k, v, grad_out, sinks, has_grad_lse, up
+    )
     if up is not None:
         assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
         by_head = up.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
@@ -191,9 +193,8 @@ def _pass_of(
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     if options.transport == "reproducible":
         return ReproduciblePass(plan, ring_rank, kernel, context.exchange, scale, options.block_size)
-    chunk_bytes = options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
     return RingPass(
-        plan.rank(ring_rank),
+        own,
         kernel,
         context.exchange,
         scale,

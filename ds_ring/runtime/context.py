@@ -62,6 +62,7 @@ from ds_ring.schedule.layout import (
 )
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_bytes, head_chunks, heads_on_host
 from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
+from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
 TRANSPORTS = ("ring", "all_gather", "reproducible")
@@ -225,8 +226,10 @@ class Prepared(NamedTuple):
     """What a pass over tensors of one description needs besides them."""
 
     plan: Plan
+    own: RankPlan
     kernel: Kernel
     scale: float
+    chunk_bytes: int
     agreement: Agreement
 
 
@@ -382,8 +385,8 @@ class RingContext:
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
         has_grad_lse: bool = False, up: Tensor | None = None,
-    ) -> tuple[Plan, Kernel, float, Callable[[], None] | None]:  # fmt: skip
-        """Check the tensors, agree with the other ranks, and return plan, kernel, scale and a function.
+    ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
+        """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
 
         Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again,
         unless the pattern has mask functions. The function ends the agreement, and is to be called before the
@@ -431,7 +434,7 @@ class RingContext:
                 compare()
         if grad_out is None:
             count_forward_pass()
-        return found.plan, found.kernel, found.scale, agreed
+        return found, agreed
 
     def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
         """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
@@ -451,9 +454,9 @@ class RingContext:
                 check_latents(up, q, k, v, heads)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
             plan, scale = self.plan(layout, q.shape[1], k.shape[1]), self._scale(q)
+            chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
             if up is not None:
                 check_same_for_heads(plan.classes[0].pattern, self.pattern)
-                chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
                 kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
         except RingError as error:
             self.refuse(operation, q, error)  # the other ranks wait for this header ([Note: refusals])
@@ -462,7 +465,8 @@ class RingContext:
             fields |= {"head_dim of k": k.shape[-1], "up_projection": tuple(up.shape)}
         if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
             fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
-        return Prepared(plan, kernel, scale, Agreement.on(operation, fields))
+        own, agreement = plan.rank(self.mesh.ring_rank), Agreement.on(operation, fields)
+        return Prepared(plan, own, kernel, scale, chunk_bytes, agreement)
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
         """Return the plan of a pass with these numbers of heads on this Ulysses rank."""

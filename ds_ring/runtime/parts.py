@@ -100,9 +100,12 @@ class Accumulators:
     """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
 
     def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
-        self.tensors = [x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in results]
-        self._trace = trace
-        self._apart = [both for both in zip(results, self.tensors, strict=True) if both[0] is not both[1]]
+        self.tensors, self._trace = list(results), trace
+        self._apart: list[tuple[Tensor, Tensor]] = []
+        for number, result in enumerate(results):
+            if result.dtype != dtype:
+                self.tensors[number] = torch.empty_like(result, dtype=dtype)
+                self._apart.append((result, self.tensors[number]))
         if trace is not None:
             trace.accumulators_bytes += sum(accumulator.nbytes for _, accumulator in self._apart)
 
