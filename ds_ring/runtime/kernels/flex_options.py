@@ -29,7 +29,7 @@ Options = tuple[tuple[str, Any], ...]
 # positions and labels, and with its choice ptxas keeps kilobytes of each thread in local memory. The rows
 # below are for 16-bit inputs: the first one, in an order from large blocks to small ones, with which no
 # kernel of any pattern spills more than 64 bytes (`python -m tools.verify_cuda_kernels --compile`; its tables
-# are in `tools/results`; for 80 and 100 LongNet's kernels alone were compiled). No GPU has timed them:
+# are in `tools/results`; for 100 LongNet's kernels alone were compiled). No GPU has timed them:
 # `tools/gpu_first.py` does, beside Inductor's.
 # By compute capability and the head dimension rounded up to a row: (block of queries, of keys, stages,
 # warps) forward; in the backward pass the first block is the one that is iterated over, and the second one
