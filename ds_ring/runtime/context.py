@@ -155,7 +155,7 @@ class Options:
             object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
 
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
-        """Return the smallest K or V message worth a head chunk of its own, bytes."""
+        """Return the least bytes of K, or of V, for which a head chunk of its own pays."""
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
 
     def offload_on(self, device_type: str, local_tokens: int) -> bool:

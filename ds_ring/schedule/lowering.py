@@ -64,7 +64,7 @@ LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take le
 
 
 def chunk_bytes_on(device_type: str, ring_size: int) -> int:
-    """Return the smallest K or V message for which a chunk of its own pays, in bytes.
+    """Return the least bytes of K, or of V, for which a head chunk of its own pays.
 
     On the CPU this is 1 MiB for two ranks. For more ranks it shrinks in proportion to the ring size, down to
     128 KiB, so that for one sequence the message buffers shrink with the ring as the shards do.
