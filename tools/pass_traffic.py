@@ -64,7 +64,7 @@ class NoExchange:
         return HOST
 
 
-class Traffic(TorchDispatchMode):
+class OwnTraffic(TorchDispatchMode):
     """Bytes of operators, and copies."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     @contextmanager
-    def counting(self) -> Iterator[Traffic]:
+    def counting(self) -> Iterator[OwnTraffic]:
         """Count inside the block; merges count as one kernel each."""
 
         def merge_parts(out: Tensor, lse: Tensor, given: Any) -> None:
@@ -112,12 +112,12 @@ class Traffic(TorchDispatchMode):
             yield stack.enter_context(self)
 
 
-def traffic_of(ring_rank: int, options: Any, local_tokens: int) -> tuple[Traffic, Traffic, int]:
+def traffic_of(ring_rank: int, options: Any, local_tokens: int) -> tuple[OwnTraffic, OwnTraffic, int]:
     """Return the traffic of a rank's forward and backward pass, causal zigzag, and its attended pairs."""
     size, heads, kv_heads, width = options.ring_size, options.heads, options.kv_heads, options.head_dim
     layout = make_layout("zigzag", tokens=local_tokens * size, ring_size=size)
     plan = build_plan(Causal(), layout, query_heads=heads, kv_heads=kv_heads).rank(ring_rank)
-    forward, backward = Traffic(), Traffic()
+    forward, backward = OwnTraffic(), OwnTraffic()
     with cuda_guard(), fake_tensors():
         made = RingPass(plan, FlashKernel(), NoExchange(), width**-0.5, chunk_bytes=CHUNK_BYTES_GPU)
         # Tokens before heads, as a model's projections write them.

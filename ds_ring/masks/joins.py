@@ -25,7 +25,7 @@ from ds_ring.masks.triangulation import within_distances
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
-Band = tuple[int, int, tuple[PairMask, ...]]  # least and most distance, mask functions
+BandOfPairs = tuple[int, int, tuple[PairMask, ...]]  # least and most distance, mask functions
 Joined = tuple[Primitive, Primitive]  # the primitives of queries and of keys whose labels are compared
 
 
@@ -42,9 +42,9 @@ def tiles_by_head(
     # An empty table, put first wherever tables are concatenated, so that there is at least one.
     nothing = rectangles.rows(np.zeros(len(rectangles), dtype=bool))
     # Group by band, so that the rectangles of all heads are cut by a band in one call.
-    bands: dict[Band, list[tuple[int, list[Branch]]]] = {}
+    bands: dict[BandOfPairs, list[tuple[int, list[Branch]]]] = {}
     for number, whole in enumerate(branches_by_head):
-        of_head: dict[Band, list[Branch]] = {}
+        of_head: dict[BandOfPairs, list[Branch]] = {}
         for branch in whole:
             of_head.setdefault((branch.least, branch.most, branch.masks), []).append(branch)
         for band, alike in of_head.items():

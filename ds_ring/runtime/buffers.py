@@ -174,7 +174,7 @@ class Buffers:
 
 FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
 
-Kinds = dict[int, BufferKind]  # by buffer number
+BufferKinds = dict[int, BufferKind]  # by buffer number
 
 
 def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = False) -> None:
@@ -226,7 +226,7 @@ class RingBuffers:
     """
 
     def __init__(
-        self, chunk: HeadChunk, pool: Buffers, kinds: Kinds, shard: Pair, home: Pair | None = None
+        self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair, home: Pair | None = None
     ) -> None:
         self.chunk = chunk
         self._pool, self._kinds = pool, kinds
@@ -336,7 +336,7 @@ class PreparedPass:
     """
 
     batches: dict[int, PreparedBatch] = field(default_factory=dict)
-    kinds: defaultdict[int, Kinds] = field(default_factory=lambda: defaultdict(dict))
+    kinds: defaultdict[int, BufferKinds] = field(default_factory=lambda: defaultdict(dict))
 
 
 class PreparedPasses:

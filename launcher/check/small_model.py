@@ -30,9 +30,7 @@ from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.checks import uses_interface, works_as_is
 from ds_ring.integrations.transformers.written_out import family_of
 
-from .small_images import shrink_images
-
-ConfigValues = dict[str, Any]
+from .small_images import ConfigValues, shrink_images
 
 VOCABULARY, HIDDEN, HEAD_COUNT, HEAD_DIM = 89, 64, 4, 16
 SAMPLES = 2

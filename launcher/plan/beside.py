@@ -63,10 +63,10 @@ class Selection(NamedTuple):
 
 Kind = Recurrence | Selection
 Kinds = tuple[Kind | None, ...]  # of every layer, None for softmax attention
-Sizes = Mapping[str, Any]
+ModelValues = Mapping[str, Any]
 
 
-def _size(values: Sizes, key: str) -> int:
+def _size(values: ModelValues, key: str) -> int:
     value = values.get(key)
     if type(value) is not int or value < 1:
         expected = "a whole number of at least 1"
@@ -74,7 +74,7 @@ def _size(values: Sizes, key: str) -> int:
     return value
 
 
-def _gated_delta(values: Sizes) -> Recurrence:
+def _gated_delta(values: ModelValues) -> Recurrence:
     hidden, width = _size(values, "hidden_size"), _size(values, "linear_conv_kernel_dim")
     heads, key_dim = _size(values, "linear_num_value_heads"), _size(values, "linear_key_head_dim")
     value_dim = _size(values, "linear_value_head_dim")
@@ -87,7 +87,7 @@ def _gated_delta(values: Sizes) -> Recurrence:
     )  # fmt: skip
 
 
-def _kimi_delta(values: Sizes) -> Recurrence:
+def _kimi_delta(values: ModelValues) -> Recurrence:
     hidden, width = _size(values, "hidden_size"), _size(values, "linear_conv_kernel_dim")
     heads, dim = _size(values, "linear_num_heads"), _size(values, "linear_head_dim")
     inner = heads * dim
@@ -97,7 +97,7 @@ def _kimi_delta(values: Sizes) -> Recurrence:
     )  # fmt: skip
 
 
-def _mamba2(values: Sizes) -> Recurrence:
+def _mamba2(values: ModelValues) -> Recurrence:
     hidden, width = _size(values, "hidden_size"), _size(values, "mamba_d_conv")
     heads, dim = _size(values, "mamba_n_heads"), _size(values, "mamba_d_head")
     states, inner = _size(values, "mamba_d_state"), heads * dim
@@ -108,7 +108,7 @@ def _mamba2(values: Sizes) -> Recurrence:
     )
 
 
-def _lightning(values: Sizes) -> Recurrence:
+def _lightning(values: ModelValues) -> Recurrence:
     hidden, heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
     dim = values.get("head_dim") or hidden // heads
     inner = heads * dim
@@ -117,13 +117,13 @@ def _lightning(values: Sizes) -> Recurrence:
     )
 
 
-def _short_convolution(values: Sizes) -> Recurrence:
+def _short_convolution(values: ModelValues) -> Recurrence:
     hidden = _size(values, "hidden_size")
     before = _size(values, "conv_L_cache") - 1
     return Recurrence("short convolution", 4 * hidden**2, 6 * hidden, before, hidden)
 
 
-def _selection(values: Sizes) -> Selection:
+def _selection(values: ModelValues) -> Selection:
     hidden, heads = _size(values, "hidden_size"), _size(values, "index_n_heads")
     dim, queries = _size(values, "index_head_dim"), _size(values, "q_lora_rank")
     of_head = sum(_size(values, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
@@ -132,9 +132,9 @@ def _selection(values: Sizes) -> Selection:
     return Selection("chosen keys", parameters, _size(values, "index_topk"), heads, dim, row)
 
 
-Readers = Mapping[str, Callable[[Sizes], Kind]]
+Readers = Mapping[str, Callable[[ModelValues], Kind]]
 # Types of models, words of their `layer_types` that are not softmax attention, and what reads the sizes.
-_ROWS: tuple[tuple[str, str, Callable[[Sizes], Kind]], ...] = (
+_ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
     ("qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe", "linear_attention", _gated_delta),
     ("qwen3_5_moe_text olmo_hybrid", "linear_attention", _gated_delta),
     ("kimi_linear bailing_hybrid", "linear_attention", _kimi_delta),
@@ -153,7 +153,7 @@ _SIGNS = re.compile(
 )
 
 
-def readers_of(values: Sizes) -> Readers:
+def readers_of(values: ModelValues) -> Readers:
     """Return what reads the layers of a config.json that are not softmax attention; nothing for most models.
 
     Raises:
@@ -173,7 +173,7 @@ def readers_of(values: Sizes) -> Readers:
     raise RingConfigError(f"--hf-config: model_type: {sentence(expected, got, advice)}")
 
 
-def kinds_of(values: Sizes, types: Sequence[str]) -> Kinds:
+def kinds_of(values: ModelValues, types: Sequence[str]) -> Kinds:
     """Return the kind of every layer, by the text part of a config.json and its `layer_types`."""
     readers = readers_of(values)
     made = {word: read(values) for word, read in readers.items() if word in types}

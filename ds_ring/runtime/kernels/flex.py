@@ -35,7 +35,7 @@ from ds_ring.runtime.block_mask import (
     side_beforehand,
 )
 from ds_ring.runtime.device import numbers_on
-from ds_ring.runtime.kernels.flex_options import Options, checked_options, options_on
+from ds_ring.runtime.kernels.flex_options import FlexOptions, checked_options, options_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 
 # FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
@@ -430,7 +430,7 @@ class FlexKernel:
             self._options_on(q, v),
         )
 
-    def _options_on(self, q: Tensor, v: Tensor) -> Options:
+    def _options_on(self, q: Tensor, v: Tensor) -> FlexOptions:
         if not self._device_blocks:
             return self._options
         return options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block)

@@ -22,7 +22,7 @@ DEFAULTS = {  # those of the public call, which this one goes past
     "OUTPUT_LOGSUMEXP": True,
     "OUTPUT_MAX": False,
 }
-Options = tuple[tuple[str, Any], ...]
+FlexOptions = tuple[tuple[str, Any], ...]
 
 # [Note: blocks that do not spill]
 # Inductor chooses blocks and warps by device and head dimension, for masks that read nothing. Ours read
@@ -78,8 +78,8 @@ def checked_options(given: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def options_on(
-    given: Options, device: torch.device, head_dim: int, dtype: torch.dtype, block: int
-) -> Options:
+    given: FlexOptions, device: torch.device, head_dim: int, dtype: torch.dtype, block: int
+) -> FlexOptions:
     """Return a call's options: those given, with blocks and warps of the device for a pass that has none.
 
     Args:
