@@ -79,7 +79,7 @@ class RankAnswer(NamedTuple):
         error: the largest of out and the gradients, against float64, over the largest value.
         traffic: `Traffic` of a forward and a backward pass, by field.
         planned_sent, planned_received: what the schedule says of `sent` and `received` there.
-        shard: numbers in K of the own shard.
+        shard: numbers in K and V of the own shard.
         memory_bytes, alone_bytes: of a pass, by the token of the whole sequence: on this ring, and on one
             rank (0 on others than rank 0, which measures it).
         link: to the next rank; None on a ring of one.
@@ -193,7 +193,7 @@ _FLOATS = ("float", "double", "half", "bfloat16")
 
 
 def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
-    """Return the error of a causal pass against float64, its traffic, the planned one, and K's numbers."""
+    """Return the error of a causal pass against float64, its traffic, the planned one, and numbers of a shard."""
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
@@ -222,7 +222,8 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
         for g, w in zip(got, want, strict=True)
         if g is not None
     ]
-    return max(errors), traffic[0], _planned(context, layout, shards["q"], shards["k"]), shards["k"].numel()
+    shard = shards["k"].numel() + shards["v"].numel()
+    return max(errors), traffic[0], _planned(context, layout, shards["q"], shards["k"]), shard
 
 
 def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor) -> tuple[int, int]:

@@ -141,7 +141,7 @@ def test_a_real_ring_is_seen_to_send_what_its_schedule_says(rank_pool: Pool, siz
         assert 0 < traffic["integers"] < one["shard"], "headers are sent, too"
         assert traffic["sent"] == one["planned_sent"] and traffic["received"] == one["planned_received"]
     # K and V, forward and backward, go to every rank that reads them: P (P - 1) / 2 half shards and more
-    assert sum(one["planned_sent"] for one in ranks) >= 2 * 2 * size * (size - 1) // 2 * ranks[0]["shard"]
+    assert sum(one["planned_sent"] for one in ranks) >= 2 * size * (size - 1) // 2 * ranks[0]["shard"]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_real_ring_is_seen_to_send_what_its_schedule_says(rank_pool: Pool, siz
         (by_function, "called 12 all_gather"),
         (by_backend_in_a_thread, "called 12 all_gather"),
         (by_sends, "its plan says [0-9]+"),
-        (in_one_message, "one message had 4.0 shards of K"),
+        (in_one_message, "one message had 2.0 shards"),
         (as_integers, "sent 0 numbers of K, V and gradients, its plan says [0-9]+"),
         (not_at_all, "sent 0 numbers of K, V and gradients, its plan says [0-9]+"),
         (None, "called .*all_gather"),

@@ -145,7 +145,7 @@ def test_a_healthy_ring_has_nothing_wrong() -> None:
     [
         ("exact", WRONG, {"error": 1e-3}, "rank 1"),
         ("exact", WRONG, {"error": float("nan")}, "rank 1"),
-        ("ring", WRONG, moved(largest=256), "no ring: one message had 4.0 shards of K, on rank 1"),
+        ("ring", WRONG, moved(largest=256), "no ring: one message had 4.0 shards, on rank 1"),
         ("ring", WRONG, moved(others={"all_gather": 4}), "a pass called 4 all_gather, on rank 1"),
         ("ring", WRONG, moved(sent=513), "sent 513 numbers of K, V and gradients, its plan says 512"),
         ("ring", WRONG, moved(received=1), "received 1 numbers"),
