@@ -193,7 +193,7 @@ _FLOATS = ("float", "double", "half", "bfloat16")
 
 
 def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
-    """Return the error of a causal pass against float64, its traffic, the planned one, and numbers of a shard."""
+    """Return the error of a causal pass against float64, traffic, planned traffic, and numbers of a shard."""
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
