@@ -66,9 +66,9 @@ class NoOperators:
         return self._made[key]
 
 
-def one_launch(out: Tensor, lse: Tensor, *_: Tensor) -> None:
-    """Stand for the merge, which is one launch on CUDA and some ten operators here."""
-    lse.zero_()
+def one_launch(out: Tensor, *_: object) -> None:
+    """Stand for a merge or a sum of parts, which is one launch on CUDA and up to some twenty operators here."""
+    out.zero_()
 
 
 class DeviceExchange(Exchange):
@@ -148,7 +148,8 @@ def hops_of(
         mesh = stack.enter_context(fake_ring(rank, ring_size))
         stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", lambda x, width: x))
         if not whole_merge:
-            stack.enter_context(mock.patch("ds_ring.runtime.parts.merge_", one_launch))
+            for name in ("merge_", "merge_parts_", "add_parts_"):
+                stack.enter_context(mock.patch(f"ds_ring.runtime.parts.{name}", one_launch))
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
         kernel, exchange = flash_without_operators(), DeviceExchange(mesh)
