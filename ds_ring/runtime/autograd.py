@@ -180,7 +180,7 @@ def _pass_of(
     sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
 ) -> RingPass | GatherPass | ReproduciblePass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    (plan, own, kernel, scale, chunk_bytes, _), agreed = context.prepare(
+    (plan, own, kernel, scale, chunk_bytes, offload, _), agreed = context.prepare(
         q, k, v, grad_out, sinks, has_grad_lse, up
     )
     if up is not None:
@@ -203,7 +203,7 @@ def _pass_of(
         context.mesh.buffers,
         context.check_finite if options.check_finite else None,
         trace=context.mesh.traces[-1] if context.mesh.traces else None,
-        host=context.mesh.host_memory if options.offload_on(q.device.type, q.shape[2]) else None,
+        host=context.mesh.host_memory if offload else None,
         agreed=agreed,
         prepared=PreparedPasses() if context.exchange is None else context.exchange.prepared,
     )

@@ -130,12 +130,7 @@ class Buffers:
         """Return a block of this size for the present stream."""
         size = Size(nbytes, device, stream_of(device))
         with self._lock:
-            free, block = self._free.get(size), None
-            if free is not None:  # as `_pop`; calls of Python are most of a hop's host time
-                block = free.pop()
-                self.free_bytes -= nbytes
-                if not free:
-                    del self._free[size]
+            block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)

@@ -230,6 +230,7 @@ class Prepared(NamedTuple):
     kernel: Kernel
     scale: float
     chunk_bytes: int
+    offload: bool
     agreement: Agreement
 
 
@@ -466,7 +467,8 @@ class RingContext:
         if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
             fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
         own, agreement = plan.rank(self.mesh.ring_rank), Agreement.on(operation, fields)
-        return Prepared(plan, own, kernel, scale, chunk_bytes, agreement)
+        offload = self.options.offload_on(q.device.type, q.shape[2])
+        return Prepared(plan, own, kernel, scale, chunk_bytes, offload, agreement)
 
     def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
         """Return the plan of a pass with these numbers of heads on this Ulysses rank."""
