@@ -67,7 +67,7 @@ class NoOperators:
 
 
 def one_launch(out: Tensor, *_: object) -> None:
-    """Stand for a merge or a sum of parts, which is one launch on CUDA and up to some twenty operators here."""
+    """Stand for a merge or a sum of parts: one launch on CUDA, up to some twenty operators here."""
     out.zero_()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.manifest import read_latest, verify_checkpoint
-from ds_ring.integrations.checkpoint.save import HostCopy
+from ds_ring.errors import RingCheckpointError
+from ds_ring.integrations.checkpoint.manifest import Storage, read_latest, verify_checkpoint
+from ds_ring.integrations.checkpoint.save import HostCopy, exchange_reports
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
@@ -60,11 +62,18 @@ def test_a_checkpoint_holds_the_state_at_the_call(rank_pool: Any, tmp_path: Path
         assert resumed.losses == losses[first:] and resumed.state == {"seen": first}
 
 
-def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str) -> Refused:
+def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str, script: bool) -> Refused:
+    """Save once; fill the disk, or let rank 0 alone fail at the script that DeepSpeed copies; save again."""
     engine = start_engine(config)
     train_to(engine, 1)
     engine.save_checkpoint(folder)
-    if rank == 0:
+    if script:
+
+        def full(folder: str) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        engine._copy_recovery_script = full
+    elif rank == 0:
         with open(f"{folder}/ballast", "wb", buffering=0) as file:
             try:
                 while file.write(bytes(1 << 12)):
@@ -82,13 +91,25 @@ def fill_up(rank: int, world_size: int, config: dict[str, Any], folder: str) -> 
 
 
 @pytest.mark.needs("mounts")
-def test_a_full_disk_is_told_by_the_next_save_on_every_rank(rank_pool: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [False, True])
+def test_a_full_disk_is_told_by_the_next_save_on_every_rank(
+    rank_pool: Any, tmp_path: Path, script: bool
+) -> None:
     with small_disk(tmp_path, 4 << 20):
-        found = rank_pool(2).run(fill_up, json_config(2, SIZE.samples, 1), str(tmp_path))
+        found = rank_pool(2).run(fill_up, json_config(2, SIZE.samples, 1), str(tmp_path), script)
         assert [one.error for one in found] == ["RingCheckpointError"] * 2, found
+        assert all("rank 0: " in one.text and "No space left" in one.text for one in found) or not script
         assert read_latest(tmp_path) == "global_step1"
         verify_checkpoint(tmp_path, "global_step1")
         assert [path.name for path in tmp_path.iterdir() if "saving" in path.name] == []
+
+
+def test_a_report_that_was_cut_short_is_a_fault(tmp_path: Path) -> None:
+    (tmp_path / ".0").touch()
+    (tmp_path / "1.json").write_text('{"files": [{"pa')
+    with pytest.raises(RingCheckpointError, match=r"rank 1: its report .* cut short"):
+        exchange_reports(tmp_path, Storage((0, 1), 0), list)
+    assert not tmp_path.exists()
 
 
 def test_a_copy_shares_what_the_original_shares() -> None:

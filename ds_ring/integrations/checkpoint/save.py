@@ -22,8 +22,8 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,7 +176,8 @@ def exchange_reports(
     except Exception as error:  # a full disk, say
         report = {"fault": f"rank {storage.rank}: {type(error).__name__}: {error}"}
     part = folder / f".{storage.rank}"
-    part.write_text(json.dumps(report))
+    with suppress(OSError):  # no room: what is cut short is a report as well, and nobody waits for it
+        part.write_text(json.dumps(report))
     part.rename(folder / f"{storage.rank}.json")
     if not storage.leads:
         if "fault" in report:
@@ -188,12 +189,19 @@ def exchange_reports(
         if time.monotonic() > deadline:
             raise RingCheckpointError(f"{folder}: expected a report of every rank, got none of some")
         time.sleep(_LOOK_SECONDS)
-    reports = {rank: json.loads(path.read_text()) for rank, path in paths.items()}
+    reports = {rank: _read_report(path) for rank, path in paths.items()} | {storage.rank: report}
     shutil.rmtree(folder, ignore_errors=True)
     faults = [one["fault"] for one in reports.values() if "fault" in one]
     if faults:
         raise RingCheckpointError("; ".join(faults))
     return {rank: [FileRecord(**record) for record in one["files"]] for rank, one in reports.items()}
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError:
+        return {"fault": f"rank {path.stem}: its report of the checkpoint was cut short: is the disk full?"}
 
 
 # [Note: who hashes] Each rank hashes the files that it wrote itself, all ranks at once. One rank for each
@@ -236,7 +244,8 @@ def save_checkpoint(
     if len(set(tags)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
     hidden = root / f".{tag}.saving"
-    together(lambda: _make_room(root, hidden, locks, background) if storage.leads else None)
+    reporting = storage.ranks if background else ()
+    together(lambda: _make_room(root, hidden, locks, reporting) if storage.leads else None)
     writes = _Writes(hidden, HostCopy() if background else None)
     try:
         with writes.watching(engine):
@@ -248,7 +257,7 @@ def save_checkpoint(
                 save_latest=False,
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
-        if background and not writes.fault:
+        if background:  # a fault so far is reported as well: the ranks must decide alike
             rest = root / tag, engine.global_steps, save_latest, storage, locks
             under_way.start(functools.partial(_seal_later, writes, *rest))
             return bool(done)
@@ -294,16 +303,20 @@ def _reports_of(hidden: Path) -> Path:
     return hidden.with_name(f"{hidden.name}.reports")
 
 
-def _make_room(root: Path, hidden: Path, locks: FolderLocks, background: bool) -> None:
-    """Create and lock the folders that DeepSpeed writes into, before any rank is in a barrier of its own."""
+def _make_room(root: Path, hidden: Path, locks: FolderLocks, reporting: Iterable[int]) -> None:
+    """Create and lock the folders that DeepSpeed writes into, before any rank is in a barrier of its own.
+
+    The ranks that report later get a file each, since a disk may be full by then.
+    """
     root.mkdir(parents=True, exist_ok=True)
     locks.claim(root)
     for folder in (hidden, _reports_of(hidden)):
         if is_folder(folder):
             shutil.rmtree(folder)  # of a save that was cut short
     hidden.mkdir()
-    if background:
-        _reports_of(hidden).mkdir()
+    for rank in reporting:
+        _reports_of(hidden).mkdir(exist_ok=True)
+        (_reports_of(hidden) / f".{rank}").touch()
 
 
 class _Writes:
