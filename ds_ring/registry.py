@@ -6,6 +6,7 @@ where a thing stands; it is imported when it is first asked for, so that names t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,6 +83,19 @@ KERNELS = {
 
 # What "auto" takes on a kind of device.
 FAST_KERNELS = {row.device: name for name, row in KERNELS.items() if row.device is not None}
+FLASH_FIRST = frozenset({"full", "causal", "window"})  # kinds of tiles for which it takes "flash" on CUDA
+
+
+def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> str:
+    """Return the kernel that "auto" takes without rates; [Note: which kernel auto is] in `rates.py`.
+
+    Args:
+        device_type: "cpu" or "cuda".
+        kinds: of the tiles: of `Pattern.tile_kind`.
+        able: names of the kernels that can do what is asked.
+    """
+    flash = device_type == "cuda" and FLASH_FIRST.issuperset(kinds) and "flash" in able
+    return "flash" if flash else FAST_KERNELS[device_type]
 
 
 def load(home: str) -> Any:

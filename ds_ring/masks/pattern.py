@@ -20,8 +20,8 @@ from ds_ring.checked_numbers import whole_number
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.branches import Branch, counts_twice, near_pairs, product, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.partitions import Primitive
-from ds_ring.masks.tiles import IntArray, MaskFunction, PairMask, Tiles
+from ds_ring.masks.partitions import ALL, Primitive, Residue, Table
+from ds_ring.masks.tiles import UNBOUNDED, IntArray, MaskFunction, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
 
@@ -76,6 +76,20 @@ class Pattern(ABC):
         """Return the functions that label positions, each once."""
         sides = (side for branch in self._of_one_head for side in (branch.queries, branch.keys))
         return tuple(dict.fromkeys(primitive for side in sides for primitive in side.primitives))
+
+    @cached_property
+    def tile_kind(self) -> str:
+        """Return the kind of tiles by which rates are measured (`tools/gpu_rates.py`)."""
+        primitives, branch = self.primitives, self._of_one_head[0]
+        if any(isinstance(one, Residue) for one in primitives):
+            return "LongNet"
+        if any(isinstance(one, Table) for one in primitives):
+            return "documents"
+        least, most = branch.distance
+        if least > -UNBOUNDED and most < UNBOUNDED:
+            return "window"
+        everywhere = branch.queries == ALL and least == -UNBOUNDED and most == UNBOUNDED
+        return "full" if everywhere else "causal"
 
     def bind(self, heads: tuple[int, ...], query_heads: int, kv_heads: int) -> BoundPattern:
         """Return the pattern of the query heads that share one K/V head.

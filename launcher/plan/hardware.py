@@ -7,6 +7,7 @@ launcher's; pass_time.py computes times from it. `ds-ring tune` measures a machi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from ds_ring.config.messages import Accepts, Section, config_error, did_you_mean, problems_of, sentence, shown
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.registry import FAST_KERNELS, unmeasured
 
 from ..cluster.cluster_file import read_mapping
 
@@ -120,15 +121,19 @@ class Hardware(Section):
             raise RingConfigError(f"hardware {self.name}: dtype: {what}")
         return found
 
-    def runs(self, kernel: str) -> str:
-        """Return the kernel that a name of the JSON stands for: "auto" is the file's own.
+    def runs(self, kernel: str, kinds: Iterable[str]) -> str:
+        """Return the kernel that a name of the JSON stands for.
+
+        "auto" is the file's own kernel if the file names one, else what "auto" takes for tiles of these kinds
+        (`Pattern.tile_kind`) among those of which the file has rates.
 
         Raises:
             RingConfigError: the file has no rates of it.
         """
-        own = self.kernel or FAST_KERNELS[self.kind]
-        found = own if kernel == "auto" else kernel
-        others = self.attention_by_kernel or {}
+        own, others = self.kernel or FAST_KERNELS[self.kind], self.attention_by_kernel or {}
+        found = kernel
+        if kernel == "auto":
+            found = self.kernel or unmeasured(self.kind, kinds, (own, *others))
         if found != own and found not in others:
             known = ", ".join((own, *others))
             advice = "add it under attention_by_kernel, or take another file"

@@ -133,7 +133,7 @@ def _setting(
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
-    hardware.runs(config.kernel)  # likewise
+    hardware.runs(config.kernel, ())  # likewise
     said = said_of_layers(options.hf_config, model.layers)
     patterns = layer_patterns(config, said, options.tokens or MOST_TOKENS)
     kinds = model.kinds or (None,) * model.layers

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from ds_ring.config.section import tile_tokens
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.registry import KERNELS, unmeasured
 
 from .estimate import Estimate, estimate, fits, least_step, training_step
 from .layer_passes import LayerPasses, layer_passes, rough_pass_memory
@@ -192,7 +192,7 @@ def json_of(setting: TrainingSetting) -> dict[str, Any]:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     whole: dict[str, Any] = {}
     kernel = setting.kernel_that_runs
-    if kernel != FAST_KERNELS[setting.hardware.kind]:  # what "auto" takes where no rates were measured
+    if kernel != unmeasured(setting.hardware.kind, setting.kinds, KERNELS):  # what "auto" takes without rates
         whole["ring_attention"] = {"kernel": kernel}
     tiles = {"--tiled-loss": setting.loss_tokens, "--tiled-mlp": setting.mlp_tokens}
     for option in OPTIONS:

@@ -85,7 +85,12 @@ class TrainingSetting:
     @property
     def kernel_that_runs(self) -> str:
         """Return the kernel that a name stands for on this hardware; RingConfigError if it has no rates."""
-        return self.hardware.runs(self.kernel)
+        return self.hardware.runs(self.kernel, self.kinds)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the kinds of tiles of the patterns, as measured rates name them."""
+        return {pattern.tile_kind for pattern, _ in self.mix}
 
     @property
     def usable_bytes(self) -> float:

@@ -12,9 +12,9 @@ import torch
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.score_mod import Scores
-from ds_ring.registry import FAST_KERNELS, KERNELS, load
+from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
 from ds_ring.runtime.kernels.interface import Kernel, KernelNeeds
-from ds_ring.runtime.kernels.rates import fastest, kind_of, rates_of
+from ds_ring.runtime.kernels.rates import fastest, rates_of
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 
@@ -28,8 +28,9 @@ def get_kernel(
     """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
     Args:
-        name: of a row of `KERNELS`, or "auto": the fastest by measured rates (`rates.py`), or the device's
-            fast one where none were measured; where scores are changed and that one cannot, the reference.
+        name: of a row of `KERNELS`, or "auto": the fastest by measured rates, and without them what
+            [Note: which kernel auto is] in `rates.py` says; where scores are changed and that one cannot, the
+            reference.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
             those of FlexAttention, "flash" implementation.
@@ -113,15 +114,17 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
     """Return the kernel that "auto" stands for, and log it."""
     name = FAST_KERNELS[device_type]
     if scores is None and asked is not None:
-        able = (
+        able = [
             name
             for name, row in KERNELS.items()
             if row.device in (None, device_type) and (row.refuses is None or load(row.refuses)(asked) is None)
-        )
-        faster = fastest(rates_of(device_type), kind_of(asked.pattern), able)
+        ]
+        kind = asked.pattern.tile_kind
+        faster = fastest(rates_of(device_type), kind, able)
         if faster is not None:
             _say(faster.kernel, device_type, faster.why)
             return faster.kernel
+        name = unmeasured(device_type, [kind], able)
     if scores is None or KERNELS[name].takes_scores:
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
         return name

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from ds_ring.runtime.kernels.flash_executors import (
 from ds_ring.runtime.kernels.interface import ALL_HEADS, KernelNeeds, PartialGrads, PartialOut
 
 IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
+MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}  # which torch imports
+BY_GENERATION = {9: "FA3", 10: "FA4"}  # by the device's major compute capability
 _MASKED = (
     'kernel "flash": expected a pattern whose tiles are windows, got a mask function (MaskMod), which is'
     ' evaluated pair by pair; set "kernel": "flex", or "auto", which takes it on CUDA ("cpu" on the CPU)'
@@ -50,17 +53,19 @@ class FlashKernel:
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
             rest by FlashAttention 2; "FA3" and "FA4" are activated behind torch's operators, for the whole
-            process, where their packages are installed.
+            process. None takes "FA3" on sm_90 and "FA4" on sm_100 where their packages are installed, else
+            what is behind torch's operators already.
     """
 
     name = "flash"
     few_parts = True
 
-    def __init__(self, implementation: str = "FA2") -> None:
-        if implementation not in IMPLEMENTATIONS:
+    def __init__(self, implementation: str | None = None) -> None:
+        if implementation not in (None, *IMPLEMENTATIONS):
             raise RingConfigError(
                 f'kernel_options of kernel "flash": implementation: expected one of'
-                f' {", ".join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out for "FA2"'
+                f" {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out for the"
+                " newest that is installed for the device"
             )
         self._implementation = implementation
         self._on_cpu: tuple[Executor, ...] = (OnCpu(),)
@@ -121,8 +126,9 @@ class FlashKernel:
     def _executors(self, q: Tensor) -> tuple[Executor, ...]:
         if q.is_cpu:
             return self._on_cpu
-        if self._implementation in ("FA3", "FA4"):
-            _activate(self._implementation)
+        implementation = self._implementation or _installed_for(q.device)
+        if implementation is not None and implementation != "cuDNN":
+            _activate(implementation)
         return self._on_cuda
 
 
@@ -230,23 +236,41 @@ def _carried_out(
     )
 
 
+@cache
+def _installed_for(device: torch.device) -> str | None:
+    """Return the FlashAttention of a device's generation if its package is installed; None if not."""
+    if torch.version.hip is not None or not torch.cuda.is_available():  # of fake tensors, say
+        return None
+    name = BY_GENERATION.get(torch.cuda.get_device_capability(device)[0])
+    try:
+        return name if name is not None and find_spec(MODULES[name]) is not None else None
+    except ModuleNotFoundError:  # of the package around the module
+        return None
+
+
 def _activate(implementation: str) -> None:
     """Put FlashAttention 3 or 4 behind torch's operators, once.
 
     Raises:
-        RingConfigError: its package is not installed, or does not fit this torch.
+        RingConfigError: its package is not installed, or does not fit this torch; FlashAttention 2 is asked
+            for and another one is active in this process.
     """
     from torch.nn import attention
 
-    if attention.current_flash_attention_impl() == implementation:
+    active = attention.current_flash_attention_impl()
+    if active == implementation or (active is None and implementation == "FA2"):
         return
+    if implementation == "FA2":
+        raise RingConfigError(
+            f'kernel "flash": implementation FA2 expected torch\'s own operators, got {active} behind them in'
+            ' this process; leave "implementation" out, or do not activate it'
+        )
     try:
         attention.activate_flash_attention_impl(implementation)
     except Exception as error:
-        package = {"FA3": "flash_attn_interface", "FA4": "flash-attn-4"}[implementation]
         raise RingConfigError(
-            f'kernel "flash": implementation {implementation} expected {package} beside torch'
-            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or leave"
-            ' "implementation" out'
+            f'kernel "flash": implementation {implementation} expected {MODULES[implementation]} for torch'
+            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or set"
+            ' "kernel_options": {"implementation": "FA2"}'
         ) from error
     _log.info("ds_ring: %s is behind torch's attention operators in this process", implementation)

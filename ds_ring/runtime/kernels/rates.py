@@ -5,7 +5,9 @@ with the device. They are TFLOP/s of attended pairs: {device: {kind: {kernel: [f
 
 [Note: which kernel auto is]
 With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
-Without them it takes the kernel of the device's row in the registry, and the log says so.
+Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
+FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
+all else it takes the kernel of the device's row in the registry. The log says which, and why.
 """
 
 from __future__ import annotations
@@ -17,10 +19,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-from ds_ring.masks.partitions import ALL, Residue, Table
-from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.masks.tiles import UNBOUNDED
 
 RATES = Path(__file__).with_name("rates.json")
 # A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
@@ -34,22 +32,6 @@ class Fastest(NamedTuple):
 
     kernel: str
     why: str
-
-
-@lru_cache(maxsize=64)
-def kind_of(pattern: Pattern) -> str:
-    """Return the kind of tiles that a pattern has: the words of `tools/gpu_rates.py`."""
-    branches = pattern.branches(QueryHead(0, 1, 1))
-    primitives = [one for branch in branches for one in branch.queries.primitives]
-    if any(isinstance(one, Residue) for one in primitives):
-        return "LongNet"
-    if any(isinstance(one, Table) for one in primitives):
-        return "documents"
-    least, most = branches[0].distance
-    if least > -UNBOUNDED and most < UNBOUNDED:
-        return "window"
-    everywhere = branches[0].queries == ALL and least == -UNBOUNDED and most == UNBOUNDED
-    return "full" if everywhere else "causal"
 
 
 def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
@@ -70,7 +52,7 @@ def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | Non
 
     Args:
         rates: of a device.
-        kind: of `kind_of`.
+        kind: `Pattern.tile_kind`.
         able: names of the kernels that can do what is asked.
     """
     measured = rates.get(kind, {})

@@ -13,7 +13,7 @@ import tools.bench_gpu as bench_gpu
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.kernels import KernelNeeds, get_kernel
-from ds_ring.runtime.kernels.rates import fastest, kind_of
+from ds_ring.runtime.kernels.rates import fastest
 from tests.cases import not_one_of_three
 
 IDS = np.repeat(np.arange(4), 8)
@@ -32,7 +32,7 @@ RATES = {"causal": {"flash": (300.0, 250.0), "flex": (330.0, 120.0)}, "full": {"
     ],
 )
 def test_patterns_have_the_kinds_that_are_measured(pattern: Pattern, kind: str) -> None:
-    assert kind_of(pattern) == kind
+    assert pattern.tile_kind == kind
     from tools.gpu_rates import tile_kinds
 
     assert kind in tile_kinds(1024)
@@ -50,7 +50,10 @@ def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     def auto(pattern: Pattern, dtype: torch.dtype = torch.bfloat16) -> str:
         return get_kernel("auto", "cuda", asked=KernelNeeds("cuda", dtype, 64, pattern)).name
 
-    assert auto(Causal()) == "flex"  # nothing was measured
+    # nothing was measured
+    assert [auto(one) for one in (Causal(), Full(), SlidingWindow(9))] == ["flash"] * 3
+    assert [auto(one) for one in (Dilated((8, 16), (1, 2)), Documents([0, 0, 1]))] == ["flex"] * 2
+    assert auto(Causal(), torch.float32) == auto(MaskMod(not_one_of_three) & Causal()) == "flex"
     monkeypatch.setattr("ds_ring.runtime.kernels.rates_of", lambda device_type: RATES)
     assert auto(Causal()) == "flash"
     assert auto(Causal(), torch.float32) == "flex"  # which "flash" refuses

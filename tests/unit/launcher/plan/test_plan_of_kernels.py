@@ -32,13 +32,17 @@ def setting(hardware=H100, pattern=None, layout="auto", **changes) -> TrainingSe
 
 
 def test_a_kernel_is_the_files_or_the_jsons() -> None:
-    assert setting().kernel_that_runs == "flex" and blocks_of(setting()) == 128
+    assert setting().kernel_that_runs == "flash" and blocks_of(setting()) == 1
+    assert setting(pattern=LONGNET).kernel_that_runs == "flex" and blocks_of(setting(pattern=LONGNET)) == 128
+    mixed = ((Causal(), 16), (LONGNET, 16))
+    assert setting(pattern=mixed).kernel_that_runs == "flex"
     assert setting(kernel="flash").kernel_that_runs == "flash" and blocks_of(setting(kernel="flash")) == 1
     assert setting(FLASH3).kernel_that_runs == "flash"
     assert pass_shape(setting(FLASH3), make_layout("zigzag", tokens=8192, ring_size=4)).kernel == "flash"
     # what "auto" does not take by itself stands in the JSON that the plan prints
-    assert json_of(setting(FLASH3))["ring_attention"] == {"kernel": "flash"}
-    assert "ring_attention" not in json_of(setting())
+    assert json_of(setting(FLASH3, LONGNET))["ring_attention"] == {"kernel": "flash"}
+    assert json_of(setting(kernel="flex"))["ring_attention"] == {"kernel": "flex"}
+    assert "ring_attention" not in json_of(setting()) and "ring_attention" not in json_of(setting(FLASH3))
     cpu = hardware_from(RATES, "test")
     assert replace(setting(), hardware=cpu, kernel="cpu").kernel_that_runs == "cpu"
     for hardware, kernel in ((cpu, "flash"), (FLASH3, "flex"), (H100, "reference")):
