@@ -210,7 +210,7 @@ class RingConfig(Section):
     )
     kernel: KernelName = Field(
         default="auto",
-        description="what computes a hop's attention; auto: flex (FlexAttention) on CUDA, cpu on the CPU",
+        description="what computes a hop's attention; auto: on CUDA flash for causal, windowed and full patterns, else flex; cpu on the CPU",
     )
     block_size: BlockSize = Field(
         default=128,
@@ -219,7 +219,7 @@ class RingConfig(Section):
     kernel_options: KernelOptions = Field(
         default={},
         description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
-        "implementation of flash",
+        "implementation of flash (FA2, FA3, FA4 or cuDNN)",
     )
     transport: TransportName = Field(
         default="ring",
