@@ -7,7 +7,12 @@ once). The tensors are small and on the CPU, the kernel is `flash` as it runs on
 return tensors made before: what is left is the pass, the messages, the additions' operators and the thread
 that watches works. On CUDA these operators are launches, which take as long as a small operator of the CPU
 does. The merge is one launch on CUDA: a small operator stands for it, and a second line has the eager one.
-Works behave as NCCL's: one for a batch, and a wait returns at once.
+Works behave as NCCL's: one for a batch, and a wait returns at once. The line of `flex` has its tables, its
+marks and Dynamo's guards, with compiled functions that return tensors made before.
+
+Left out, since they need a device: what a Triton launch takes beyond a small operator (some 30 us in its
+Python part, one a merge and one to three a hop of `flex`), the wrapper that Inductor writes around them, and
+NCCL's posts.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ from ds_ring.runtime.device import Streams
 from ds_ring.runtime.exchange import Exchange, Route
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.flash_executors import Flash, Operators
+from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.messages import Message
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.waiting import Pending
@@ -96,6 +103,20 @@ def flash_without_operators() -> FlashKernel:
     return kernel
 
 
+@torch._dynamo.register_backend
+def made_before(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph, for torch.compile, to a function that computes once for each set of shapes."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    def call(*given: Any) -> Any:
+        key = tuple(x.shape if isinstance(x, Tensor) else x for x in given)
+        if key not in made:
+            made[key] = module(*given)
+        return made[key]
+
+    return call
+
+
 def seconds_of(work: Callable[[], object], rounds: int) -> tuple[float, float]:
     """Return the median processor seconds of the calling thread, and of the process."""
     of_thread, of_process = [], []
@@ -140,7 +161,7 @@ class Hops:
 @contextmanager
 def hops_of(
     pattern: Pattern = CAUSAL, layout_name: str = "zigzag", ring_size: int = 8, slots: int = 16,
-    whole_merge: bool = False,
+    whole_merge: bool = False, kernel: Kernel | None = None,
 ) -> Iterator[Hops]:  # fmt: skip
     """Make the passes of the rank in the middle of a ring."""
     rank = ring_size // 2 - 1
@@ -152,17 +173,21 @@ def hops_of(
                 stack.enter_context(mock.patch(f"ds_ring.runtime.parts.{name}", one_launch))
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
-        kernel, exchange = flash_without_operators(), DeviceExchange(mesh)
+        kernel, exchange = kernel or flash_without_operators(), DeviceExchange(mesh)
         made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.buffers)
         shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
         q, k, v, grad_out = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
         yield Hops(made, ring_size, (q, k, v, grad_out), made.forward(q, k, v))
 
 
-def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool) -> bool:
+def measure(
+    pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool = False,
+    flex: bool = False,
+) -> bool:  # fmt: skip
     """Print the times of a pattern; return whether they are within the goal."""
     ring_size, rounds, within = arguments.ring_size, arguments.rounds, True
-    with hops_of(pattern, layout_name, ring_size, arguments.slots, whole_merge) as hops:
+    kernel = FlexKernel(arguments.slots, "made_before") if flex else flash_without_operators()
+    with hops_of(pattern, layout_name, ring_size, arguments.slots, whole_merge, kernel) as hops:
         for name, goal in GOALS_US.items():
             work = getattr(hops, name)
             seconds_of(work, 5)
@@ -171,9 +196,10 @@ def measure(pattern: Pattern, layout_name: str, arguments: argparse.Namespace, w
             operator = (before + operator_us(rounds)) / 2
             within &= of_process <= goal
             print(
-                f"{pattern!s} {layout_name} ring {ring_size}, {'eager' if whole_merge else 'one'} merge"
-                f" {name:8}: {of_thread:5.1f} us a hop, {of_process:5.1f} with the watching thread (goal"
-                f" {goal:.0f}); one small operator {operator:4.2f} us"
+                f"{kernel.name} {pattern!s} {layout_name} ring {ring_size},"
+                f" {'eager' if whole_merge else 'one'} merge {name:8}: {of_thread:5.1f} us a hop,"
+                f" {of_process:5.1f} with the watching thread ({'no goal' if flex else f'goal {goal:.0f}'});"
+                f" one small operator {operator:4.2f} us"
             )
             if arguments.profile == name and not whole_merge:
                 with cProfile.Profile() as found:
@@ -191,8 +217,9 @@ def main() -> None:
     parser.add_argument("--profile", choices=("forward", "backward"), help="print where the time goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    within = measure(CAUSAL, "zigzag", arguments, whole_merge=False)
+    within = measure(CAUSAL, "zigzag", arguments)
     measure(CAUSAL, "zigzag", arguments, whole_merge=True)
+    measure(CAUSAL, "zigzag", arguments, flex=True)
     raise SystemExit(0 if within else 1)
 
 
