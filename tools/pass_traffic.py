@@ -116,7 +116,8 @@ def traffic_of(ring_rank: int, options: Any, local_tokens: int) -> tuple[OwnTraf
     """Return the traffic of a rank's forward and backward pass, causal zigzag, and its attended pairs."""
     size, heads, kv_heads, width = options.ring_size, options.heads, options.kv_heads, options.head_dim
     layout = make_layout("zigzag", tokens=local_tokens * size, ring_size=size)
-    plan = build_plan(Causal(), layout, query_heads=heads, kv_heads=kv_heads).rank(ring_rank)
+    counts = {"query_heads": heads, "kv_heads": kv_heads, "stage_shards": options.stage_shards}
+    plan = build_plan(Causal(), layout, **counts).rank(ring_rank)
     forward, backward = OwnTraffic(), OwnTraffic()
     with cuda_guard(), fake_tensors():
         made = RingPass(plan, FlashKernel(), NoExchange(), width**-0.5, chunk_bytes=CHUNK_BYTES_GPU)
@@ -140,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local-tokens", type=int, nargs="+", default=[8192], help="tokens of a rank")
     for name, usual in (("ring-size", 8), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--stage-shards", type=int, help="most shards of a stage; by default hop by hop")
     options = parser.parse_args(arguments)
     for local_tokens in options.local_tokens:
         for rank in sorted({0, options.ring_size // 2, options.ring_size - 1}):

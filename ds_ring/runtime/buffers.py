@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
+from ds_ring.runtime.parts import TotalPair
 from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
 
@@ -217,17 +218,22 @@ class RingBuffers:
         kinds: sizes and dtypes of the buffers. They are the same in each pass of a shape; missing ones are
             added here.
         shard: K and V of the own tokens.
-        home: accumulators of their gradients; None in a forward pass.
+        home: sums of their gradients; None in a forward pass.
+        parts_dtype: of gradients as the kernel returns them (`Payload.PARTS`).
     """
 
     def __init__(
-        self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair, home: Pair | None = None
-    ) -> None:
-        self.chunk = chunk
+        self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair,
+        home: TotalPair | None = None, parts_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.chunk, self.home = chunk, home
         self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
-        self._pairs = {SHARD: shard} if home is None else {SHARD: shard, RESULTS: home}
+        self._pairs = {SHARD: shard}
+        self._dtypes = {Payload.KEYS: shard.first.dtype, Payload.ROUNDED: torch.bfloat16}
+        if home is not None and parts_dtype is not None:
+            self._dtypes |= {Payload.GRADIENTS: home.dtype, Payload.PARTS: parts_dtype}
         self._blocks: dict[int, Block] = {}
 
     def pair(self, buffer: int) -> Pair:
@@ -240,9 +246,10 @@ class RingBuffers:
 
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
         """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
-        final = False
+        final = returned = False
         for step in steps:
             if isinstance(step, Accumulate):
+                returned |= step.buffer == RESULTS
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
@@ -251,6 +258,11 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
+        # What returned waits in `home` only until here. Its memory was given back above, but nobody takes it
+        # before this (and before `finish`, if the results are final): a batch takes buffers when it posts.
+        if returned and not final:
+            assert self.home is not None, "gradients in a forward pass"
+            self.home.merge()
         return final
 
     def post(self, steps: Iterable[Send | Recv], sent: list[Tensor], received: list[Tensor]) -> None:
@@ -261,18 +273,19 @@ class RingBuffers:
             else:
                 both = self.pair(step.buffer).both
                 assert both is not None, "messages arrive in buffers"
-                received.append(both)
+                whole = step.count == both.shape[0]
+                received.append(both if whole else both.narrow(0, step.first, step.count))
 
     def label(self, step: Send | Recv) -> Label:
         """Return the label of a step's message, by which a trace and the agreement identify it."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        return Label(step.peer, step.payload.names, step.count, self._dtype(step.payload), tokens)
+        return Label(step.peer, step.payload.names, step.count, self._dtypes[step.payload], tokens)
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
-            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtype(payload))
+            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtypes[payload])
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = halves(shard.first.new_empty(kind.shape, dtype=kind.dtype), kind.head_dim)
@@ -282,16 +295,11 @@ class RingBuffers:
         self._pairs[buffer] = taken
         return taken
 
-    def _dtype(self, payload: Payload) -> torch.dtype:
-        """Return the dtype of a payload: the inputs' for K and V, the accumulators' for dK and dV."""
-        if payload is Payload.ROUNDED:
-            return torch.bfloat16
-        return self._pairs[SHARD if payload is Payload.KEYS else RESULTS].first.dtype
-
     def _packed(self, step: Send) -> Tensor:
         """Return the tensor to send: a copy if the slots are those of the shard, apart, or rounded."""
         pair, ranges = self._pairs[step.buffer], step.ranges
-        if len(ranges) == 1 and pair.both is not None and step.payload is not Payload.ROUNDED:
+        rounds = self.chunk.steps.buffers[step.buffer].payload is not step.payload
+        if len(ranges) == 1 and pair.both is not None and not rounds:
             start, end = ranges[0]
             return pair.both.narrow(0, start, end - start)
         packed = self.pair(step.packed)
@@ -301,9 +309,25 @@ class RingBuffers:
 
     def _accumulate(self, step: Accumulate) -> None:
         """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""
+        if step.buffer == RESULTS:
+            assert self.home is not None, "gradients in a forward pass"
+            self._add_home(self.home, step)
+            return
         # Keys from several ranks may fill one buffer: the first part allocates it.
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
         _move(self.pair(step.buffer), self._pairs[step.source], step, add=add)
+
+    def _add_home(self, home: TotalPair, step: Accumulate) -> None:
+        """Add what returned to the gradients of the own shard."""
+        source, offset = self._pairs[step.source], 0
+        if len(step.ranges) > FEW_RANGES:
+            _move(Pair(*home.so_far()), source, step, add=True)
+            return
+        for start, end in step.ranges:
+            count = end - start
+            given = (x if count == x.shape[2] else x.narrow(2, offset, count) for x in source[:2])
+            home.add_slots(start, count, *given)
+            offset += count
 
 
 # [Note: what a pass finds out once]

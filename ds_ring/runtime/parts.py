@@ -5,7 +5,7 @@ Owns accumulators, and the parts that wait for one another; `merge.py` owns the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -94,27 +94,6 @@ def zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
     first[:, :, start:end].zero_()
     if second is not first:
         second[:, :, start:end].zero_()
-
-
-class Accumulators:
-    """The uninitialised accumulators of some results; the results themselves if they have the same dtype."""
-
-    def __init__(self, dtype: torch.dtype, results: tuple[Tensor, ...], trace: Trace | None) -> None:
-        self.tensors, self._trace = list(results), trace
-        self._apart: list[tuple[Tensor, Tensor]] = []
-        for number, result in enumerate(results):
-            if result.dtype != dtype:
-                self.tensors[number] = torch.empty_like(result, dtype=dtype)
-                self._apart.append((result, self.tensors[number]))
-        if trace is not None:
-            trace.accumulators_bytes += sum(accumulator.nbytes for _, accumulator in self._apart)
-
-    def round(self) -> None:
-        """Round the accumulators into the results, except where they are the same tensors."""
-        if self._trace is not None:
-            self._trace.accumulators_bytes -= sum(accumulator.nbytes for _, accumulator in self._apart)
-        for result, accumulator in self._apart:
-            result.copy_(accumulator)
 
 
 # [Note: parts that wait]
@@ -216,6 +195,11 @@ class Total:
         if made is not None and made is not result and self._trace is not None:
             self._trace.accumulators_bytes -= made.nbytes
 
+    def merge(self) -> None:
+        """Merge the parts that wait, because others will write to their memory."""
+        if self.waiting:
+            self._write(self._accumulate())
+
     def _write(self, target: Tensor) -> None:
         """Merge what waits, and the accumulator, into the accumulator or, at the end, into the result."""
         made, lse, waiting = self._accumulator, self.lse, self.waiting
@@ -238,3 +222,47 @@ class Total:
                 merge_parts_(target[:, :, start:end], lse[:, :, start:end], parts)
             self._first.write(start, end)
         waiting.clear()
+
+
+class TotalPair:
+    """The sums of dK and dV over parts of some keys.
+
+    Args:
+        results: what is written to, [B, G, slots, D] and [B, G, slots, E], uninitialised.
+        dtype: of the accumulators.
+        waits, trace: see `Total`.
+    """
+
+    __slots__ = ("dtype", "first", "second")
+
+    def __init__(
+        self, results: Sequence[Tensor], dtype: torch.dtype, waits: bool, trace: Trace | None
+    ) -> None:
+        def total_of(result: Tensor) -> Total:
+            return Total(lambda: result, result, tuple(result.shape), dtype, None, waits, trace)
+
+        self.dtype = dtype
+        self.first, self.second = map(total_of, results)
+
+    def add(self, rows: Rows, first: Tensor, second: Tensor) -> None:
+        """Add a part to some slots, now or later; nobody may write to it from here on."""
+        self.first.add(rows, ALL_HEADS, first)
+        self.second.add(rows, ALL_HEADS, second)
+
+    def add_slots(self, start: int, count: int, first: Tensor, second: Tensor) -> None:
+        """Add what another rank returned for some slots, as `add` does."""
+        self.add(Rows(start, 1, count), first, second)
+
+    def merge(self) -> None:
+        """Add the parts that wait, because others will write to their memory."""
+        self.first.merge()
+        self.second.merge()
+
+    def so_far(self) -> tuple[Tensor, Tensor]:
+        """Return the accumulators with all parts that have arrived."""
+        return self.first.so_far(), self.second.so_far()
+
+    def finish(self) -> None:
+        """Write the results."""
+        self.first.finish()
+        self.second.finish()

@@ -28,11 +28,11 @@ from ds_ring.runtime.kept_results import HeadStream, HostMemory
 from ds_ring.runtime.kernels.interface import Kernel, value_dim
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
-from ds_ring.runtime.parts import Accumulators, FirstParts, Total, parts_wait, zero
+from ds_ring.runtime.parts import Total, TotalPair, parts_wait
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.schedule.steps import Compute, HeadChunk, Round, Schedule, Send
+from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
 
 
@@ -85,10 +85,10 @@ class BackwardChunk:
 
     def __init__(
         self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Total,
-        totals: Accumulators,
+        home: TotalPair, waits: bool,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
-        self.queries, self.dq, self.totals = queries, dq, totals
+        self.queries, self.dq, self.home, self.waits = queries, dq, home, waits
 
     def compute(self, step: Compute) -> None:
         """Compute the gradients of a step's tiles and add them to the accumulators."""
@@ -96,11 +96,13 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # `grads` are accumulators of dK and dV, at hop 0 those of the own shard. Only one step computes into
-        # each of them, and nothing is added to it before that step.
-        keys, grads = self.buffers.pair(step.buffer), self.buffers.pair(step.gradients)
-        dk, dv = grads.first, grads.second
-        of_keys = FirstParts(dk.shape[2], zero, dk, dv)
+        # Sums of dK and dV, at hop 0 those of the own shard. Only one step computes into each of them, and
+        # nothing is added to it before that step.
+        keys, of_keys = self.buffers.pair(step.buffer), self.home
+        if step.gradients != RESULTS:
+            there, dtype = self.buffers.pair(step.gradients), self.home.dtype
+            waits = self.waits and there.first.dtype != dtype
+            of_keys = TotalPair(there[:2], dtype, waits, self.ring.trace)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
@@ -108,21 +110,20 @@ class BackwardChunk:
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             self.dq.add(rows, heads, dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
-            first = of_keys.is_first(key_rows)
-            dk_there, dv_there = key_rows.views(dk, dv)
-            (dk_there.copy_ if first else dk_there.add_)(dk_part)
-            (dv_there.copy_ if first else dv_there.add_)(dv_part)
+            of_keys.add(key_rows, dk_part, dv_part)
             del part, dq_part, dk_part, dv_part
-        of_keys.finish()
         if self.ring.check is not None:
+            dk, dv = of_keys.so_far()
             self.ring.check(step.hop, dq=self.dq.so_far(), dk=dk, dv=dv)
+        if of_keys is not self.home:
+            of_keys.finish()
 
     def finish(self) -> None:
         """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
         self.dq.finish()
         if self.ring.on_gradients_final is not None:
-            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.totals.tensors)
-        self.totals.round()
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.home.so_far())
+        self.home.finish()
 
 
 def _of_heads(heads: slice, whole: Callable[[], Tensor]) -> Tensor:
@@ -235,12 +236,12 @@ class RingPass:
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
             result = partial(_of_heads, heads, dq)
             of_queries = Total(result, grad_here, q_here.shape, lse.dtype, None, waits, self.trace)
-            totals = Accumulators(lse.dtype, tuple(some_heads(kv, dk, dv)), self.trace)
-            # Gradients of the own keys that other ranks return are added to these accumulators.
-            home = Pair(*totals.tensors)
+            # Gradients of the own keys that other ranks return are added here.
+            home = TotalPair(some_heads(kv, dk, dv), lse.dtype, waits, self.trace)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home)
-            return BackwardChunk(self, kernel, buffers, queries, of_queries, totals)
+            parts_dtype = k.dtype if waits else lse.dtype
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)
+            return BackwardChunk(self, kernel, buffers, queries, of_queries, home, waits)
 
         self._run(schedule, prepared, begin)
         return dq(), dk, dv

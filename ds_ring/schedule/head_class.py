@@ -192,7 +192,12 @@ class HeadClass:
         return self.reads.slots(origin, (direction.reader(origin, hop, size) - origin) % size)
 
     def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the held slots that the rank before the reader also holds, and therefore passes on to it."""
+        """Return the held slots that the rank before the reader also holds, and therefore passes on to it.
+
+        In stages none are: [Note: stages] in `rank_plan.py`.
+        """
+        if direction.stages:
+            return no_slots()
         before = direction.before(hop)
         return intersect_slots(self.held(origin, direction, hop), self.held(origin, direction, before))
 
@@ -201,7 +206,7 @@ class HeadClass:
 
         See [Note: where gradients are added]. The owner itself sends no sum: its own part stays on it.
         """
-        apart = self.rounded and not direction.ranks_per_node
+        apart = direction.stages or (self.rounded and not direction.ranks_per_node)
         if hop <= 1 or apart or not direction.is_next(hop):
             return no_slots()
         return self.relayed(origin, direction, hop)
@@ -258,7 +263,7 @@ class HeadClass:
     def rank(self, ring_rank: int) -> HeadClassPlan:
         """Return the plan of one rank."""
         directions = tuple(self._direction(ring_rank, direction) for direction in self.directions)
-        return HeadClassPlan(self.kv_heads, directions, max(direction.limit for direction in self.directions))
+        return HeadClassPlan(self.kv_heads, directions, max(direction.steps for direction in self.directions))
 
     def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
         hops = [self._hop_plan(ring_rank, direction, hop) for hop in range(direction.limit + 1)]

@@ -38,8 +38,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import numpy as np
+
 from ds_ring.masks.tiles import SlotRanges, count_slots, part_of
-from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan
+from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, StagePlan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -153,9 +155,12 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     valid = count_slots(own.held)
     # buffers number 0 and 1 are SHARD and RESULTS
     buffers = [Buffer(Payload.KEYS, valid), Buffer(Payload.GRADIENTS, valid)]
-    directions = [_Direction(direction, buffers, backward) for direction in plan.directions]
+    directions = [
+        (_Stages if direction.direction.stages else _Direction)(direction, buffers, backward)
+        for direction in plan.directions
+    ]
     rounds: list[Round] = []
-    arrived: list[Accumulate | Free] = []
+    arrived: list[Accumulate | Free] = [step for direction in directions for step in direction.begin()]
     lengths = (one.backward_batches if backward else one.forward_batches for one in plan.directions)
     for hop in range(max(lengths)):
         posted = [step for direction in directions for step in direction.post(hop)]
@@ -165,7 +170,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
         rounds.append(Round(tuple(arrived), tuple(posted), tuple(computed)))
         arrived = [step for direction in directions for step in direction.arrive(hop)]
     for direction in directions:  # the keys that are left at the end of the pass
-        arrived += [Free(keys) for keys in sorted({direction.keys, direction.across} - {SHARD})]
+        arrived += [Free(keys) for keys in direction.left]
     rounds.append(Round((*arrived, Free(RESULTS))))
     plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
     return steps
@@ -189,6 +194,15 @@ class _Direction:
         self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
         self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients this rank sends to the owner
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
+
+    def begin(self) -> list[Accumulate]:
+        """Return what is done before the first messages: nothing."""
+        return []
+
+    @property
+    def left(self) -> list[int]:
+        """Return the buffers that are still in use after the last batch."""
+        return sorted({self.keys, self.across} - {SHARD})
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.
@@ -285,7 +299,7 @@ class _Direction:
                 # Until a neighbour's sum is added, the gradients depend on the keys alone.
                 self.came[self.gradients[hop]] = self.came[self.keys]
             gradients = self.gradients[hop]
-        return [Compute(hop, self.keys, here.tiles, gradients, here.origin, self.came[self.keys])]
+        return [Compute(hop, self.keys, here.tiles, gradients, (here.origin,), self.came[self.keys])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
         """Return the steps after a batch: its hop is computed, and its messages have arrived."""
@@ -344,4 +358,118 @@ class _Direction:
 
     def _new(self, payload: Payload, slots: SlotRanges) -> int:
         self.buffers.append(Buffer(payload, count_slots(slots)))
+        return len(self.buffers) - 1
+
+
+class _Stages:
+    """Track the stages of a pass; see [Note: stages] in `rank_plan.py`."""
+
+    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
+        self.plan, self.buffers, self.backward = plan, buffers, backward
+        own = plan.at(0)
+        assert own is not None, "a rank always has its own shard"
+        self.own = own
+        self.shard = SHARD  # the own keys as they are sent
+        self.sent_until = max((plan.direction.stage(one.hop) for one in plan.direct_sends), default=0) - 1
+        self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
+        self.coming: int | None = None  # of the next stage
+        self.done: int | None = None  # gradients of the stage before
+        self.here: int | None = None  # gradients of the present stage
+        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that arrive
+        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
+
+    def begin(self) -> list[Accumulate]:
+        """Return the copy of the own keys, K beside V, if that is less than a copy for every message."""
+        valid = count_slots(self.own.held)
+        if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
+            return []
+        self.shard = self._new(Payload.KEYS, valid)
+        return [Accumulate(self.shard, SHARD, self.own.held, -1)]
+
+    @property
+    def left(self) -> list[int]:
+        """Return the buffers that are still in use after the last batch."""
+        return []
+
+    def post(self, number: int) -> list[Send | Recv]:
+        """Return the messages of the batch in which a stage is computed.
+
+        They are keys for the next stage and then gradients of the last one, on both sides of a connection.
+        """
+        steps: list[Send | Recv] = []
+        stage = self.plan.direction.stage
+        for direct in self.plan.direct_sends:
+            if stage(direct.hop) == number + 1:
+                steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
+        coming = self._stage(number + 1)
+        if coming is not None:
+            self.coming = self._new(Payload.KEYS, coming.slots)
+            for hop, at in zip(coming.hops, coming.first, strict=True):
+                steps.append(Recv(Payload.KEYS, self.coming, hop.origin, hop.origin, hop.held, at))
+        return steps + self._post_gradients(number) if self.backward else steps
+
+    def _post_gradients(self, number: int) -> list[Send | Recv]:
+        """Return the messages of the gradients of the last stage, to their owners and to this rank."""
+        steps: list[Send | Recv] = []
+        done = self._stage(number - 1) if number > 1 else None
+        if done is not None:
+            assert self.done is not None, "gradients of a stage that was computed"
+            for hop, at in zip(done.hops, done.first, strict=True):
+                # they depend on the keys, which arrived two batches ago
+                steps.append(self._send(self.done, number - 2, hop.origin, hop.origin, hop.held, at))
+            self.leaving.append(self.done)
+        for back in self.plan.gradient_returns:
+            if self.plan.direction.stage(back.hop) == number - 1:
+                buffer = self._new(self._payload, count_slots(back.slots))
+                self.returns.append((buffer, back.slots))
+                steps.append(Recv(self._payload, buffer, back.sender, self.own.origin, back.slots))
+        return steps
+
+    def compute(self, number: int) -> list[Compute]:
+        """Return what a stage computes: no step, or one."""
+        here = self._stage(number)
+        if here is None:
+            return []
+        assert self.keys is not None, "keys of a stage that arrived"
+        gradients = None
+        if self.backward:
+            gradients = RESULTS if number == 0 else self._new(self._payload, here.slots)
+            self.here = gradients
+        origins = tuple(hop.origin for hop in here.hops)
+        return [Compute(number, self.keys, here.tiles, gradients, origins, number - 1)]
+
+    def arrive(self, number: int) -> list[Accumulate | Free]:
+        """Return the steps after a batch: its stage is computed, and its messages have arrived."""
+        steps: list[Accumulate | Free] = []
+        if self.keys not in (None, SHARD):
+            steps.append(Free(self.keys))
+        steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
+        steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
+        if number == self.sent_until and self.shard != SHARD:
+            steps.append(Free(self.shard))
+        self.returns, self.leaving = [], []
+        self.keys, self.coming = self.coming, None
+        self.done, self.here = self.here, None
+        return steps
+
+    @property
+    def _payload(self) -> Payload:
+        """Return what gradients that return are."""
+        return Payload.ROUNDED if self.plan.rounded else Payload.PARTS
+
+    def _stage(self, number: int) -> StagePlan | None:
+        return self.plan.stages[number] if 0 <= number < len(self.plan.stages) else None
+
+    def _send(
+        self, buffer: int, needs: int, peer: int, origin: int, slots: SlotRanges, at: int | None = None
+    ) -> Send:
+        """Return the step that sends slots: in place in the shard, or one after the other from `at` on."""
+        part = slots if at is None else np.array([[at, at + count_slots(slots)]])
+        payload = self.buffers[buffer].payload
+        packed = self._new(payload, count_slots(slots))  # used where the part is no range of a buffer
+        self.leaving.append(packed)
+        return Send(payload, buffer, part, peer, origin, slots, packed, needs)
+
+    def _new(self, payload: Payload, slots: int) -> int:
+        self.buffers.append(Buffer(payload, slots))
         return len(self.buffers) - 1

@@ -24,6 +24,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
 GRADIENT_PAYLOADS = ("float32", "bfloat16")
+STAGE_GROWTH = 3  # a stage has at most so many times the shards of the one before: they arrive meanwhile
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
 
@@ -72,6 +73,8 @@ class Plan:
         lines = [f"{self.pattern} on {self.layout}"]
         for head_class in self.classes:
             ways = " and ".join("up" if direction.sign > 0 else "down" for direction in head_class.directions)
+            if stages := head_class.directions[0].stages:
+                ways = f"from owner to reader, hops in stages of {', '.join(map(str, (1, *stages)))}"
             heads = list(range(self.kv_heads)[head_class.kv_heads])
             lines += [f"K/V heads {heads}: shards travel {ways}"]
             lines += ["rank hop origin   tiles          pairs   tokens held   sent on"]
@@ -119,6 +122,29 @@ def one_way(size: int, sign: int = 1) -> tuple[Direction, ...]:
 def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction, ...]:
     """Return a direction inside nodes and from node to node; [Note: two levels] in `rank_plan.py`."""
     return (Direction(sign, size - 1, ranks_per_node),)
+
+
+def stage_sizes(size: int, most: int) -> tuple[int, ...]:
+    """Return the shards of each stage after the own one, in a ring of `size` ranks; [Note: stages].
+
+    As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest.
+    """
+    found: tuple[int, ...] = ()
+    for limit in range(min(most, size - 1), 0, -1):
+        sizes, left, last = [], size - 1, 1
+        while left:
+            last = min(limit, STAGE_GROWTH * last, left)
+            sizes.append(last)
+            left -= last
+        if found and len(sizes) > len(found):
+            break
+        found = tuple(sizes)
+    return found
+
+
+def in_stages(size: int, most: int) -> tuple[Direction, ...]:
+    """Return the direction of stages of at most so many shards; [Note: stages] in `rank_plan.py`."""
+    return (Direction(1, size - 1, stages=stage_sizes(size, most)),)
 
 
 def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Direction, ...]:
@@ -176,6 +202,7 @@ def build_plan(
     directions: tuple[Direction, ...] | None = None,
     gradient_payload: str = "float32",
     ranks_per_node: int | None = None,
+    stage_shards: int | None = None,
 ) -> Plan:
     """Plan a ring pass.
 
@@ -189,9 +216,11 @@ def build_plan(
             accumulators' dtype in both cases.
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
+        stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
+            then send to each other, and none of the ways above is taken; None: keys travel hop by hop.
 
     Raises:
-        RingLayoutError: H is not a multiple of G.
+        RingLayoutError: H is not a multiple of G; stages beside other directions.
         RingPatternError: the pattern is for sequences of another length.
     """
     if not isinstance(pattern, Pattern):
@@ -227,6 +256,14 @@ def build_plan(
             " leave it out where nodes have unequal parts of the ring"
         )
     nodes = nodes if 1 < nodes < size else 0
+    if stage_shards is not None:
+        stage_shards = whole_number(stage_shards, "build_plan: stage_shards", RingLayoutError)
+        if directions is not None:
+            raise RingLayoutError(
+                f"build_plan: stage_shards: expected None beside directions, got {stage_shards}; in stages"
+                " each owner sends to every reader, so leave one of the two out"
+            )
+        directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
     rounded = gradient_payload == "bfloat16"
     return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
 

@@ -15,12 +15,23 @@ arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part 
 
 If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
 `build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
+
+[Note: stages]
+In a ring every hop has a partial result to merge, and sums of dK and dV are read and written at every hop. In
+stages, consecutive hops are computed at once: (1, 3, 4) for eight ranks are the own shard, then the keys of
+three ranks, then those of four. Every owner sends its keys directly to each reader, and every reader returns
+its dK and dV directly to the owner, so nothing is relayed. The keys of a stage arrive in token ranges of one
+buffer, while the stage before is computed. Its tiles are one table over that buffer: the kernel is called
+once, and a pass has as many partial results as stages. As many bytes are sent as in a ring. Links between
+neighbours would carry them several times, so stages are for ranks that all have a link to each other, as
+inside a node. Memory grows with the largest two stages, and `stage_sizes` in `plan.py` bounds them. In
+MagiAttention (SandAI 2025) overlap stages are a similar thing; the choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,6 +53,7 @@ class Direction(NamedTuple):
     sign: int  # +1 from rank o to o + 1, -1 for the other way
     limit: int  # most hops
     ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
+    stages: tuple[int, ...] = ()  # hops of each stage after hop 0, [Note: stages]; () for a stage a hop
 
     def reader(self, origin: int, hop: int, size: int) -> int:
         """Return the rank at which the shard of `origin` is at a hop, in a ring of `size` ranks."""
@@ -60,6 +72,17 @@ class Direction(NamedTuple):
         nodes = reader // inner - origin // inner
         # A rank's place in its node is its number modulo R.
         return nodes * self.sign % (size // inner) * inner + (reader - origin) * self.sign % inner
+
+    @property
+    def steps(self) -> int:
+        """Return the most batches after the first one in which a rank computes: hops, or stages."""
+        return len(self.stages) or self.limit
+
+    def stage(self, hop: int) -> int:
+        """Return the batch in which a hop is computed: the hop itself, or its stage."""
+        if not self.stages:
+            return hop
+        return int(np.searchsorted(np.cumsum((0, *self.stages)), hop))
 
     def before(self, hop: int) -> int:
         """Return the hop whose rank passes the shard on to the rank of `hop` (at least 1)."""
@@ -120,6 +143,27 @@ class HopPlan:
         return int(self.tiles.pairs.sum())
 
 
+class StagePlan(NamedTuple):
+    """The hops that one rank computes at once; [Note: stages]. In a ring each of them is one hop."""
+
+    hops: tuple[HopPlan, ...]  # by ascending origin, so that tiles of neighbouring shards stand side by side
+    first: tuple[int, ...]  # where the keys of each hop begin in the buffer of the stage
+    slots: int  # of that buffer
+    tiles: Tiles  # of all hops; key slots index the buffer
+
+    @classmethod
+    def of(cls, hops: Iterable[HopPlan]) -> StagePlan:
+        """Return the stage of some hops, at least one."""
+        ordered = tuple(sorted(hops, key=lambda hop: hop.origin))
+        counts = [count_slots(hop.held) for hop in ordered]
+        first = tuple(np.cumsum([0, *counts[:-1]]).tolist())
+        tiles = ordered[0].tiles
+        if len(ordered) > 1:
+            moved = zip(first, (hop.tiles for hop in ordered), strict=True)
+            tiles = Tiles.concat([replace(x, k=replace(x.k, slot=x.k.slot + at)) for at, x in moved])
+        return cls(ordered, first, sum(counts), tiles)
+
+
 class DirectSend(NamedTuple):
     """Slots of this rank's shard that it sends to a reader whose neighbour does not hold them."""
 
@@ -141,7 +185,7 @@ class DirectionPlan:
     """One direction of travel on one rank."""
 
     hops: tuple[HopPlan | None, ...]  # by hop, None where nothing is held; hop 0 is the own shard
-    direct_sends: tuple[DirectSend, ...]  # by ascending hop, from hop 2 on
+    direct_sends: tuple[DirectSend, ...]  # by ascending hop, from hop 2 on (in stages from hop 1 on)
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ALONE
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
@@ -154,9 +198,21 @@ class DirectionPlan:
     def forward_batches(self) -> int:
         """Return the number of batches of the forward pass in which this rank computes, receives or sends."""
         # The tokens read at hop s are sent in batch s - 1.
-        last = self.direct_sends[-1].hop if self.direct_sends else 0
+        last = self.direction.stage(self.direct_sends[-1].hop) if self.direct_sends else 0
         crossing = (hop.hop for hop in self.hops if hop is not None and len(hop.across))
-        return max(len(self.hops), last, *(hop + self.direction.ranks_per_node for hop in crossing))
+        return max(len(self.stages), last, *(hop + self.direction.ranks_per_node for hop in crossing))
+
+    @cached_property
+    def stages(self) -> tuple[StagePlan | None, ...]:
+        """Return the stages, the own shard first; None where nothing is held. In a ring each is a hop."""
+        by_stage: dict[int, list[HopPlan]] = {}
+        for one in self.hops:
+            if one is not None:
+                by_stage.setdefault(self.direction.stage(one.hop), []).append(one)
+        return tuple(
+            StagePlan.of(by_stage[number]) if number in by_stage else None
+            for number in range(max(by_stage) + 1)
+        )
 
     @property
     def tokens_sent(self) -> int:
@@ -171,8 +227,9 @@ class DirectionPlan:
         # the gradients of hop s are sent from batch s + 1 on
         received = [back.hop for back in self.gradient_returns]
         sent = [one.hop for one in self.hops[1:] if one is not None and len(one.ends_here)]
-        last_return = max((hop + self.direction.batches(hop) for hop in received + sent), default=0)
-        last_sum = len(self.hops) if len(self.hops) > 1 else 0
+        way = self.direction
+        last_return = max((way.stage(hop) + way.batches(hop) for hop in received + sent), default=0)
+        last_sum = len(self.stages) if len(self.stages) > 1 else 0
         return max(last_return, last_sum, self.forward_batches - 1) + 1
 
 
@@ -182,7 +239,7 @@ class HeadClassPlan:
 
     kv_heads: slice
     directions: tuple[DirectionPlan, ...]  # one or two; only the first computes the own shard (hop 0)
-    limit: int  # most hops of a direction after hop 0; the same on all ranks
+    limit: int  # most hops (or stages) of a direction after hop 0; the same on all ranks
     # steps of the forward (False) and backward (True) pass, cached by `lowering.py`
     lowered: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -199,6 +256,12 @@ class HeadClassPlan:
         # Hop 0 is the same in both directions and counts once.
         own = [v for v in self.directions[0].hops[:1] if v is not None]
         return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
+
+    @property
+    def tables(self) -> list[Tiles]:
+        """Return the tables that the kernel is called with, in order: one for each hop, or for each stage."""
+        own = [one.tiles for one in self.directions[0].stages[:1] if one is not None]
+        return own + [v.tiles for way in self.directions for v in way.stages[1:] if v is not None]
 
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""

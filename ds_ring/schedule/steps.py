@@ -27,6 +27,7 @@ class Payload(Enum):
 
     KEYS = "keys"  # in the dtype of the inputs
     GRADIENTS = "gradients"  # in the accumulators' dtype
+    PARTS = "gradients of one rank"  # in the dtype in which the kernel returns them; [Note: stages]
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
@@ -55,7 +56,7 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # ROUNDED: the buffer has GRADIENTS, and packing rounds them to bfloat16
+    payload: Payload  # ROUNDED: of a buffer that has GRADIENTS, packing rounds them to bfloat16
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
@@ -76,13 +77,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recv:
-    """Receive into a new buffer from one rank."""
+    """Receive into a buffer from one rank."""
 
     payload: Payload
-    buffer: int  # allocated by this step and filled when the batch has ended
+    buffer: int  # allocated by the first step that receives into it, and filled when the batch has ended
     peer: int  # ring rank that sends
     origin: int  # origin and slots as in `Send`
     slots: SlotRanges
+    first: int = 0  # slot of the buffer from which on the tokens lie, one after the other
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,24 +98,25 @@ class Recv:
 class Compute:
     """Attend to the keys of a buffer and merge the result into RESULTS."""
 
-    hop: int  # how many hops the keys have travelled; 0 for the own shard
+    hop: int  # how many hops the keys have travelled, or in which stage they are; 0 for the own shard
     buffer: int  # of the keys and values
     tiles: Tiles  # their key slots are slots of the buffer
     gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
-    origin: int  # ring rank that owns the keys
+    origins: tuple[int, ...]  # ring ranks that own the keys; several in a stage
     needs: int  # batch that brought the keys, as in `Send`; -1 for none
 
     def __str__(self) -> str:
         into = "" if self.gradients is None else f", dK/dV in {name_of(self.gradients)}"
-        return f"hop {self.hop}: K/V of {self.origin} in {name_of(self.buffer)}{into}"
+        owners = " ".join(map(str, self.origins))
+        return f"hop {self.hop}: K/V of {owners} in {name_of(self.buffer)}{into}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy received keys into one."""
+    """Add received gradients to a buffer, or copy keys that were received (or those of SHARD) into one."""
 
     buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
-    source: int  # buffer of the received tensors
+    source: int  # buffer of the received tensors, or SHARD
     part: SlotRanges  # the slots of the target, as many as the source has
     needs: int  # batch that brought the source, as in `Send`
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints

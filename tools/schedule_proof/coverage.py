@@ -68,22 +68,31 @@ class Coverage:
         if len(tokens):
             # all tokens of the buffer, whether a tile reads them or not: dK and dV are made for all of them
             word, bit = rank.rank // 64, np.uint64(1) << np.uint64(rank.rank % 64)
-            self.readers[index, step.origin][tokens & SLOT, word] |= bit
+            for origin in step.origins:
+                self.readers[index, origin][tokens[tokens >> ORIGIN_BITS == origin] & SLOT, word] |= bit
         if not len(tiles):
             return
         k_slots, k_positions = _members(tiles.k)
         if k_slots.max() >= len(tokens):
             rank.refuse(f"tiles over {len(tokens)} keys", f"key slot {int(k_slots.max())}")
-        if (self._positions(step.origin)[tokens[k_slots] & SLOT] != k_positions).any():
-            rank.refuse("tiles over the keys that are in the buffer", "tiles over keys of other positions")
+        for origin in step.origins:
+            there = tokens[k_slots] >> ORIGIN_BITS == origin
+            if (self._positions(origin)[tokens[k_slots[there]] & SLOT] != k_positions[there]).any():
+                rank.refuse(
+                    "tiles over the keys that are in the buffer", "tiles over keys of other positions"
+                )
         q_slots, q_positions = _members(tiles.q)
         if (self._positions(rank.rank)[q_slots] != q_positions).any():
             rank.refuse("tiles over the queries of this rank", "tiles over queries of other positions")
-        left, pairs = self.left[rank.rank, index], _pairs(tiles, self.group).sum()
-        if pairs > left[step.origin]:
-            text = f"{pairs} pairs: some are computed twice"
-            rank.refuse(f"at most {left[step.origin]} pairs with keys of ring rank {step.origin}", text)
-        left[step.origin] -= pairs
+        left, owner = self.left[rank.rank, index], tokens[tiles.k.slot] >> ORIGIN_BITS
+        if (tokens[tiles.k.slot + tiles.k.slot_step * (tiles.k.length - 1)] >> ORIGIN_BITS != owner).any():
+            rank.refuse("tiles over keys of one rank each", "a tile over keys of two")
+        for origin in step.origins:
+            pairs = _pairs(tiles, self.group)[owner == origin].sum()
+            if pairs > left[origin]:
+                text = f"{pairs} pairs: some are computed twice"
+                rank.refuse(f"at most {left[origin]} pairs with keys of ring rank {origin}", text)
+            left[origin] -= pairs
 
     def check(self, ranks: Sequence[SymbolicRank]) -> None:
         """Refuse pairs that nobody computed and gradients that did not return."""

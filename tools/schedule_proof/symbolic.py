@@ -29,6 +29,7 @@ from ds_ring.schedule.steps import (
 )
 
 NOTHING = -1  # in a slot that was not filled yet
+COMING = -2  # in a slot that a message on its way will fill
 ORIGIN_BITS = 40  # a token's number: its owner, then so many bits for its slot
 
 
@@ -96,8 +97,8 @@ class SymbolicRank:
         if not np.array_equal(part.tokens, tokens_of(step.origin, step.slots)):
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
-        # rounded is the copy alone
-        same = step.payload.names == kinds[0].names and kinds[0] is not Payload.ROUNDED
+        # sums are rounded in the copy alone; what is one rank's part may be rounded from the start
+        same = step.payload is kinds[0] or (step.payload, kinds[0]) == (Payload.ROUNDED, Payload.GRADIENTS)
         if step.payload is not kinds[1] or not same:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
         # reads are allowed until the batch is over, changes are not: see `_live`
@@ -109,7 +110,18 @@ class SymbolicRank:
     def receive(self, index: int, step: Recv) -> Content:
         """Return the buffer that will be filled."""
         self.step = step
-        target = self._fresh(index, step.buffer, step.payload, count_slots(step.slots))
+        known = self.contents.get((index, step.buffer))
+        if known is None or known.arriving != self.batch:
+            target = self._fresh(index, step.buffer, step.payload)
+        else:  # another message of this batch arrives there as well
+            target = known
+            self._of_kind(index, step.buffer, step.payload)
+        first, end = step.first, step.first + count_slots(step.slots)
+        if end > (slots := len(target.tokens)):
+            self.refuse(f"{name_of(step.buffer)} to be a buffer of {end} tokens", f"one of {slots}")
+        if (target.tokens[first:end] != NOTHING).any():
+            self.refuse(f"empty slots of {name_of(step.buffer)}", "slots of another message")
+        target.tokens[first:end] = COMING
         target.arriving = self.batch
         return target
 
@@ -120,7 +132,12 @@ class SymbolicRank:
             owner = int(sent.tokens[0] >> ORIGIN_BITS)
             self.refuse("the tokens it names", f"as many others of ring rank {owner}: messages are swapped")
         target = self.contents[index, step.buffer]
-        target.tokens, target.added = sent.tokens, sent.added
+        where = slice(step.first, step.first + len(sent.tokens))
+        target.tokens[where] = sent.tokens
+        if sent.added is not None:
+            if target.added is None:
+                target.added = self._nobody(len(target.tokens))
+            target.added[where] = sent.added
         target.came, target.arriving = self.batch - self.starts[index], None
 
     def compute(self, index: int, step: Compute) -> None:
@@ -128,8 +145,9 @@ class SymbolicRank:
         self.step = step
         keys = self._read(index, step.buffer, step.needs)
         self._of_kind(index, step.buffer, Payload.KEYS)
-        if len(keys.tokens) and (keys.tokens >> ORIGIN_BITS != step.origin).any():
-            self.refuse(f"keys of ring rank {step.origin}", f"other keys in {name_of(step.buffer)}")
+        if not np.isin(keys.tokens >> ORIGIN_BITS, step.origins).all():
+            owners = " ".join(map(str, step.origins))
+            self.refuse(f"keys of ring rank {owners}", f"other keys in {name_of(step.buffer)}")
         self._live(index, RESULTS)
         self.computed(self, index, step, keys.tokens)
         if step.gradients is None:
@@ -138,7 +156,10 @@ class SymbolicRank:
             target = self._live(index, RESULTS)
         else:
             # a sum begins here; sums of other ranks are added by Accumulate
-            target = self._fresh(index, step.gradients, Payload.GRADIENTS, len(keys.tokens))
+            kind = self._chunk(index).steps.buffers[step.gradients].payload
+            if kind is Payload.KEYS:
+                self.refuse(f"{name_of(step.gradients)} to be of gradients", f"a buffer of {kind.value}")
+            target = self._fresh(index, step.gradients, kind, len(keys.tokens))
             target.tokens, target.came = keys.tokens, keys.came
             target.added = self._nobody(len(keys.tokens))
         if not np.array_equal(target.tokens, keys.tokens):

@@ -143,6 +143,35 @@ def test_a_ring_is_dense_attention(name: str, layout_name: str, ring_size: int) 
     check(ring_of_threads(pattern, layout), pattern)
 
 
+@pytest.mark.parametrize("kernel", [ReferenceKernel(), FlashKernel()], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("ring_size", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("name", "layout_name"),
+    [
+        ("causal", "zigzag"),
+        ("full", "contiguous"),
+        ("window", "zigzag"),
+        ("window both ways", "balanced"),
+        ("dilated", "residue"),
+        ("dilated", "zigzag"),
+        ("documents, causal", "contiguous"),
+        ("documents, causal", "zigzag"),
+        ("causal", "striped"),
+    ],
+)
+@pytest.mark.covering(1)
+def test_stages_are_dense_attention(name: str, layout_name: str, ring_size: int, kernel: Kernel) -> None:
+    """In the inputs' dtype and in float64, with sums of float32 and rounded parts."""
+    pattern = PATTERNS[name](SHAPE.tokens)
+    layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=ring_size)
+    for most in (1, 3, 7):
+        check(ring_of_threads(pattern, layout, kernel=kernel, stage_shards=most), pattern)
+    rounded = ring_of_threads(pattern, layout, kernel=kernel, stage_shards=3, gradient_payload="bfloat16")
+    check(rounded, pattern, dk=4e-3, dv=4e-3)
+    lower = ring_of_threads(pattern, layout, dtype=torch.bfloat16, kernel=kernel, stage_shards=3)
+    check(lower, pattern, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
+
+
 @pytest.mark.parametrize("payload", ["float32", "bfloat16"])
 def test_messages_of_many_ranges(payload: str) -> None:
     """Of 12 ranges, which are sliced, and of 21, which are indexed (`FEW_RANGES`)."""
@@ -150,7 +179,9 @@ def test_messages_of_many_ranges(payload: str) -> None:
     pattern = PATTERNS["dilated"](shape.tokens)
     layout = layout_for("contiguous", pattern, tokens=shape.tokens, ring_size=4)
     most = {} if payload == "float32" else {"dk": 1e-2, "dv": 1e-2}
-    check(ring_of_threads(pattern, layout, shape, gradient_payload=payload), pattern, shape, **most)
+    for stage in (None, 2):
+        planned = {"gradient_payload": payload, "stage_shards": stage}
+        check(ring_of_threads(pattern, layout, shape, **planned), pattern, shape, **most)
 
 
 @pytest.mark.parametrize("name", ["causal", "window both ways"])

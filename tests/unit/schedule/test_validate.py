@@ -15,6 +15,7 @@ from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.plan import in_stages
 from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import (
     RESULTS,
@@ -44,7 +45,9 @@ def test_every_plan_of_the_registry_is_accepted(pattern_of: Callable[[int], Patt
     pattern = pattern_of(tokens)
     for name in LAYOUTS:
         layout = layout_for(name, pattern, tokens=tokens, ring_size=ring_size)
-        validate_plan(build_plan(pattern, layout, query_heads=2, kv_heads=1))
+        for most in (None, 1, 3):
+            plan = build_plan(pattern, layout, query_heads=2, kv_heads=1, stage_shards=most)
+            validate_plan(plan)
 
 
 @pytest.mark.parametrize("pattern_name", ["causal", "dilated", "window both ways", "documents"])
@@ -56,6 +59,17 @@ def test_head_chunks_and_two_directions_are_accepted(pattern_name: str, layout_n
     for prune in (True, False):
         for directions in (None, (Direction(-1, 3),), (Direction(1, 2), Direction(-1, 1))):
             plan = build_plan(pattern, layout, query_heads=8, kv_heads=4, prune=prune, directions=directions)
+            validate_plan(plan, **ALL_APART)
+        for payload in ("float32", "bfloat16"):
+            plan = build_plan(
+                pattern,
+                layout,
+                query_heads=8,
+                kv_heads=4,
+                prune=prune,
+                gradient_payload=payload,
+                stage_shards=2,
+            )
             validate_plan(plan, **ALL_APART)
 
 
@@ -91,11 +105,13 @@ class Seeded:
     Args:
         backward: which of the passes.
         ring_size: ranks.
+        stages: of at most two shards of other ranks.
     """
 
-    def __init__(self, backward: bool, ring_size: int = 4) -> None:
+    def __init__(self, backward: bool, ring_size: int = 4, stages: bool = False) -> None:
         layout = make_layout("contiguous", tokens=64, ring_size=ring_size)
-        self.plan = build_plan(Full(), layout, directions=(Direction(1, ring_size - 1),))
+        way = in_stages(ring_size, 2) if stages else (Direction(1, ring_size - 1),)
+        self.plan = build_plan(Full(), layout, directions=way)
         ranks = [self.plan.rank(rank) for rank in range(ring_size)]
         self.schedules = [lower_pass(rank.classes, 1, backward=backward) for rank in ranks]
 
@@ -407,7 +423,7 @@ def tiles_of_another_rank() -> Seeded:
 
 def keys_of_another_hop() -> Seeded:
     seeded = Seeded(backward=False)
-    seeded.change(Compute, 3, 2, origin=0)
+    seeded.change(Compute, 3, 2, origins=(0,))
     return seeded
 
 
@@ -440,7 +456,67 @@ def gradients_to_other_tokens() -> Seeded:
     return seeded
 
 
+# In stages ranks 0 to 3 compute with (own), (two others), (the last one).
+
+
+def stages_in_another_order() -> Seeded:
+    """Rank 3 computes the last stage's tiles with the keys of the first one."""
+    seeded = Seeded(backward=False, stages=True)
+    first, last = (seeded.find(Compute, 3, batch) for batch in (1, 2))
+    seeded.change(Compute, 3, 1, tiles=last.tiles)
+    seeded.change(Compute, 3, 2, tiles=first.tiles)
+    return seeded
+
+
+def keys_of_a_stage_swapped() -> Seeded:
+    """Rank 3 puts the keys of ranks 1 and 2 where those of the other one belong."""
+    seeded = Seeded(backward=False, stages=True)
+    swap = {0: 16, 16: 0}
+    seeded.edit(
+        3, 0, lambda steps: [replace(x, first=swap[x.first]) if isinstance(x, Recv) else x for x in steps]
+    )
+    return seeded
+
+
+def keys_of_a_stage_on_top_of_each_other() -> Seeded:
+    seeded = Seeded(backward=False, stages=True)
+    seeded.edit(3, 0, lambda steps: [replace(x, first=0) if isinstance(x, Recv) else x for x in steps])
+    return seeded
+
+
+def gradients_to_another_owner() -> Seeded:
+    """Rank 3 sends the gradients of rank 1's keys to rank 2, and those of rank 2's to rank 1."""
+    seeded = Seeded(backward=True, stages=True)
+    swap = {1: 2, 2: 1}
+    seeded.edit(
+        3, 2, lambda steps: [
+            replace(x, peer=swap[x.peer]) if isinstance(x, Send) and x.payload is Payload.PARTS else x
+            for x in steps
+        ],
+    )  # fmt: skip
+    return seeded
+
+
+def gradients_of_other_keys_of_a_stage() -> Seeded:
+    """Rank 3 sends rank 1 what it found for rank 2's keys."""
+    seeded = Seeded(backward=True, stages=True)
+    sends = [x for x in seeded.rounds(3)[2].posted if isinstance(x, Send) and x.payload is Payload.PARTS]
+    seeded.edit(3, 2, lambda steps: [replace(x, part=sends[1].part) if x is sends[0] else x for x in steps])
+    return seeded
+
+
 FAULTS = [
+    (stages_in_another_order, "ring rank 3, batch 1.*: expected tiles over the keys that are in the buffer"),
+    (keys_of_a_stage_swapped, "ring rank 3, batch 1.*: expected tiles over the keys that are in the buffer"),
+    (
+        keys_of_a_stage_on_top_of_each_other,
+        "ring rank 3, batch 0, receive.*: expected empty slots of b.*, got slots of another message",
+    ),
+    (
+        gradients_to_another_owner,
+        "ring rank [12], batch 2.*: expected the tokens it names, got as many others",
+    ),
+    (gradients_of_other_keys_of_a_stage, "ring rank 3, batch 2, send.*: expected the tokens it names, got"),
     (
         swapped_kinds,
         r"ring rank 1, batch 2.*: expected dK/dV \(gradients\) as its sender's next message,"
