@@ -40,9 +40,11 @@ from ds_ring.registry import KERNELS, LAYOUTS
 
 TileChoice = Literal["auto"] | bool | int
 Switch = Literal["auto"] | bool
+StageBytes = Literal["auto"] | int
 
 _TILE = Accepts('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
 _SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
+_STAGE = Accepts('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
 
 _MIB = 1 << 20
 _LEAST_TOKENS = 64
@@ -58,6 +60,12 @@ def _switch(value: object) -> Switch:
     if isinstance(value, bool) or value == "auto":
         return value
     raise Refused(sentence(_SWITCH.what, shown(value), _SWITCH.advice))
+
+
+def _stage(value: object) -> StageBytes:
+    if value == "auto" or (type(value) is int and 0 <= value <= MOST):
+        return value
+    raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
 
 
 class LongSequenceConfig(Section):
@@ -243,6 +251,14 @@ class RingConfig(Section):
         "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
         "64 MiB on CUDA",
     )
+    stage_bytes: Annotated[StageBytes, PlainValidator(_stage), _STAGE] = Field(
+        default="auto",
+        description="compute with several shards at once (a stage) whose K and V have at most so many bytes: "
+        "owners send keys directly to all readers and get gradients back from them, which saves most of the "
+        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the dtype of "
+        "the inputs; between nodes it sends more than a ring does; 0: hop by hop; "
+        '"auto": 128 MiB on CUDA for rings inside a node, else 0',
+    )
     latents: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
         default="auto",
         description="multi-head latent attention (DeepSeek, Kimi) sends latents and expands them on arrival, "
@@ -367,7 +383,7 @@ class RingConfig(Section):
         near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
         raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
 
-    @field_validator("overlap", "prune", "gradient_payload", "chunk_bytes", "monitor")
+    @field_validator("overlap", "prune", "gradient_payload", "chunk_bytes", "stage_bytes", "monitor")
     @classmethod
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default

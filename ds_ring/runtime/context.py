@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.checked_numbers import true_or_false
+from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -60,12 +60,20 @@ from ds_ring.schedule.layout import (
     make_layout,
     whole_blocks,
 )
-from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_bytes, head_chunks, heads_on_host
+from ds_ring.schedule.lowering import (
+    chunk_bytes_on,
+    count_heads,
+    head_bytes,
+    head_chunks,
+    heads_on_host,
+    stage_shards,
+)
 from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
 TRANSPORTS = ("ring", "all_gather", "reproducible")
+MOST_BYTES = 2**53  # of an option: a float's whole numbers
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 
@@ -90,6 +98,10 @@ class Options:
         block_size: side of a block of the flex kernel, slots; and of a square of transport "reproducible".
         chunk_bytes: see [Note: head chunks]; None takes what `lowering.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
+        stage_bytes: most bytes of K and V of a stage, the shards that are computed with at once
+            (`schedule/rank_plan.py`, [Note: stages]); 0: hop by hop; "auto": on a GPU in a ring inside a
+            node, see `lowering.py`. With a kernel on GPUs each rank's part of dK and dV is rounded once, as
+            the kernel returns it.
         offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
         first_pass_timeout_s: as hop_timeout_s, on a GPU in the first pass of a shape, forward and backward,
             where ranks compile kernels, each at its own pace, and peers connect; the larger one counts.
@@ -108,6 +120,7 @@ class Options:
     block_size: int = 128
     recompute: float = 0.0
     score_mod: ScoreMod | None = None
+    stage_bytes: int | Literal["auto"] = "auto"
     offload: bool | Literal["auto"] = False
     first_pass_timeout_s: float = 600.0
 
@@ -125,6 +138,13 @@ class Options:
                 f'gradient_payload: expected "float32" beside transport "{self.transport}", which passes no'
                 f' sums on, got {shown(self.gradient_payload)}; use transport "ring"'
             )
+        if self.stage_bytes not in ("auto", 0) or isinstance(self.stage_bytes, bool):
+            whole_number(self.stage_bytes, "stage_bytes", RingConfigError, MOST_BYTES)
+            if self.transport != "ring":
+                raise RingConfigError(
+                    f'stage_bytes: expected "auto" or 0 beside transport "{self.transport}", which has no'
+                    f' hops, got {self.stage_bytes}; use transport "ring"'
+                )
         for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)
         if self.offload != "auto":
@@ -454,7 +474,7 @@ class RingContext:
             if up is not None:
                 check_latents(up, q, k, v, heads)
             self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
-            plan, scale = self.plan(layout, q.shape[1], k.shape[1]), self._scale(q)
+            plan, scale = self.plan(layout, q, k, v), self._scale(q)
             chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
             if up is not None:
                 check_same_for_heads(plan.classes[0].pattern, self.pattern)
@@ -470,15 +490,21 @@ class RingContext:
         offload = self.options.offload_on(q.device.type, q.shape[2])
         return Prepared(plan, own, kernel, scale, chunk_bytes, offload, agreement)
 
-    def plan(self, layout: Layout, query_heads: int, kv_heads: int) -> Plan:
-        """Return the plan of a pass with these numbers of heads on this Ulysses rank."""
+    def plan(self, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """Return the plan of a pass of tensors with these shapes on this Ulysses rank."""
         options, mesh, pattern = self.options, self.mesh, self.pattern
+        query_heads, kv_heads = q.shape[1], k.shape[1]
+        node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
+        stage = None
+        if options.transport == "ring":
+            shard_bytes = k.nbytes + v.nbytes
+            stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
         if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
             pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         return build_plan(
             pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
-            prune=options.prune, gradient_payload=options.gradient_payload,
-            ranks_per_node=mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node),
+            prune=options.prune, gradient_payload=options.gradient_payload, ranks_per_node=node,
+            stage_shards=stage,
         )  # fmt: skip
 
     def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:
@@ -494,7 +520,7 @@ class RingContext:
         parts = []
         for one in own.classes:
             count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
-            parts.append(HeadsOfPass(count * plan.group, count, [hop.tiles for hop in one.hops]))
+            parts.append(HeadsOfPass(count * plan.group, count, one.tables))
         found = compiles(kernel, operands, parts, scale)
         if not found:
             own.compiled.add(seen)

@@ -62,6 +62,7 @@ MANY_CHUNKS = 16  # from this number on, one chunk is small compared with the sh
 CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # fewer heads would not fill the device
+STAGE_BYTES_GPU = 128 << 20  # K and V of four shards of 8 Ki tokens, 8 heads and D 128: longer ones gain less
 LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take less time than the pass
 
 
@@ -82,6 +83,27 @@ def heads_on_host(asked: bool | Literal["auto"], device_type: str, local_tokens:
     "auto" does for shards of at least `LONG_SHARD` tokens, except on the CPU.
     """
     return device_type != "cpu" and local_tokens >= LONG_SHARD if asked == "auto" else asked
+
+
+def stage_shards(
+    asked: int | Literal["auto"], device_type: str, ring_size: int, ranks_per_node: int | None,
+    shard_bytes: int,
+) -> int | None:  # fmt: skip
+    """Return how many shards a stage may have; None for a pass hop by hop. See [Note: stages].
+
+    Args:
+        asked: most bytes of K and V of a stage, 0 for none; "auto" takes `STAGE_BYTES_GPU` on a GPU if all
+            ranks of the ring share a node, else 0.
+        device_type: "cpu" or "cuda".
+        ring_size: number of ranks.
+        ranks_per_node: neighbours on the ring that share a node; None if that is not known.
+        shard_bytes: bytes of K and V of a shard.
+    """
+    if asked == "auto":
+        asked = STAGE_BYTES_GPU if device_type != "cpu" and ranks_per_node == ring_size else 0
+    most = min(asked // max(shard_bytes, 1), ring_size - 1)
+    # Stages of one shard save nothing, but for the only one of a ring of two.
+    return most if most >= min(2, ring_size - 1) > 0 else None
 
 
 def head_bytes(k: Any, v: Any) -> int:

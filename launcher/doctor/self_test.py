@@ -223,12 +223,12 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
         if g is not None
     ]
     shard = shards["k"].numel() + shards["v"].numel()
-    return max(errors), traffic[0], _planned(context, layout, shards["q"], shards["k"]), shard
+    return max(errors), traffic[0], _planned(context, layout, *shards.values()), shard
 
 
-def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor) -> tuple[int, int]:
+def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
-    rank = context.plan(layout, q.shape[1], k.shape[1]).rank(context.mesh.ring_rank)
+    rank = context.plan(layout, q, k, v).rank(context.mesh.ring_rank)
     found = {Send: 0, Recv: 0}
     for backward in (False, True):
         for chunk in lower_rank(rank, backward=backward).chunks:

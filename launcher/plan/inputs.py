@@ -166,6 +166,7 @@ def _setting(
         overlap=config.overlap,
         prune=config.prune,
         chunk_bytes=config.chunk_bytes,
+        stage_bytes=config.stage_bytes,
         gradient_payload=config.gradient_payload,
         kernel=config.kernel,
         block_size=config.block_size,

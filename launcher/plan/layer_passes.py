@@ -16,7 +16,7 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
 from ds_ring.schedule.choose import bound_to_one_head, executed_of_fullest, is_dilated, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
-from ds_ring.schedule.lowering import chunk_bytes_on
+from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
 from .beside import LayerCost, LayerSetting, layer_cost
@@ -78,11 +78,15 @@ def plans_of(setting: TrainingSetting, layout: Layout | None = None) -> list[tup
     """Build the plans of one rank's heads for each pattern, with their numbers of layers, on one layout."""
     layout = layout_of(setting) if layout is None else layout
     heads, kv_heads = (n // setting.ulysses_size for n in (setting.model.heads, setting.model.kv_heads))
+    shape, node = pass_shape(setting, layout), setting.node_ranks or None
+    node = setting.ring_size if setting.ring_is_in_node else node
+    shard_bytes = shape.batch * kv_heads * layout.local_tokens * shape.pair_dim * shape.element_bytes
+    stage = stage_shards(setting.stage_bytes, setting.hardware.kind, setting.ring_size, node, shard_bytes)
     return [
         (
             build_plan(
                 one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-                gradient_payload=setting.gradient_payload, ranks_per_node=setting.node_ranks or None,
+                gradient_payload=setting.gradient_payload, ranks_per_node=node, stage_shards=stage,
             ),
             layers,
         )

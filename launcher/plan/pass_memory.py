@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ds_ring.registry import KERNELS, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import (
@@ -55,7 +56,11 @@ class PassShape:
 
     def bytes_of(self, payload: Payload) -> int:
         """Return the bytes of an element of what a buffer holds."""
-        return {Payload.KEYS: self.element_bytes, Payload.GRADIENTS: FLOAT, Payload.ROUNDED: ROUNDED}[payload]
+        if payload is Payload.KEYS:
+            return self.element_bytes
+        if payload is Payload.PARTS and getattr(load(KERNELS[self.kernel].home), "few_parts", False):
+            return min(self.element_bytes, FLOAT)
+        return ROUNDED if payload is Payload.ROUNDED else FLOAT
 
     @property
     def head_bytes(self) -> int:
@@ -158,7 +163,8 @@ class _Meter:
                 self.used -= size
         elif isinstance(step, Send):
             # as `RingBuffers` packs: what lies in one range of a buffer is sent as it is
-            if step.payload is Payload.ROUNDED or step.buffer == SHARD or len(step.part) != 1:
+            rounds = chunk.steps.buffers[step.buffer].payload is not step.payload
+            if rounds or step.buffer == SHARD or len(step.part) != 1:
                 self._take(index, chunk, step.packed)
         elif isinstance(step, Compute):
             if step.gradients is not None:

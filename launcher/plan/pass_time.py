@@ -101,7 +101,7 @@ def work_of(
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
-                size = steps.buffers[post.buffer].slots * shape.bytes_of(post.payload)
+                size = post.count * shape.bytes_of(post.payload)
                 row[4 if is_inside(post.peer) else 3] += size
     return work
 

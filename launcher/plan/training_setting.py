@@ -48,10 +48,11 @@ class TrainingSetting:
     offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
     offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer lie on the host
     may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
-    # overlap, prune, chunk_bytes, gradient_payload: as in the JSON
+    # overlap, prune, chunk_bytes, stage_bytes, gradient_payload: as in the JSON
     overlap: bool = True
     prune: bool = True
     chunk_bytes: int | None = None
+    stage_bytes: int | Literal["auto"] = "auto"
     gradient_payload: str = "float32"
     # kernel, block_size: as in the JSON
     kernel: str = "auto"
@@ -122,21 +123,32 @@ class TrainingSetting:
     @cached_property
     def node_ranks(self) -> int:
         """Return how many neighbours on a ring share a node; 0 where nodes make no difference to the plan."""
+        found = self._neighbours_of_node
+        return found if 1 < found < self.ring_size else 0
+
+    @property
+    def ring_is_in_node(self) -> bool:
+        """Return whether all ranks of a ring share a node."""
+        return self._neighbours_of_node == self.ring_size
+
+    @property
+    def _neighbours_of_node(self) -> int:
         found = self.ring_ranks_per_node
         if found is None:
             grid = Grid(self.devices, self.ring_size, self.ulysses_size)
             found = grid.ring_ranks_per_node(0, self.hardware.devices_per_node) or 0
-        return found if 1 < found < self.ring_size else 0
+        return found
 
 
 def like_in_memory(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:
     """Return a setting of at most four ring ranks with as many tokens each, which needs the same memory.
 
     (Rank 0 of 8 and rank 0 of 1024 need the same buffers: `tools/measure_memory.py --fake`.) On two levels
-    four nodes of two: their rank 0 has 2 % more bytes of messages than any of eight nodes of eight.
+    four nodes of two: their rank 0 has 2 % more bytes of messages than any of eight nodes of eight. Rings
+    inside a node, which may have stages, are as in the node up to eight ranks.
     """
     nodes = setting.node_ranks and min(setting.ring_size // setting.node_ranks, 4)
-    return _smaller_ring(setting, local_tokens, 4, nodes, 2)
+    return _smaller_ring(setting, local_tokens, FEW_RANKS if setting.ring_is_in_node else 4, nodes, 2)
 
 
 def like_in_hops(setting: TrainingSetting, local_tokens: int) -> TrainingSetting:
@@ -151,6 +163,8 @@ def _smaller_ring(
     node = min(setting.node_ranks, node)
     ring = nodes * node or min(setting.ring_size, most)
     chunk_bytes = setting.chunk_bytes or chunk_bytes_on(setting.hardware.kind, setting.ring_size)
+    neighbours = ring if setting.ring_is_in_node else node
     return replace(
-        setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes, ring_ranks_per_node=node
-    )
+        setting, ring_size=ring, tokens=local_tokens * ring, chunk_bytes=chunk_bytes,
+        ring_ranks_per_node=neighbours,
+    )  # fmt: skip

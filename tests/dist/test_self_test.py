@@ -90,7 +90,7 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
     def pass_of(q: Tensor, k: Tensor, v: Tensor, context: RingContext, *more: Any, **named: Any) -> Any:
         made = real(q, k, v, context, *more, **named)
         assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
-        plan = context.plan(context.layout_for(q.shape[2], "cpu"), q.shape[1], k.shape[1])
+        plan = context.plan(context.layout_for(q.shape[2], "cpu"), q, k, v)
         exchange = SimpleNamespace(
             all_gather=gathered, reduce_scatter=reduced, guarded=made.exchange.guarded, mesh=context.mesh
         )

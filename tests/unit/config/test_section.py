@@ -59,6 +59,7 @@ DESIGN_EXAMPLE: Json = {
         "prune": True,
         "gradient_payload": "float32",
         "chunk_bytes": None,
+        "stage_bytes": "auto",
         "latents": "auto",
         "recompute_attention": False,
         "long_sequence": {
@@ -140,6 +141,7 @@ def test_every_key_can_be_set() -> None:
         "prune": False,
         "gradient_payload": "bfloat16",
         "chunk_bytes": 1 << 22,
+        "stage_bytes": 1 << 28,
         "latents": True,
         "recompute_attention": True,
         "long_sequence": {
@@ -578,6 +580,15 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
         section(chunk_bytes=0),
         ["ring_attention.chunk_bytes: expected a whole number", "got 0; use null"],
     ),
+    ("stage -1", section(stage_bytes=-1), ['0 or more, or "auto", got -1; use 0']),
+    (
+        "stage true",
+        section(stage_bytes=True),
+        ["ring_attention.stage_bytes: expected a whole number", "got true"],
+    ),
+    ("stage null", section(stage_bytes=None), ["got null; use 0"]),
+    ("stage text", section(stage_bytes="1"), ['0 or more, or "auto", got "1"']),
+    ("huge stage", section(stage_bytes=LONG), ["ring_attention.stage_bytes"]),
     ("chunk text", section(chunk_bytes="1"), ['(bytes), or null, got "1"; write 1 without quotes']),
     ("heartbeat 0", section(heartbeat_timeout_seconds=0), ["a number of seconds above 0, got 0; "]),
     ("heartbeat -1", section(heartbeat_timeout_seconds=-1.5), ["got -1.5; "]),
@@ -757,7 +768,7 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
     assert differing_keys(config, twin) == []
     assert len(config.fingerprint()) == 16 and int(config.fingerprint(), 16) >= 0
     # Written down, so that a change of the hash (two versions in one ring disagree) is seen in review.
-    assert RingConfig(ring_size=4).fingerprint() == "3c69949454bdc995"
+    assert RingConfig(ring_size=4).fingerprint() == "568b5bf60993c31f"
 
 
 @pytest.mark.parametrize(
