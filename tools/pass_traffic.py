@@ -141,10 +141,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local-tokens", type=int, nargs="+", default=[8192], help="tokens of a rank")
     for name, usual in (("ring-size", 8), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--all-ranks", action="store_true", help="not only the first, middle and last one")
     parser.add_argument("--stage-shards", type=int, help="most shards of a stage; by default hop by hop")
     options = parser.parse_args(arguments)
     for local_tokens in options.local_tokens:
-        for rank in sorted({0, options.ring_size // 2, options.ring_size - 1}):
+        some = {0, options.ring_size // 2, options.ring_size - 1}
+        for rank in range(options.ring_size) if options.all_ranks else sorted(some):
             *both, pairs = traffic_of(rank, options, local_tokens)
             for which, (name, found) in enumerate(zip(("forward", "backward"), both, strict=True)):
                 row: dict[str, Any] = {"local_tokens": local_tokens, "rank": rank, "pass": name}

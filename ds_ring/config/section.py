@@ -255,8 +255,8 @@ class RingConfig(Section):
         default="auto",
         description="compute with several shards at once (a stage) whose K and V have at most so many bytes: "
         "owners send keys directly to all readers and get gradients back from them, which saves most of the "
-        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the dtype of "
-        "the inputs; between nodes it sends more than a ring does; 0: hop by hop; "
+        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the inputs' "
+        "dtype; between nodes it sends more than a ring does; 0: hop by hop; "
         '"auto": 128 MiB on CUDA for rings inside a node, else 0',
     )
     latents: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(

@@ -37,19 +37,26 @@ MOST = 32  # pairs that a block keeps
 class Pair(NamedTuple):
     """K and V, or dK and dV, [B, G, slots, D] and [B, G, slots, E], which travel together.
 
-    `both` is the memory of a buffer, [slots, B, G, D + E], that they are views of; None for the caller's
-    tensors and for accumulators.
+    `memory` is what a buffer sends, token by token, that they are views of: one tensor [slots, B, G, D + E];
+    or, of gradients as the kernel returns them, two, [slots, B, G, D] and [slots, B, G, E]. It is empty for
+    the caller's tensors.
     """
 
     first: Tensor
     second: Tensor
-    both: Tensor | None = None
+    memory: tuple[Tensor, ...] = ()
 
 
 def halves(both: Tensor, head_dim: int) -> Pair:
     """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
     first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
-    return Pair(first, second, both)
+    return Pair(first, second, (both,))
+
+
+def tokens_first(first: Tensor, second: Tensor) -> Pair | None:
+    """Return tensors [B, G, slots, ...] as a buffer of two messages; None where tokens do not lie densely."""
+    memory = first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)
+    return Pair(first, second, memory) if all(x.is_contiguous() for x in memory) else None
 
 
 class BufferKind(NamedTuple):
@@ -61,6 +68,7 @@ class BufferKind(NamedTuple):
         dtype, device: of both.
         nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
+        apart: the second one lies behind the first one, and not beside it token by token.
     """
 
     shape: tuple[int, ...]
@@ -69,14 +77,27 @@ class BufferKind(NamedTuple):
     device: torch.device
     nbytes: int
     fake: bool
+    apart: bool = False
+
+    def pair(self, elements: Tensor) -> Pair:
+        """Return the tensors in so many contiguous elements."""
+        if not self.apart:
+            return halves(elements.view(self.shape), self.head_dim)
+        rows, width = math.prod(self.shape[:-1]), self.shape[-1]
+        parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
+        widths = self.head_dim, width - self.head_dim
+        both = (part.view(*self.shape[:-1], own) for part, own in zip(parts, widths, strict=True))
+        found = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        assert found is not None, "dense as it was made"
+        return found
 
 
-def kind_of(like: Pair, slots: int, dtype: torch.dtype) -> BufferKind:
+def kind_of(like: Pair, slots: int, dtype: torch.dtype, apart: bool = False) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     batch, heads, _, head_dim = like.first.shape
     shape = (slots, batch, heads, head_dim + like.second.shape[3])
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first))
+    return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first), apart)
 
 
 class Block:
@@ -100,8 +121,7 @@ class Block:
             with torch.inference_mode(False):
                 count = math.prod(kind.shape)
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
-                both = both.set_(self._storage, 0, (count,), (1,)).view(kind.shape)
-                found = self._kept[kind] = halves(both, kind.head_dim)
+                found = self._kept[kind] = kind.pair(both.set_(self._storage, 0, (count,), (1,)))
         return found
 
 
@@ -114,7 +134,12 @@ class Size(NamedTuple):
 
 
 class Buffers:
-    """Keep free blocks by size, device and stream."""
+    """Keep free blocks by size, device and stream.
+
+    `adopts` is whether what is sent may lie in other memory as well.
+    """
+
+    adopts = True
 
     def __init__(self) -> None:
         self._free: OrderedDict[Size, list[Block]] = OrderedDict()
@@ -180,8 +205,8 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
     pair has exactly so many.
     """
     sides = [(target.first, source.first, 2), (target.second, source.second, 2)]
-    if target.both is not None and source.both is not None:
-        sides = [(target.both, source.both, 0)]
+    if target.memory and len(target.memory) == len(source.memory):
+        sides = [(to, of, 0) for to, of in zip(target.memory, source.memory, strict=True)]
     gather = isinstance(step, Send)
     for to, of, dim in sides:
         if len(step.ranges) > FEW_RANGES:
@@ -244,6 +269,14 @@ class RingBuffers:
             found = self._take(buffer, slots, payload)
         return found
 
+    def both(self, buffer: int) -> tuple[Tensor, Tensor]:
+        """Return K and V, or dK and dV, of a buffer; see `pair`."""
+        return self.pair(buffer)[:2]
+
+    def dtype(self, buffer: int) -> torch.dtype:
+        """Return the dtype of a buffer."""
+        return self._dtypes[self.chunk.steps.buffers[buffer].payload]
+
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
         """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
         final = returned = False
@@ -269,43 +302,57 @@ class RingBuffers:
         """Append the tensor of every send and receive to these lists, in the order of the steps."""
         for step in steps:
             if isinstance(step, Send):
-                sent.append(self._packed(step))
+                sent += self._packed(step)
             else:
-                both = self.pair(step.buffer).both
-                assert both is not None, "messages arrive in buffers"
-                whole = step.count == both.shape[0]
-                received.append(both if whole else both.narrow(0, step.first, step.count))
+                for x in self.pair(step.buffer).memory:
+                    received.append(x if step.count == x.shape[0] else x.narrow(0, step.first, step.count))
 
-    def label(self, step: Send | Recv) -> Label:
-        """Return the label of a step's message, by which a trace and the agreement identify it."""
+    def labels(self, step: Send | Recv) -> list[Label]:
+        """Return the labels of a step's messages, by which a trace and the agreement identify them."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        return Label(step.peer, step.payload.names, step.count, self._dtypes[step.payload], tokens)
+        names = step.payload.names.split("/") if step.payload is Payload.PARTS else [step.payload.names]
+        return [Label(step.peer, one, step.count, self._dtypes[step.payload], tokens) for one in names]
+
+    def adopt(self, buffer: int, first: Tensor | None, second: Tensor | None) -> bool:
+        """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
+
+        They can if they have the buffer's dtype, each token's heads lie side by side, and they are in no
+        memory that only the pool has.
+        """
+        if first is None or second is None or not self._pool.adopts:
+            return False
+        fits = first.dtype == second.dtype == self.dtype(buffer)
+        pair = tokens_first(first, second) if fits else None
+        if pair is None:
+            return False
+        self._pairs[buffer] = pair
+        return True
 
     def _take(self, buffer: int, slots: int, payload: Payload) -> Pair:
         # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
-            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtypes[payload])
+            apart = payload is Payload.PARTS
+            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtypes[payload], apart)
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
-            taken = halves(shard.first.new_empty(kind.shape, dtype=kind.dtype), kind.head_dim)
+            taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
         else:
             block = self._blocks[buffer] = self._pool.take(kind.nbytes, kind.device)
             taken = block.pair(kind)
         self._pairs[buffer] = taken
         return taken
 
-    def _packed(self, step: Send) -> Tensor:
-        """Return the tensor to send: a copy if the slots are those of the shard, apart, or rounded."""
+    def _packed(self, step: Send) -> Sequence[Tensor]:
+        """Return what to send: copies if the slots are those of the shard, in several ranges, or rounded."""
         pair, ranges = self._pairs[step.buffer], step.ranges
         rounds = self.chunk.steps.buffers[step.buffer].payload is not step.payload
-        if len(ranges) == 1 and pair.both is not None and not rounds:
+        if len(ranges) == 1 and pair.memory and not rounds:
             start, end = ranges[0]
-            return pair.both.narrow(0, start, end - start)
+            return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
         _move(packed, pair, step)
-        assert packed.both is not None, "copies for messages are buffers"
-        return packed.both
+        return packed.memory
 
     def _accumulate(self, step: Accumulate) -> None:
         """Add gradients to a buffer, or write keys into a buffer that their first part allocates."""

@@ -195,6 +195,13 @@ class Total:
         if made is not None and made is not result and self._trace is not None:
             self._trace.accumulators_bytes -= made.nbytes
 
+    def whole(self) -> Tensor | None:
+        """Return the only part, if it waits and has all slots."""
+        if len(self.waiting) != 1 or self._accumulator is not None:
+            return None
+        ((rows, part, _),) = self.waiting
+        return part if rows.length == self._shape[2] else None
+
     def merge(self) -> None:
         """Merge the parts that wait, because others will write to their memory."""
         if self.waiting:
@@ -228,7 +235,8 @@ class TotalPair:
     """The sums of dK and dV over parts of some keys.
 
     Args:
-        results: what is written to, [B, G, slots, D] and [B, G, slots, E], uninitialised.
+        results: returns what is written to, [B, G, slots, D] and [B, G, slots, E], uninitialised.
+        like: two tensors of these shapes and their device.
         dtype: of the accumulators.
         waits, trace: see `Total`.
     """
@@ -236,13 +244,18 @@ class TotalPair:
     __slots__ = ("dtype", "first", "second")
 
     def __init__(
-        self, results: Sequence[Tensor], dtype: torch.dtype, waits: bool, trace: Trace | None
-    ) -> None:
-        def total_of(result: Tensor) -> Total:
-            return Total(lambda: result, result, tuple(result.shape), dtype, None, waits, trace)
-
+        self, results: Callable[[], Sequence[Tensor]], like: Sequence[Tensor], dtype: torch.dtype,
+        waits: bool, trace: Trace | None,
+    ) -> None:  # fmt: skip
         self.dtype = dtype
-        self.first, self.second = map(total_of, results)
+        self.first, self.second = (
+            Total(lambda i=i: results()[i], x, tuple(x.shape), dtype, None, waits, trace)  # type: ignore[misc]
+            for i, x in enumerate(like)
+        )
+
+    def whole(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the only part of each, if it has all slots."""
+        return self.first.whole(), self.second.whole()
 
     def add(self, rows: Rows, first: Tensor, second: Tensor) -> None:
         """Add a part to some slots, now or later; nobody may write to it from here on."""

@@ -100,9 +100,9 @@ class BackwardChunk:
         # nothing is added to it before that step.
         keys, of_keys = self.buffers.pair(step.buffer), self.home
         if step.gradients != RESULTS:
-            there, dtype = self.buffers.pair(step.gradients), self.home.dtype
-            waits = self.waits and there.first.dtype != dtype
-            of_keys = TotalPair(there[:2], dtype, waits, self.ring.trace)
+            waits = self.waits and self.buffers.dtype(step.gradients) != self.home.dtype
+            there = partial(self.buffers.both, step.gradients)
+            of_keys = TotalPair(there, keys[:2], self.home.dtype, waits, self.ring.trace)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
@@ -115,7 +115,7 @@ class BackwardChunk:
         if self.ring.check is not None:
             dk, dv = of_keys.so_far()
             self.ring.check(step.hop, dq=self.dq.so_far(), dk=dk, dv=dv)
-        if of_keys is not self.home:
+        if of_keys is not self.home and not self.buffers.adopt(step.gradients, *of_keys.whole()):
             of_keys.finish()
 
     def finish(self) -> None:
@@ -190,9 +190,9 @@ class RingPass:
         def begin(chunk: HeadChunk) -> Chunk:
             # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
             heads, kv = chunk.query_heads, chunk.kv_heads
-            own = Pair(*some_heads(kv, k, v))
+            k_here, v_here = some_heads(kv, k, v)
             kernel = self.kernel.of_heads(heads)
-            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], Pair(k_here, v_here))
             of_sinks = None if sinks is None else sinks[heads]
             q_here, lse_here = some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
@@ -237,7 +237,8 @@ class RingPass:
             result = partial(_of_heads, heads, dq)
             of_queries = Total(result, grad_here, q_here.shape, lse.dtype, None, waits, self.trace)
             # Gradients of the own keys that other ranks return are added here.
-            home = TotalPair(some_heads(kv, dk, dv), lse.dtype, waits, self.trace)
+            results = some_heads(kv, dk, dv)
+            home = TotalPair(lambda: results, results, lse.dtype, waits, self.trace)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)
@@ -338,7 +339,7 @@ class RingPass:
         labels: tuple[list[Label], list[Label]] = ([], [])
         for index, steps in rounds:
             for post in steps.posted:
-                labels[not isinstance(post, Send)].append(under_way[index].buffers.label(post))
+                labels[not isinstance(post, Send)].extend(under_way[index].buffers.labels(post))
         sends, receives = (
             [Message(tensor, *label) for tensor, label in zip(tensors, side, strict=True)]
             for tensors, side in zip((sent, received), labels, strict=True)

@@ -239,7 +239,10 @@ class VirtualExchange:
             # K and V that are sent need no copy: the reader looks them up in the source itself.
             if message.what != Payload.KEYS.names:
                 assert self.add is not None, "gradients in a forward pass"
-                for what, part in zip(("dK", "dV"), self._halves(message), strict=True):
+                whats, parts = message.what.split("/"), self._halves(message)
+                if len(whats) == 1:  # dK or dV, a message by itself
+                    parts = [message.tensor.permute(1, 2, 0, 3)]
+                for what, part in zip(whats, parts, strict=True):
                     self.add(what, *self._tokens_of(message), part)
         for message in receives:
             if message.what == Payload.KEYS.names:

@@ -1,8 +1,8 @@
-"""Every mask x kernel x layout x 1, 2, 4 and 8 ranks: out and each gradient against dense float64.
+"""Every mask x kernel x layout x 1, 2, 4 and 8 ranks x hops or stages: out and each gradient against dense float64.
 
 The truth is a formula of positions (`tests/mask_table.py`) and a softmax written here. FlexAttention runs
-uncompiled, on the CPU. A run takes one kernel and one number of ranks for each mask and layout, so chosen
-that every two of (mask, kernel, layout, number of ranks) meet at least once. DS_RING_WHOLE_REGISTRY=1 runs the
+uncompiled, on the CPU. A run takes one kernel, one number of ranks and hops or stages for each mask and layout, so
+chosen that every two of (mask, kernel, layout, number of ranks, stages) meet at least once. DS_RING_WHOLE_REGISTRY=1 runs the
 whole product; DS_RING_REGISTRY_MASKS="prefix;sinks" the whole product of these rows of the table.
 """
 
@@ -45,6 +45,7 @@ class Case(NamedTuple):
     mask: str
     kernel: str
     layout: str
+    stages: bool  # keys go to their readers in stages, not around the ring hop by hop
 
 
 def pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
@@ -53,13 +54,14 @@ def pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 
 
 @lru_cache
-def few() -> list[tuple[str, str, str, int]]:
+def few() -> list[tuple[str, str, str, int, bool]]:
     """A pass for each mask and layout: of kernels and ring sizes those that meet most for the first time."""
     met: set[tuple[Any, ...]] = set()
     uses: Counter[tuple[str, int]] = Counter()  # of a kernel at a ring size
     found = []
     for mask, layout in itertools.product(MASKS, LAYOUTS):
-        every = [(mask, kernel, layout, size) for kernel, size in itertools.product(KERNELS, RANKS)]
+        choices = itertools.product(KERNELS, RANKS, (False, True))
+        every = [(mask, kernel, layout, size, stages) for kernel, size, stages in choices]
         # Of equal ones the one used least, by the work of its ranks: eight take turns on few cores.
         best = max(every, key=lambda case: (len(pairs(case) - met), -(1 + uses[case[1::2]]) * case[3]))
         found.append(best)
@@ -72,8 +74,8 @@ def cases(ring_size: int) -> list[Case]:
     """The passes of a ring size: a few, or the whole product, of all masks or of those that are named."""
     masks, every = ONLY or list(MASKS), few()
     if WHOLE or ONLY:
-        every = list(itertools.product(masks, KERNELS, LAYOUTS, RANKS))
-    return [Case(*choices) for *choices, size in every if size == ring_size]
+        every = list(itertools.product(masks, KERNELS, LAYOUTS, RANKS, (False, True)))
+    return [Case(*choices, stages) for *choices, size, stages in every if size == ring_size]
 
 
 def truth(name: str) -> dict[str, Tensor]:
@@ -94,7 +96,8 @@ def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
     layout = layout_for(case.layout, pattern, tokens=TOKENS, ring_size=mesh.ring_size)
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    options = Options(kernel="reference" if case.kernel == "flex" else case.kernel)
+    kernel, most = "reference" if case.kernel == "flex" else case.kernel, (1 << 30) * case.stages
+    options = Options(kernel=kernel, stage_bytes=most)
     context = context_for(pattern, layout, mesh, options)
     if case.kernel == "flex":  # by name it is for CUDA only
         context._kernel = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
@@ -138,7 +141,7 @@ def test_every_mask_is_its_formula(rank_pool: Callable[[int], RankPool], ring_si
 
 
 def test_every_two_choices_meet() -> None:
-    values = (tuple(MASKS), tuple(KERNELS), LAYOUTS, RANKS)
+    values = (tuple(MASKS), tuple(KERNELS), LAYOUTS, RANKS, (False, True))
     assert len(MASKS) >= 24 and len(few()) == len(MASKS) * len(LAYOUTS)
     met = set().union(*(pairs(case) for case in few()))
     for (a, first), (b, second) in itertools.combinations(enumerate(values), 2):

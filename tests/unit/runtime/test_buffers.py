@@ -29,8 +29,9 @@ def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
         first, second = (pair := block.pair(one)).first, pair.second
         assert first.shape == (1, 2, slots, 4) and second.shape == (1, 2, slots, 6)
         assert first.dtype == second.dtype == one.dtype
-        assert pair.both is not None and pair.both.is_contiguous()
-        assert pair.both.shape == (slots, 1, 2, 4 + 6) and pair.both.data_ptr() % ALIGNMENT == 0
+        (both,) = pair.memory
+        assert both.is_contiguous()
+        assert both.shape == (slots, 1, 2, 4 + 6) and both.data_ptr() % ALIGNMENT == 0
         first.fill_(1)
         second.fill_(2)
         assert (first.unique().tolist(), second.unique().tolist()) == ([1], [2])
