@@ -45,12 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--segment-lengths", type=int, nargs="+")
     parser.add_argument("--dilation-rates", type=int, nargs="+")
     parser.add_argument("--schedule", type=int, metavar="RANK", help="print this rank's steps, draw nothing")
+    parser.add_argument("--stage-shards", type=int, help="most shards of a stage; by default hop by hop")
     options = parser.parse_args(arguments)
     if options.documents:
         options.tokens = sum(options.documents)
     pattern = pattern_of(options)
     layout = make_layout(options.layout, tokens=options.tokens, ring_size=options.ring_size, pattern=pattern)
-    plan = build_plan(pattern, layout)
+    plan = build_plan(pattern, layout, stage_shards=options.stage_shards)
     if options.schedule is not None:
         classes = plan.rank(options.schedule).classes
         for backward in (False, True):

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import (
@@ -99,6 +100,7 @@ def simulate(
     prune: bool = True,
     gradient_payload: str = "float32",
     ranks_per_node: int | None = None,
+    stage_bytes: int | Literal["auto"] = 0,
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
     trace: bool = False,
@@ -119,6 +121,7 @@ def simulate(
         prune, gradient_payload: as in the JSON; "bfloat16" rounds each rank's part of dK and dV once.
         ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
             travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
+        stage_bytes: most bytes of K and V that are computed with at once, as in the JSON; 0: hop by hop.
         ranks: ring ranks to simulate, None for all.
         measure_memory, trace: count tensor memory (slower); keep what every rank did when.
         threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
@@ -130,7 +133,9 @@ def simulate(
     """
     source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload)
+    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload, stage_bytes)
+    width = sizes.width("k") + sizes.width("v")
+    shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
     for name, flag in flags.items():
         true_or_false(flag, name, RingConfigError)
@@ -149,6 +154,7 @@ def simulate(
             prune=prune,
             gradient_payload=options.gradient_payload,
             ranks_per_node=ranks_per_node,
+            stage_shards=stage_shards(options.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
         ),
         get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
         options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
@@ -263,6 +269,7 @@ def _options(
     kernel_options: Mapping[str, Any] | None,
     chunk_bytes: int | None,
     gradient_payload: str,
+    stage_bytes: int | Literal["auto"],
 ) -> Options:
     """Return the options of a real call, checked."""
     if chunk_bytes is not None:
@@ -278,6 +285,7 @@ def _options(
         kernel_options=tuple(sorted(given.items())),
         chunk_bytes=chunk_bytes,
         gradient_payload=gradient_payload,
+        stage_bytes=stage_bytes,
     )
 
 

@@ -104,6 +104,7 @@ def _row(
         kernel_options=config.kernel_options,
         chunk_bytes=options.chunk_bytes,
         prune=config.prune,
+        stage_bytes=config.stage_bytes,
     )
     busiest = max(result.memory.values(), key=lambda memory: memory.peak_bytes)
     sent = [both.forward + both.backward for both in result.bytes_sent.values()]

@@ -150,7 +150,7 @@ def measure_virtual(job: ProfileJob, ring_size: int, times: bool, progress: bool
         result = simulate(
             job.source, pattern=job.pattern, layout=layout, grad_out=job.backward or None,
             scale=options.scale, kernel=options.kernel, kernel_options=dict(options.kernel_options),
-            chunk_bytes=options.chunk_bytes, prune=options.prune,
+            chunk_bytes=options.chunk_bytes, prune=options.prune, stage_bytes=options.stage_bytes,
             measure_memory=memory, trace=trace, threads=job.threads, progress=progress,
         )  # fmt: skip
         return result.memory, result.traces

@@ -76,6 +76,38 @@ def test_virtual_ranks_are_within_1e_5_of_float64(
     assert (sum(sent.forward for sent in got.bytes_sent.values()) > 0) == (ring_size > 1)
 
 
+@pytest.mark.parametrize(
+    ("pattern_name", "layout_name", "ring_size"),
+    [
+        ("causal", "zigzag", 3),
+        ("window both ways", "balanced", 4),
+        ("dilated", "zigzag", 5),
+        ("mask function, causal", "zigzag", 4),
+    ],
+)
+@pytest.mark.day(("causal", "zigzag", 3), ("dilated", "zigzag", 5))
+def test_virtual_ranks_in_stages_send_as_many_bytes(
+    pattern_name: str, layout_name: str, ring_size: int
+) -> None:
+    """And are the same attention; a forward pass sends each token once to each reader either way."""
+    pattern = PATTERNS[pattern_name](RAGGED.tokens)
+    layout = layout_for(layout_name, pattern, tokens=RAGGED.tokens, ring_size=ring_size)
+    q, k, v, grad = tensors(RAGGED)
+    given = {
+        "pattern": pattern,
+        "layout": layout,
+        "grad_out": grad,
+        "chunk_bytes": 1,
+        "measure_memory": False,
+    }
+    hops, stages = (simulate(q, k, v, **given, stage_bytes=most) for most in (0, 1 << 30))
+    for name in NAMES:
+        got, want = (getattr(one, name).nan_to_num(neginf=0) for one in (stages, hops))
+        assert relative_error(got, want.double()) < 1e-6, name
+    sent = [sum(one.forward for one in found.bytes_sent.values()) for found in (hops, stages)]
+    assert sent[0] == sent[1] > 0
+
+
 def test_float64_stays_float64() -> None:
     q, k, v, grad = tensors(RAGGED, torch.float64)
     layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)

@@ -64,6 +64,41 @@ def test_groups_have_at_least_the_bytes_of_a_chunk():
     assert of_rings == [1024, 1024, 512, 128, 128] and chunk_bytes_on("cuda", 8) == 64 << 20
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stages_as_virtual_ranks_measure_them(dtype: torch.dtype) -> None:
+    """Bytes on the wire to the byte, memory within 5 %."""
+    layout = make_layout("zigzag", tokens=8192, ring_size=4)
+    source = GeneratedSource(8192, 4, 4, 64, dtype=dtype)
+    found = simulate(
+        source,
+        pattern=Causal(),
+        layout=layout,
+        grad_out=True,
+        ranks=[0, 2],
+        stage_bytes=1 << 30,
+        chunk_bytes=1,
+    )
+    plan = build_plan(Causal(), layout, query_heads=4, kv_heads=4, stage_shards=3)
+    shape = PassShape(1, 1, 2048, 64, dtype.itemsize, 1, "cpu")
+    for rank in (0, 2):
+        classes = plan.rank(rank).classes
+        assert bytes_sent([CostPart(one, 1) for one in classes], shape) == found.bytes_sent[rank]
+        total = attention_alone(4, 4, 2048, 64, dtype.itemsize, pass_memory(classes, shape)).total
+        assert total == pytest.approx(found.memory[rank].peak_bytes, rel=0.05)
+
+
+def test_memory_grows_with_stages_and_not_with_stages_of_one_shard() -> None:
+    """On a GPU, forward and backward: a stage of one shard takes less than a hop, as no sum has float32."""
+    layout = make_layout("zigzag", tokens=8 * 8192, ring_size=8)
+    shape = PassShape(1, 4, 8192, 128, 2, 64 << 20, "flash")
+    needed = []
+    for most in (None, 1, 2, 4):
+        plan = build_plan(Causal(), layout, query_heads=32, kv_heads=8, stage_shards=most)
+        needed.append(max(pass_memory(plan.rank(rank).classes, shape).total for rank in (0, 4, 7)))
+    hops, *stages = needed
+    assert stages == sorted(stages) and stages[0] < hops < stages[1]
+
+
 @pytest.mark.parametrize(("width", "v_width", "dtype"), [(96, 64, torch.float32), (64, 96, torch.bfloat16)])
 def test_values_of_another_width_as_virtual_ranks_measure_them(
     width: int, v_width: int, dtype: torch.dtype
