@@ -30,13 +30,14 @@ from ds_ring.runtime.device import HOST, Streams
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.messages import Counters, InFlight, check_messages
 from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.schedule.lowering import CHUNK_BYTES_GPU
+from ds_ring.schedule.lowering import CHUNK_BYTES_GPU, stage_shards
 from ds_ring.schedule.steps import Send
 from tests.fake_cuda import fake_tensors
 from tests.host_waits import cuda_guard
 
 BYTES_PER_S = 2.85e12  # of an H100's memory, as triad measures it
 FLOPS_PER_S = {"FA2": (370e12, 300e12), "FA3": (640e12, 550e12)}  # forward and backward, D 128, bf16
+ELEMENT_BYTES = 2
 FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "set_", "detach")
 COPIES = ("copy_", "clone", "_to_copy", "index_select", "cat")
 
@@ -116,8 +117,11 @@ def traffic_of(ring_rank: int, options: Any, local_tokens: int) -> tuple[OwnTraf
     """Return the traffic of a rank's forward and backward pass, causal zigzag, and its attended pairs."""
     size, heads, kv_heads, width = options.ring_size, options.heads, options.kv_heads, options.head_dim
     layout = make_layout("zigzag", tokens=local_tokens * size, ring_size=size)
-    counts = {"query_heads": heads, "kv_heads": kv_heads, "stage_shards": options.stage_shards}
-    plan = build_plan(Causal(), layout, **counts).rank(ring_rank)
+    shard_bytes = 2 * local_tokens * kv_heads * width * ELEMENT_BYTES
+    most = stage_shards(options.stage_bytes, "cuda", size, size, shard_bytes)  # all ranks in one node
+    plan = build_plan(Causal(), layout, query_heads=heads, kv_heads=kv_heads, stage_shards=most).rank(
+        ring_rank
+    )
     forward, backward = OwnTraffic(), OwnTraffic()
     with cuda_guard(), fake_tensors():
         made = RingPass(plan, FlashKernel(), NoExchange(), width**-0.5, chunk_bytes=CHUNK_BYTES_GPU)
@@ -142,7 +146,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name, usual in (("ring-size", 8), ("heads", 32), ("kv-heads", 8), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--all-ranks", action="store_true", help="not only the first, middle and last one")
-    parser.add_argument("--stage-shards", type=int, help="most shards of a stage; by default hop by hop")
+    parser.add_argument(
+        "--stage-bytes", type=lambda x: x if x == "auto" else int(x), default="auto",
+        help="of K and V of a stage, as in the JSON; 0: hop by hop",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     for local_tokens in options.local_tokens:
         some = {0, options.ring_size // 2, options.ring_size - 1}

@@ -7,6 +7,7 @@ alive by its mesh's table and by other references; the global table has weak ref
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import weakref
 import zlib
@@ -73,6 +74,7 @@ from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
 TRANSPORTS = ("ring", "all_gather", "reproducible")
+_log = logging.getLogger(__name__)
 MOST_BYTES = 2**53  # of an option: a float's whole numbers
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
@@ -499,6 +501,11 @@ class RingContext:
         if options.transport == "ring":
             shard_bytes = k.nbytes + v.nbytes
             stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
+            if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
+                _log.warning(
+                    "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
+                    " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
+                )  # fmt: skip
         if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
             pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         return build_plan(

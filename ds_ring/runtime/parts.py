@@ -104,7 +104,8 @@ def zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
 # at most `ALONE` parts has no accumulator. While the kernel computes, what waits takes no more memory than
 # the accumulator and the result would, and the result is made when the first chunk is done. So a pass needs
 # no more memory than if nothing waited. Results in the accumulators' dtype gain nothing by waiting.
-ALONE, BESIDE = 4, 2  # parts that are merged before the next one: with no accumulator, and beside one
+ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: with no accumulator, and beside one
+AT_ONCE = 5  # of one merge, the accumulator among them
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -160,7 +161,7 @@ class Total:
     def add(self, rows: Rows, heads: slice, part: Tensor, lse: Tensor | None = None) -> None:
         """Merge (or add) a part, now or later; nobody may write to it from here on."""
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            if len(self.waiting) == ALONE:  # all of one hop
+            if len(self.waiting) == AT_ONCE - (self._accumulator is not None):  # all of one hop, or returned
                 self._write(self._accumulate())
             self.waiting.append((rows, part, lse))
             return

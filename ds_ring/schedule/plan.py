@@ -24,7 +24,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
 GRADIENT_PAYLOADS = ("float32", "bfloat16")
-STAGE_GROWTH = 3  # a stage has at most so many times the shards of the one before: they arrive meanwhile
+STAGE_GROWTH = 4  # a stage has at most so many times the shards of the one before: they arrive meanwhile
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
 
@@ -127,7 +127,8 @@ def two_levels(size: int, ranks_per_node: int, sign: int = 1) -> tuple[Direction
 def stage_sizes(size: int, most: int) -> tuple[int, ...]:
     """Return the shards of each stage after the own one, in a ring of `size` ranks; [Note: stages].
 
-    As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest.
+    As few stages as `most` shards in each allow, and of these the ones whose largest stage is smallest. The
+    last stage is as short as that allows, because nothing is computed while its gradients return.
     """
     found: tuple[int, ...] = ()
     for limit in range(min(most, size - 1), 0, -1):

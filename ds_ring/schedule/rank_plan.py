@@ -18,8 +18,8 @@ If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `Ring
 
 [Note: stages]
 In a ring every hop has a partial result to merge, and sums of dK and dV are read and written at every hop. In
-stages, consecutive hops are computed at once: (1, 3, 4) for eight ranks are the own shard, then the keys of
-three ranks, then those of four. Every owner sends its keys directly to each reader, and every reader returns
+stages, consecutive hops are computed at once: (1, 4, 3) for eight ranks are the own shard, then the keys of
+four ranks, then those of three. Every owner sends its keys directly to each reader, and every reader returns
 its dK and dV directly to the owner, so nothing is relayed. The keys of a stage arrive in token ranges of one
 buffer, while the stage before is computed. Its tiles are one table over that buffer: the kernel is called
 once, and a pass has as many partial results as stages. As many bytes are sent as in a ring. Links between

@@ -376,8 +376,12 @@ def test_bench_host_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPa
 
 def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes an element of 8 ranks' slowest one; with parts that are merged as they come, as before."""
-    given = argparse.Namespace(ring_size=8, heads=32, kv_heads=8, head_dim=128)
+    given = argparse.Namespace(ring_size=8, heads=32, kv_heads=8, head_dim=128, stage_bytes="auto")
     elements = 512 * 32 * 128
+    for rank in (1, 5, 7):  # at 8 Ki tokens these are 2 % of FlashAttention 3's time
+        forward, backward, _ = pass_traffic.traffic_of(rank, given, 512)
+        assert forward.bytes < 11.7 * elements and backward.bytes < 34 * elements
+    given.stage_bytes = 0
     forward, backward, _ = pass_traffic.traffic_of(7, given, 512)
     assert 30 * elements < forward.bytes < 37 * elements and 70 * elements < backward.bytes < 81 * elements
     *both, _ = pass_traffic.traffic_of(0, given, 512)

@@ -9,9 +9,10 @@ import pytest
 from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
+from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank
-from ds_ring.schedule.plan import one_way
+from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
+from ds_ring.schedule.plan import one_way, stage_sizes
 from ds_ring.schedule.steps import Accumulate, Payload
 
 
@@ -62,3 +63,48 @@ def test_relays_direct_sends_and_returns_are_proven(
     ]
     assert Payload.GRADIENTS in written
     assert (Payload.KEYS in written) is joins, "keys of two senders are put together"
+
+
+def test_stages_are_few_and_end_with_a_short_one() -> None:
+    sizes = {(2, 1): (1,), (2, 9): (1,), (3, 2): (2,), (4, 7): (3,), (8, 7): (4, 3), (8, 4): (4, 3)}
+    sizes |= {
+        (8, 3): (3, 3, 1),
+        (8, 2): (2, 2, 2, 1),
+        (8, 1): (1,) * 7,
+        (16, 8): (4, 6, 5),
+        (64, 63): (4, 16, 43),
+    }
+    for (ring_size, most), want in sizes.items():
+        found = stage_sizes(ring_size, most)
+        assert found == want and sum(found) == ring_size - 1, (ring_size, most, found)
+
+
+def test_stages_by_a_budget_of_bytes() -> None:
+    """By themselves only on a GPU, in rings inside a node; never of one shard, which saves nothing."""
+    shard = 32 << 20
+    rows = [
+        (("auto", "cuda", 8, 8, shard), 4),
+        (("auto", "cuda", 8, 8, 4 * shard), None),
+        (("auto", "cuda", 8, None, shard), None),
+        (("auto", "cuda", 8, 4, shard), None),
+        (("auto", "cpu", 8, 8, shard), None),
+        ((0, "cuda", 8, 8, shard), None),
+        ((3 * shard, "cpu", 8, None, shard), 3),
+        ((3 * shard - 1, "cpu", 8, 4, shard), 2),
+        ((shard, "cpu", 8, 8, shard), None),
+        ((shard, "cpu", 2, 2, shard), 1),
+        ((shard, "cpu", 1, 1, shard), None),
+        ((1 << 50, "cuda", 4, 4, 0), 3),
+    ]
+    for given, want in rows:
+        assert stage_shards(*given) == want, given
+
+
+def test_stages_beside_other_directions_are_refused() -> None:
+    layout = make_layout("zigzag", tokens=64, ring_size=4)
+    with pytest.raises(RingLayoutError, match="stage_shards: expected None beside directions, got 2"):
+        build_plan(Causal(), layout, directions=one_way(4), stage_shards=2)
+    # Two levels are not chosen beside them: the plan says so.
+    plan = build_plan(Full(), layout, ranks_per_node=2, stage_shards=3)
+    assert "shards travel from owner to reader, hops in stages of 1, 3" in plan.summary()
+    assert plan.tokens_sent == plan.tokens_needed
