@@ -121,7 +121,9 @@ class Block:
             with torch.inference_mode(False):
                 count = math.prod(kind.shape)
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
-                found = self._kept[kind] = kind.pair(both.set_(self._storage, 0, (count,), (1,)))
+                both = both.set_(self._storage, 0, (count,), (1,))
+                beside = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
+                found = self._kept[kind] = beside or kind.pair(both)
         return found
 
 
@@ -269,10 +271,6 @@ class RingBuffers:
             found = self._take(buffer, slots, payload)
         return found
 
-    def both(self, buffer: int) -> tuple[Tensor, Tensor]:
-        """Return K and V, or dK and dV, of a buffer; see `pair`."""
-        return self.pair(buffer)[:2]
-
     def dtype(self, buffer: int) -> torch.dtype:
         """Return the dtype of a buffer."""
         return self._dtypes[self.chunk.steps.buffers[buffer].payload]
@@ -349,6 +347,8 @@ class RingBuffers:
         rounds = self.chunk.steps.buffers[step.buffer].payload is not step.payload
         if len(ranges) == 1 and pair.memory and not rounds:
             start, end = ranges[0]
+            if len(pair.memory) == 1:  # the usual case
+                return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
         _move(packed, pair, step)
@@ -366,14 +366,14 @@ class RingBuffers:
 
     def _add_home(self, home: TotalPair, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
-        source, offset = self._pairs[step.source], 0
+        (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:
-            _move(Pair(*home.so_far()), source, step, add=True)
+            dk, dv = home.so_far()
+            _move(Pair(dk, dv), self._pairs[step.source], step, add=True)
             return
         for start, end in step.ranges:
             count = end - start
-            given = (x if count == x.shape[2] else x.narrow(2, offset, count) for x in source[:2])
-            home.add_slots(start, count, *given)
+            home.add_slots(start, count, first.narrow(2, offset, count), second.narrow(2, offset, count))
             offset += count
 
 

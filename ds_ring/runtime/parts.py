@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -233,50 +234,82 @@ class Total:
 
 
 class TotalPair:
-    """The sums of dK and dV over parts of some keys.
+    """The sums of dK and dV over parts of some keys; parts that do not wait are added to both at once.
 
     Args:
-        results: returns what is written to, [B, G, slots, D] and [B, G, slots, E], uninitialised.
+        results: returns what is written to, uninitialised: a tensor [B, G, slots, D] and one of E, and more.
         like: two tensors of these shapes and their device.
         dtype: of the accumulators.
         waits, trace: see `Total`.
     """
 
-    __slots__ = ("dtype", "first", "second")
+    __slots__ = ("_first", "_results", "_tensors", "_totals", "_trace", "dtype")
 
     def __init__(
-        self, results: Callable[[], Sequence[Tensor]], like: Sequence[Tensor], dtype: torch.dtype,
+        self, results: Callable[[], Sequence[Any]], like: Sequence[Tensor], dtype: torch.dtype,
         waits: bool, trace: Trace | None,
     ) -> None:  # fmt: skip
-        self.dtype = dtype
-        self.first, self.second = (
-            Total(lambda i=i: results()[i], x, tuple(x.shape), dtype, None, waits, trace)  # type: ignore[misc]
-            for i, x in enumerate(like)
-        )
+        self.dtype, self._trace = dtype, trace
+        self._totals: tuple[Total, ...] = ()
+        if waits:
+            self._totals = tuple(
+                Total(lambda i=i: results()[i], x, tuple(x.shape), dtype, None, True, trace)  # type: ignore[misc]
+                for i, x in enumerate(like)
+            )
+            return
+        first, second = self._results = results()[:2]
+        if first.dtype != dtype:
+            first, second = torch.empty_like(first, dtype=dtype), torch.empty_like(second, dtype=dtype)
+        self._tensors = first, second
+        self._first = FirstParts(first.shape[2], zero, first, second)
+        if trace is not None:
+            trace.accumulators_bytes += self._apart_bytes
 
-    def whole(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the only part of each, if it has all slots."""
-        return self.first.whole(), self.second.whole()
+    @property
+    def _apart_bytes(self) -> int:
+        pairs = zip(self._tensors, self._results, strict=True)
+        return sum(tensor.nbytes for tensor, result in pairs if tensor is not result)
 
     def add(self, rows: Rows, first: Tensor, second: Tensor) -> None:
         """Add a part to some slots, now or later; nobody may write to it from here on."""
-        self.first.add(rows, ALL_HEADS, first)
-        self.second.add(rows, ALL_HEADS, second)
+        if self._totals:
+            self._totals[0].add(rows, ALL_HEADS, first)
+            self._totals[1].add(rows, ALL_HEADS, second)
+            return
+        is_first = self._first.is_first(rows)
+        to_first, to_second = rows.views(*self._tensors)
+        (to_first.copy_ if is_first else to_first.add_)(first)
+        (to_second.copy_ if is_first else to_second.add_)(second)
 
     def add_slots(self, start: int, count: int, first: Tensor, second: Tensor) -> None:
         """Add what another rank returned for some slots, as `add` does."""
         self.add(Rows(start, 1, count), first, second)
 
+    def whole(self) -> tuple[Tensor | None, ...]:
+        """Return the only part of each, if it waits and has all slots."""
+        return tuple(total.whole() for total in self._totals) or (None, None)
+
     def merge(self) -> None:
         """Add the parts that wait, because others will write to their memory."""
-        self.first.merge()
-        self.second.merge()
+        for total in self._totals:
+            total.merge()
 
-    def so_far(self) -> tuple[Tensor, Tensor]:
+    def so_far(self) -> Sequence[Tensor]:
         """Return the accumulators with all parts that have arrived."""
-        return self.first.so_far(), self.second.so_far()
+        if self._totals:
+            return [total.so_far() for total in self._totals]
+        self._first.finish()
+        return self._tensors
 
     def finish(self) -> None:
         """Write the results."""
-        self.first.finish()
-        self.second.finish()
+        for total in self._totals:
+            total.finish()
+        if self._totals:
+            return
+        self._first.finish()
+        if self._trace is not None:
+            self._trace.accumulators_bytes -= self._apart_bytes
+        for result, tensor in zip(self._results, self._tensors, strict=True):
+            if tensor is not result:
+                result.copy_(tensor)

@@ -32,7 +32,7 @@ from ds_ring.runtime.parts import Total, TotalPair, parts_wait
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Round, Schedule, Send
+from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send
 from ds_ring.schedule.workspace import FLOAT
 
 
@@ -99,9 +99,12 @@ class BackwardChunk:
         # Sums of dK and dV, at hop 0 those of the own shard. Only one step computes into each of them, and
         # nothing is added to it before that step.
         keys, of_keys = self.buffers.pair(step.buffer), self.home
+        of_stage = False
         if step.gradients != RESULTS:
-            waits = self.waits and self.buffers.dtype(step.gradients) != self.home.dtype
-            there = partial(self.buffers.both, step.gradients)
+            # Sums of other ranks will be added to GRADIENTS; the others are this rank's own part.
+            of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
+            there = partial(self.buffers.pair, step.gradients)
+            waits = of_stage and self.waits
             of_keys = TotalPair(there, keys[:2], self.home.dtype, waits, self.ring.trace)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
@@ -115,7 +118,8 @@ class BackwardChunk:
         if self.ring.check is not None:
             dk, dv = of_keys.so_far()
             self.ring.check(step.hop, dq=self.dq.so_far(), dk=dk, dv=dv)
-        if of_keys is not self.home and not self.buffers.adopt(step.gradients, *of_keys.whole()):
+        adopted = of_stage and self.buffers.adopt(step.gradients, *of_keys.whole())
+        if of_keys is not self.home and not adopted:
             of_keys.finish()
 
     def finish(self) -> None:

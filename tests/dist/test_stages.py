@@ -1,0 +1,90 @@
+"""Stages on real gloo ranks, beside what else may be asked for, against dense float64 attention."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ds_ring import RingMesh, gather_sequence, shard_sequence
+from ds_ring.errors import RingMismatchError
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.context import Options, context_for
+from tests.cases import PATTERNS, Shape, layout_for, tensors
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=130, head_dim=8)
+SHARD_BYTES = 2 * SHAPE.batch * SHAPE.kv_heads * 33 * SHAPE.head_dim * 8  # K and V of 4 ranks in float64
+NAMES = ("out", "dq", "dk", "dv")
+BESIDE: list[dict[str, Any]] = [
+    {},
+    {"chunk_bytes": 1},
+    {"overlap": False, "check_finite": True},
+    {"offload": True, "chunk_bytes": 1},
+    {"prune": False},
+    {"gradient_payload": "bfloat16"},
+    {"recompute": 0.5},
+]
+
+
+def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[str, float]:
+    """Relative errors, and how many directions are in stages."""
+    pattern = PATTERNS[name](SHAPE.tokens)
+    layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=mesh.ring_size)
+    context = context_for(pattern, layout, mesh, Options(**options))
+    whole = tensors(SHAPE, torch.float64)
+    *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, _ = ring_attention_op(*leaves, context.handle)
+    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    want = dense_attention(*whole, pattern)
+    stages = [one.plan.classes[0].directions[0].stages for one in context._prepared.values()]
+    errors = {
+        x: relative_error(gather_sequence(got, layout, mesh=mesh, dim=2), getattr(want, x))
+        for x, got in zip(NAMES, found, strict=True)
+    }
+    return errors | {"stages": float(len(stages) and min(map(len, stages)))}
+
+
+def of_everything(rank: int, world_size: int, beside: list[dict[str, Any]]) -> list[dict[str, float]]:
+    mesh, found = RingMesh.from_world(world_size), []
+    for options in beside:
+        for name, layout in (("causal", "zigzag"), ("window", "contiguous"), ("dilated", "zigzag")):
+            found.append(attend(mesh, name, layout, stage_bytes=2 * SHARD_BYTES, **options))
+    return found
+
+
+def test_stages_beside_other_options_are_exact(rank_pool: Pool) -> None:
+    for number, errors in enumerate(rank_pool(4).run(of_everything, BESIDE, timeout_s=120)[0]):
+        options = BESIDE[number // 3]
+        assert errors.pop("stages") == 2, options
+        rounded = options.get("gradient_payload") == "bfloat16"
+        for name, error in errors.items():
+            assert error < (4e-3 if rounded and name in ("dk", "dv") else 1e-12), (options, name, error)
+
+
+def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:
+    """What ranks that disagree are told; what is logged of too few bytes, and in how many stages it goes."""
+    mesh, lines = RingMesh.from_world(world_size), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_ring").addHandler(handler)
+    try:
+        attend(mesh, "causal", "zigzag", stage_bytes=(2 + rank) * SHARD_BYTES)
+        text = ""
+    except RingMismatchError as error:
+        text = str(error)
+    stages = attend(mesh, "causal", "zigzag", stage_bytes=SHARD_BYTES)["stages"]
+    logging.getLogger("ds_ring").removeHandler(handler)
+    return text, [line for line in lines if "stage_bytes" in line], stages
+
+
+def test_other_bytes_on_a_rank_are_refused_and_too_few_are_told(rank_pool: Pool) -> None:
+    for text, lines, stages in rank_pool(4).run(differently):
+        assert "stage_bytes: ring rank 0" in text, text
+        assert len(lines) >= 1 and f"room for two shards, {SHARD_BYTES} bytes each" in lines[0], lines
+        assert stages == 0
