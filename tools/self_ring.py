@@ -24,8 +24,10 @@ from gpu_rates import RateRow, Shape
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ds_ring import Full, RingMesh, ring_attention
+from ds_ring import Full, RingMesh
 from ds_ring.runtime import exchange
+from ds_ring.runtime.autograd import ring_attention_op
+from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.exchange import Exchange, start_batch
 from ds_ring.schedule.grid import Grid
 from tests.reference import dense_attention, relative_error
@@ -86,10 +88,12 @@ def self_group(device: str) -> Iterator[None]:
         yield
 
 
-def self_ring_row(shape: Shape, local_tokens: int, ring_size: int, kernel: str) -> RateRow:
+def self_ring_row(
+    shape: Shape, local_tokens: int, ring_size: int, kernel: str, stage_bytes: int = 0
+) -> RateRow:
     """Return the errors of a forward and a backward pass against float64, relative to the largest value.
 
-    Call it within `self_group`.
+    Call it within `self_group`. `stage_bytes` is that of the JSON; 0: hop by hop.
     """
     torch.manual_seed(0)
     grid = Grid(ring_size, ring_size)
@@ -99,9 +103,8 @@ def self_ring_row(shape: Shape, local_tokens: int, ring_size: int, kernel: str) 
     leaves = [x.requires_grad_() for x in (q, k, v)]
     begin = time.perf_counter()
     try:
-        out, lse = ring_attention(
-            *leaves, pattern=Full(), layout="contiguous", mesh=mesh, kernel=kernel, return_lse=True
-        )
+        options = Options(kernel=kernel, stage_bytes=stage_bytes)
+        out, lse = ring_attention_op(*leaves, context_for(Full(), "contiguous", mesh, options).handle)
         grads = torch.autograd.grad(out, leaves, grad)
         mesh.settle()
     finally:
@@ -113,6 +116,7 @@ def self_ring_row(shape: Shape, local_tokens: int, ring_size: int, kernel: str) 
         "dq": (grads[0], want.dq), "dk": (grads[1], want.dk), "dv": (grads[2], want.dv),
     }  # fmt: skip
     row: RateRow = {"ring": ring_size, "kernel": kernel, "tokens a rank": local_tokens}
+    row["keys travel"] = "in stages" if stage_bytes else "hop by hop"
     errors = {name: relative_error(got.cpu(), expected) for name, (got, expected) in parts.items()}
     row |= {name: f"{error:.1e}" for name, error in errors.items()}
     limit = 2e-2 if shape.dtype.itemsize == 2 else 1e-5

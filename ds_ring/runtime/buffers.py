@@ -271,10 +271,6 @@ class RingBuffers:
             found = self._take(buffer, slots, payload)
         return found
 
-    def dtype(self, buffer: int) -> torch.dtype:
-        """Return the dtype of a buffer."""
-        return self._dtypes[self.chunk.steps.buffers[buffer].payload]
-
     def arrive(self, steps: Iterable[Accumulate | Free]) -> bool:
         """Accumulate and free the messages of the batch before; return whether RESULTS are final."""
         final = returned = False
@@ -314,12 +310,13 @@ class RingBuffers:
     def adopt(self, buffer: int, first: Tensor | None, second: Tensor | None) -> bool:
         """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
 
-        They can if they have the buffer's dtype, each token's heads lie side by side, and they are in no
-        memory that only the pool has.
+        They can if it is one of PARTS of their dtype, each token's heads lie side by side, and the pool lets
+        what is sent lie in other memory than its own.
         """
-        if first is None or second is None or not self._pool.adopts:
+        payload = self.chunk.steps.buffers[buffer].payload
+        if first is None or second is None or payload is not Payload.PARTS or not self._pool.adopts:
             return False
-        fits = first.dtype == second.dtype == self.dtype(buffer)
+        fits = first.dtype == second.dtype == self._dtypes[payload]
         pair = tokens_first(first, second) if fits else None
         if pair is None:
             return False

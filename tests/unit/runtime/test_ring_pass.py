@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,15 +19,18 @@ from torch import Tensor
 
 from ds_ring import build_plan
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import count_slots
 from ds_ring.runtime.buffers import PreparedPasses, RingBuffers
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads
 from ds_ring.runtime.kernels.reference import ReferenceKernel
 from ds_ring.runtime.messages import Message, check_messages
 from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.plan import two_levels
+from ds_ring.schedule.plan import _built, two_levels
+from ds_ring.schedule.rank_plan import StagePlan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
 
@@ -177,6 +180,60 @@ def test_gradients_of_a_stage_are_sent_as_the_kernel_returns_them(
     )
     check(got, pattern, shape, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
     assert any(adopted) == (batch == 1)
+    adopted.clear()
+    planned = {"stage_shards": 2, "gradient_payload": "bfloat16"}
+    got = ring_of_threads(pattern, layout, shape, dtype=torch.bfloat16, kernel=AsOnCuda(), **planned)
+    check(got, pattern, shape, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
+    assert adopted and not any(adopted)
+
+
+def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
+    """Keys of a stage arrive where those of another owner belong."""
+    real = StagePlan.of
+    patch.setattr(StagePlan, "of", lambda hops: (found := real(hops))._replace(first=found.first[::-1]))
+
+
+def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
+    """Of a stage of two owners each gets what belongs to the other one."""
+    real = lowering._Stages._send
+
+    def send(self: Any, buffer: int, needs: int, peer: int, origin: int, slots: Any, at: Any = None) -> Any:
+        other = None if at is None else self.buffers[buffer].slots - count_slots(slots) - at
+        return real(self, buffer, needs, peer, origin, slots, other)
+
+    patch.setattr(lowering._Stages, "_send", send)
+
+
+def dk_for_dv(patch: pytest.MonkeyPatch) -> None:
+    real = RingBuffers.adopt
+    patch.setattr(RingBuffers, "adopt", lambda self, buffer, dk, dv: real(self, buffer, dv, dk))
+
+
+@pytest.mark.parametrize(
+    ("fault", "name", "wrong"),
+    [
+        (keys_in_another_order, "causal", {"out", "dq", "dk", "dv"}),
+        (gradients_to_another_owner, "full", {"dk", "dv"}),
+        (dk_for_dv, "full", {"dk", "dv"}),
+    ],
+)
+def test_faults_in_stages_show(
+    fault: Callable[[pytest.MonkeyPatch], None], name: str, wrong: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, batch=1, tokens=96)
+    pattern = PATTERNS[name](shape.tokens)
+    layout = layout_for("zigzag", pattern, tokens=shape.tokens, ring_size=3)
+    want = dense_attention(*tensors(shape, torch.float64), pattern)
+    given = {"dtype": torch.bfloat16, "kernel": AsOnCuda(), "stage_shards": 2}
+    for faults in (set(), wrong):
+        _built.cache_clear()  # plans keep their steps
+        if faults:
+            fault(monkeypatch)
+        got = ring_of_threads(pattern, layout, shape, **given)[0]
+        names = ("out", "dq", "dk", "dv")
+        far = {x for x in names if not relative_error(getattr(got, x), getattr(want, x)) < 0.1}
+        assert far == faults
+    _built.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", [ReferenceKernel(), FlashKernel()], ids=lambda kernel: kernel.name)
@@ -218,6 +275,8 @@ def test_messages_of_many_ranges(payload: str) -> None:
     for stage in (None, 2):
         planned = {"gradient_payload": payload, "stage_shards": stage}
         check(ring_of_threads(pattern, layout, shape, **planned), pattern, shape, **most)
+        lower = ring_of_threads(pattern, layout, shape, torch.bfloat16, AsOnCuda(), **planned)
+        check(lower, pattern, shape, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
 
 
 @pytest.mark.parametrize("name", ["causal", "window both ways"])
