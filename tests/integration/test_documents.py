@@ -561,6 +561,7 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
         "| `gradient_payload`",
     ): "tests/unit/test_gradient_payload.py; config/section.py says it",
     ("configs/README.md", "| `chunk_bytes`"): "a default",
+    ("configs/README.md", "| `stage_bytes`"): "a default",
     ("configs/README.md", "| `latents`"): "counted by tests/dist/test_latents.py; config/section.py says it",
     ("configs/README.md", "| `tiled_loss`"): "a default",
     ("configs/README.md", "| `tiled_mlp`"): "a default",
