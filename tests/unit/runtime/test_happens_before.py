@@ -227,17 +227,26 @@ class Touch:
         return 0
 
 
-def run(rank_plan: Any, slots: int, behind_mark: bool, first: bool = True) -> Device:
+class OfFewParts(Touch):
+    """Its parts wait, and what it returns for keys is sent as it is."""
+
+    few_parts = True
+
+
+def run(
+    rank_plan: Any, slots: int, behind_mark: bool, first: bool = True, kernel: Kernel | None = None
+) -> Device:
     """One pass forward and one back on a rank; then the caller writes to all of its tensors.
 
     They are the first ones of their shape, or the second ones, whose buffers are there already.
     """
-    q, k, v, grad = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4))
+    dtype = torch.float32 if kernel is None else torch.bfloat16
+    q, k, v, grad = (torch.zeros(1, heads, slots, 8, dtype=dtype) for heads in (4, 2, 2, 4))
     with Device() as device:
         agreed = (lambda: None) if behind_mark else None
         # Two head chunks.
         nccl = Nccl(device)
-        made = RingPass(rank_plan, Touch(), nccl, 1.0, chunk_bytes=1 << 12, agreed=agreed)
+        made = RingPass(rank_plan, kernel or Touch(), nccl, 1.0, chunk_bytes=1 << 12, agreed=agreed)
         if not first:
             nccl.device = Device()  # not looked at
             out, lse = made.forward(q, k, v)
@@ -312,10 +321,13 @@ def test_headers_are_compared_while_the_first_hop_computes_and_before_a_payload(
     assert ("payload" in told) is not refused
 
 
-def rank_of(name: str, layout_name: str, ring_size: int, rank: int) -> tuple[Any, int]:
+def rank_of(
+    name: str, layout_name: str, ring_size: int, rank: int, most: int | None = None
+) -> tuple[Any, int]:
     pattern = PATTERNS[name](TOKENS)
     layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ring_size)
-    return build_plan(pattern, layout, query_heads=4, kv_heads=2).rank(rank), layout.local_tokens
+    plan = build_plan(pattern, layout, query_heads=4, kv_heads=2, stage_shards=most)
+    return plan.rank(rank), layout.local_tokens
 
 
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
@@ -333,6 +345,22 @@ def test_every_access_is_ordered(name: str, layout_name: str) -> None:
                 errors = device.errors()
                 assert not errors, (ring_size, first, str(errors[0]))
     assert waits > 20
+
+
+@pytest.mark.parametrize("layout_name", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", ["causal", "full", "documents, causal"])
+@pytest.mark.day("causal-zigzag")
+def test_every_access_in_stages_is_ordered(name: str, layout_name: str) -> None:
+    """Where what returns waits in buffers that were given back, and gradients lie in the kernel's memory."""
+    for ring_size in (2, 3, 5, 8):
+        plan, slots = rank_of(name, layout_name, ring_size, ring_size // 2, 3)
+        for kernel in (None, OfFewParts()):
+            device = run(plan, slots, ring_size == 3, first=ring_size < 5, kernel=kernel)
+            errors = device.errors()
+            assert device.waits and not errors, (ring_size, kernel, str(errors[0]))
+        if ring_size == 5 and name == "causal":
+            missed = [wait for wait in range(device.waits) if not device.errors(left_out=wait)]
+            assert device.waits >= 3 and not missed, (missed, device.waits)
 
 
 @pytest.mark.parametrize(
