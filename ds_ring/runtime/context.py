@@ -140,7 +140,9 @@ class Options:
                 f'gradient_payload: expected "float32" beside transport "{self.transport}", which passes no'
                 f' sums on, got {shown(self.gradient_payload)}; use transport "ring"'
             )
-        if self.stage_bytes not in ("auto", 0) or isinstance(self.stage_bytes, bool):
+        asked: Any = self.stage_bytes
+        is_set = asked != "auto" if isinstance(asked, str) else type(asked) is not int or asked != 0
+        if is_set:
             whole_number(self.stage_bytes, "stage_bytes", RingConfigError, MOST_BYTES)
             if self.transport != "ring":
                 raise RingConfigError(

@@ -216,7 +216,7 @@ CALLS: dict[str, Call] = {
             "prune": Argument(NO_FLAG, (True,)),
             "gradient_payload": Argument(NO_NAME, ("float32",)),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
-            "stage_shards": Argument(tuple(x for x in NO_COUNT if x is not None), (None, 1, 9)),
+            "stage_shards": Argument(tuple(x for x in NO_COUNT if x is not None), (None,)),
             "directions": Argument((3, "up", [1], Hostile()), (None,)),
         },
     ),
@@ -516,7 +516,9 @@ CALLS: dict[str, Call] = {
             "prune": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
-            "stage_bytes": Argument(tuple(x for x in NO_COUNT if x != 0), (0, "auto", 1, 1 << 30)),
+            "stage_bytes": Argument(
+                tuple(x for x in NO_COUNT if type(x) is not int or x), (0, "auto", 1, 1 << 30)
+            ),
             "trace": Argument(NO_FLAG, (True, False)),
         },
     ),
