@@ -276,7 +276,10 @@ class RingBuffers:
         final = returned = False
         for step in steps:
             if isinstance(step, Accumulate):
-                returned |= step.buffer == RESULTS
+                if step.buffer == RESULTS:
+                    returned = True
+                elif returned and self.home is not None:  # this step may take the memory of what waits
+                    self.home.merge()
                 self._accumulate(step)
             elif step.buffer == RESULTS:  # the caller's memory, not the pool's
                 final = True
@@ -285,8 +288,8 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
-        # What returned waits in `home` only until here. Its memory was given back above, but nobody takes it
-        # before this (and before `finish`, if the results are final): a batch takes buffers when it posts.
+        # What returned waits in `home` at most until here. Its memory was given back above, but nobody takes
+        # it before this (or before `finish`, if the results are final): a batch takes buffers when it posts.
         if returned and not final:
             assert self.home is not None, "gradients in a forward pass"
             self.home.merge()

@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_ring import build_plan
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots
-from ds_ring.runtime.buffers import PreparedPasses, RingBuffers
+from ds_ring.runtime.buffers import Block, Buffers, PreparedPasses, RingBuffers
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads
 from ds_ring.runtime.kernels.reference import ReferenceKernel
@@ -30,7 +30,7 @@ from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import _built, two_levels
-from ds_ring.schedule.rank_plan import StagePlan
+from ds_ring.schedule.rank_plan import Direction, StagePlan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import Dense, dense_attention, relative_error
 
@@ -80,7 +80,7 @@ class Delivery:
 
 def ring_of_threads(
     pattern: Pattern, layout: Layout, shape: Shape = SHAPE, dtype: torch.dtype = torch.float64,
-    kernel: Kernel | None = None, **planned: Any,
+    kernel: Kernel | None = None, pool: type[Buffers] = Buffers, **planned: Any,
 ) -> list[Dense]:  # fmt: skip
     """Out, lse and gradients in the order of positions, of the first and of the second pass of a shape."""
     size = layout.ring_size
@@ -97,6 +97,7 @@ def ring_of_threads(
             ThreadExchange(rank, channels),
             shape.head_dim**-0.5,
             chunk_bytes=1,
+            buffers=pool(),
         )
         found = []
         for _ in range(2):
@@ -185,6 +186,28 @@ def test_gradients_of_a_stage_are_sent_as_the_kernel_returns_them(
     got = ring_of_threads(pattern, layout, shape, dtype=torch.bfloat16, kernel=AsOnCuda(), **planned)
     check(got, pattern, shape, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
     assert adopted and not any(adopted)
+
+
+class Overwritten(Buffers):
+    """Whoever takes memory may get any that was given back: here all of that is written to."""
+
+    def take(self, nbytes: int, device: torch.device) -> Block:
+        for block in (block for free in self._free.values() for block in free):
+            torch.empty(0, dtype=torch.uint8).set_(block._storage).fill_(255)
+        return super().take(nbytes, device)
+
+
+@pytest.mark.parametrize("most", [None, 3])
+@pytest.mark.parametrize(("name", "layout_name"), [("causal", "striped"), ("dilated", "balanced")])
+def test_nothing_reads_memory_that_was_given_back(name: str, layout_name: str, most: int | None) -> None:
+    """Gradients that return wait for one another; meanwhile keys of another direction are put together."""
+    pattern = PATTERNS[name](SHAPE.tokens)
+    layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=8)
+    ways = {"directions": (Direction(1, 4), Direction(-1, 3))} if most is None else {"stage_shards": most}
+    given = {"dtype": torch.bfloat16, "kernel": AsOnCuda(), "pool": Overwritten}
+    for payload in ("float32", "bfloat16"):
+        got = ring_of_threads(pattern, layout, gradient_payload=payload, **given, **ways)
+        check(got, pattern, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
 
 
 def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
