@@ -61,7 +61,8 @@ def ring_attention(
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
-    that no rank holds more than its share plus two buffers. Rows of padding, and rows without a key, are 0.
+    that no rank holds more than its share plus two buffers: of a shard each, or on GPUs of one node of a few
+    (`stage_bytes` of the JSON). Rows of padding, and rows without a key, are 0.
 
     Args:
         q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
