@@ -106,7 +106,7 @@ def wrong_parts(case: Case, launch: Callable[..., None]) -> list[str]:
     """Merge and add one to five parts of a case, into 16 bits, too; what came out otherwise, in words."""
     found = []
     accumulator, part = case.views, (case.part_out, case.part_lse)
-    shifted = (-case.part_out, case.part_lse.roll(1, -1))
+    shifted = (-case.part_out.roll(1, -1), case.part_lse.roll(1, -1))
     empty = (torch.zeros_like(case.part_out), torch.full_like(case.part_lse, -INF))
     shifted[0].masked_fill_((shifted[1] == -INF).unsqueeze(-1), 0)
     for parts in ([part], [part, empty], [empty, part, shifted], [accumulator, part, empty, shifted, part]):

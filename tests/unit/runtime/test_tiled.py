@@ -83,6 +83,9 @@ def test_sums_over_many_tiles_are_made_in_float32() -> None:
     assert weight.grad.dtype == bias.grad.dtype == torch.bfloat16
     torch.testing.assert_close(weight.grad[1].float(), torch.full((2,), -450.0), rtol=0.01, atol=0)
     torch.testing.assert_close(bias.grad.float(), torch.tensor([150.0, -450, 150, 150]), rtol=0.01, atol=0)
+    weight.grad = None
+    tiled_call(lambda rows: linear(rows, weight), [hidden], [weight], 1).sum().backward()
+    assert weight.grad.dtype == torch.bfloat16 and weight.grad.eq(600).all()
 
 
 def mixture(first: Tensor, second: Tensor) -> Callable[..., Tensor]:
@@ -158,6 +161,10 @@ def test_what_is_done_to_deferred_logits_is_done_to_each_tile() -> None:
     assert deferred.shape == whole.shape and deferred.size(-1) == WORDS and deferred.dim() == 3
     want = cross_entropy(whole.flatten(0, 1), labels.flatten(), reduction="sum") / ITEMS
     torch.testing.assert_close(deferred.loss(labels, ITEMS), want)
+    log_shares = whole.log_softmax(-1)
+    chosen = log_shares.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels >= 0)
+    both = torch.stack([chosen, -(log_shares.exp() * log_shares).sum(-1)], dim=-1)
+    torch.testing.assert_close(deferred.logprobs(labels), both)
     assert isinstance(scaled := made().mul_(2.0), DeferredLogits) and scaled.mul_(1.0) is scaled
     for other_way_round in (lambda x: 1.0 - x, lambda x: 1.0 / x):
         with pytest.raises(TypeError, match="unsupported operand"):
