@@ -23,7 +23,9 @@ class Dense(NamedTuple):
     dv: Tensor
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern) -> Dense:
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: Pattern, grad_lse: Tensor | None = None
+) -> Dense:
     """Softmax attention of [B, H, T, D] over [B, G, T, D], log m of the pattern added to the scores."""
     q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
     repeat = q.shape[1] // k.shape[1]
@@ -34,8 +36,13 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, pattern: 
     scores = q @ k_all.mT / q.shape[-1] ** 0.5 + log_m
     lse = torch.logsumexp(scores, dim=-1)
     sees = (log_m > -torch.inf).any(-1, keepdim=True)
-    out = torch.softmax(torch.where(sees, scores, 0.0), dim=-1) * sees @ v_all
-    out.backward(grad_out.double())
+    finite = torch.where(sees, scores, 0.0)
+    out = torch.softmax(finite, dim=-1) * sees @ v_all
+    results, grads = [out], [grad_out.double()]
+    if grad_lse is not None:
+        results.append(finite.logsumexp(dim=-1))
+        grads.append(grad_lse.double() * sees.squeeze(-1))
+    torch.autograd.backward(results, grads)
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return Dense(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
 

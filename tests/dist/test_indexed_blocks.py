@@ -40,10 +40,10 @@ def made(kind: str) -> Any:
             indexer_budget=12, indexer_compress_ratio=4,
         )  # fmt: skip
         indexer: Any = Qwen4ExpTextQSAIndexer(config, 0)
-    elif kind == "glm5":
+    elif kind.startswith("glm5"):
         config = Glm5NextTextConfig(
             hidden_size=HIDDEN, q_lora_rank=ROTARY, index_n_heads=3, index_head_dim=DIM, index_topk=15,
-            index_kpool=5,
+            index_kpool=5, index_kpool_always_select_tail=kind == "glm5",
         )  # fmt: skip
         indexer = Glm5NextTextIndexer(config, 0)
     else:
@@ -80,7 +80,7 @@ def alone(kind: str, packed: bool) -> Tensor:
             with TotalOrder():
                 if kind == "qwen4":
                     chosen = indexer(hidden, (cos, sin), causal[None, None], None)
-                elif kind == "glm5":
+                elif kind.startswith("glm5"):
                     indices = indexer(
                         hidden, cos, torch.ones_like(hidden[..., 0], dtype=torch.bool), None
                     ).long()
@@ -106,8 +106,9 @@ def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
     sharding: Any = SimpleNamespace(layout=layout, mesh=mesh, groups=groups, config=config)
     hidden, cos, sin = (shard_sequence(x, layout, mesh=mesh, dim=1, pad_value=float("nan")) for x in inputs())
     with torch.no_grad():
-        second: Any = cos if kind == "glm5" else (cos, sin)  # there, what queries are made of
-        chosen = getattr(indexed_blocks, kind)(made(kind), sharding, hidden, second)
+        second: Any = cos if kind.startswith("glm5") else (cos, sin)  # there, what queries are made of
+        compute = getattr(indexed_blocks, kind.partition(",")[0])
+        chosen = compute(made(kind), sharding, hidden, second)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 3 else chosen
     every = gather_sequence(chosen, layout, mesh=mesh, dim=2)
     mask = torch.zeros(*every.shape[:3], TOKENS + 1, dtype=torch.bool)
@@ -121,7 +122,7 @@ CASES = [
     (kind, packed, name)
     for kind in ("qwen4", "minimax_m3", "glm5")
     for packed, name in ((False, "zigzag"), (True, "contiguous"), (True, "balanced"))
-]
+] + [("glm5, whole blocks", True, "contiguous")]
 
 
 def choices(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:

@@ -30,6 +30,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.score_mod import ScoreMod
 from ds_ring.runtime.autograd import latent_attention_op, ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.latents import LatentKernel
@@ -189,7 +190,9 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
     leaves = [x.requires_grad_() for x in (*shards, whole.up.clone(), sinks)]
 
-    def call(latents: bool, *given: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def call(
+        latents: bool, *given: Tensor, by_heads: bool = False, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         q, k, v, up, sinks = given
         if latents:
             options |= {"up_projection": up}
@@ -197,6 +200,10 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
             both = torch.nn.functional.linear(k[:, 0], up).unflatten(-1, (H, -1)).transpose(1, 2)
             k, v = torch.cat([both[..., :NOPE], v.expand(-1, H, -1, -1)], dim=-1), both[..., NOPE:]
         named = {"pattern": Causal(), "layout": layout, "mesh": mesh, "return_lse": True, "sinks": sinks}
+        if latents and by_heads:  # an option of the JSON only
+            few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
+            handle = context_for(Causal(), layout, mesh, few).handle
+            return latent_attention_op(q, k, v, up, handle, sinks)
         found: tuple[Tensor, Tensor] = ring_attention(q, k, v, **named, **options)
         return found
 
@@ -211,7 +218,9 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     cases: dict[str, dict[str, Any]] = {
         "sinks, lse": {"again": False},
         "a checkpointed region": {"again": True},
-        "scores by head": {"again": False, "score_mod": Alibi((0.1, 0.2, 0.3, 0.4))},
+        "scores by head, expanded one by one": {
+            "again": False, "by_heads": True, "score_mod": Alibi((0.1, 0.2, 0.3, 0.4)),
+        },
     }
     return {
         name: max(map(relative_error, results(True, **case), results(False, **case)))

@@ -68,23 +68,24 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
         generator = torch.Generator().manual_seed(seed)
         q, grad = (torch.randn(1, heads, tokens, dim, generator=generator).to(dtype) for _ in range(2))
         k, v = (torch.randn(1, groups, tokens, dim, generator=generator).to(dtype) for _ in range(2))
+        grad_lse = torch.randn(1, heads, tokens, generator=generator)
         bits: set[str] = set()
         for size, mesh in meshes.items():
             for name in LAYOUTS:
                 layout = make_layout(name, tokens=tokens, ring_size=size, pattern=pattern)
                 layout = in_whole_blocks(layout, BLOCK)
                 context = context_for(pattern, layout, mesh, replace(OPTIONS, transport=transport))
-                local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v, grad)]
+                local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v, grad, grad_lse)]
                 leaves = [x.requires_grad_() for x in local[:3]]
                 out, lse = attend(*leaves, context, None, True)
-                out.backward(local[3])
+                torch.autograd.backward([out, lse], local[3:])
                 results = (out.detach(), lse.detach(), *(x.grad for x in leaves))
                 whole = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in results]
                 digest = hashlib.sha256()
                 for x in whole:
                     digest.update(x.contiguous().view(torch.uint8).numpy().tobytes())
                 bits.add(digest.hexdigest())
-        want = dense_attention(q, k, v, grad, pattern)
+        want = dense_attention(q, k, v, grad, pattern, grad_lse)
         seen = want.lse.isfinite()
         whole[1], finite = whole[1].where(seen, 0), want.lse.where(seen, 0)
         errors = [relative_error(a, b) for a, b in zip(whole, want._replace(lse=finite), strict=True)]

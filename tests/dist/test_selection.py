@@ -399,11 +399,13 @@ def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> fl
     visible = torch.from_numpy(
         pattern.multiplicity(0, 1, 1, np.arange(tokens)[:, None], np.arange(tokens)) > 0
     )
-    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~visible, float("-inf"))
+    scale = 0.3 if documents else None
+    scores = q @ k.repeat_interleave(2, 1).mT * (scale or 8**-0.5)
+    scores = scores.masked_fill(~visible, float("-inf"))
     mesh = RingMesh.from_world(world_size)
     layout = make_layout(name, tokens=tokens, ring_size=world_size)
     mine = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k))
-    found = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=0.3)
+    found = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=scale)
     return float((found - scores.amax(dim=(0, 2, 3))).abs().max())
 
 

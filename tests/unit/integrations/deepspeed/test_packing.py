@@ -9,7 +9,7 @@ import torch
 
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import IGNORE, prepare_batch, valid_tokens
+from ds_ring.integrations.deepspeed.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
 from ds_ring.integrations.deepspeed.packing import (
     group_rows,
     has_no_label,
@@ -72,6 +72,14 @@ def test_padding_belongs_to_no_document(pattern):
     assert "attention_mask" not in prepared
     assert prepared["document_ids"].tolist() == [[-1, -1, 4, 9, 9, 9, 9], [5, 5, 5, -1, 5, 5, -1]]
     assert prepared["labels"][mask == 0].eq(IGNORE).all()
+
+
+def test_tokens_of_no_document_are_not_real():
+    mask, ids = torch.ones_like(IDS), DOCUMENTS.clone()
+    mask[0, 6], ids[1, :2] = 0, -1
+    given = {"input_ids": IDS, "attention_mask": mask, "document_ids": ids}
+    real = prepare_batch(given, Causal(), documents=True, real_tokens=True)[REAL_TOKENS]
+    assert real.tolist() == [[1] * 6 + [0], [0, 0] + [1] * 5]
 
 
 def test_without_ids_and_positions_a_sample_is_one_document():
