@@ -208,6 +208,16 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
             assert report.result == "refused" and reason in report.reason, report
 
 
+# One for each wrapper of recurrent_parts.py that no family of DAY, and no generation of the day, runs.
+OTHER_RECURRENCES = ("falcon_mamba", "mamba2", "minimax", "recurrent_gemma", "rwkv", "zaya")
+
+
+@pytest.mark.parametrize("family", OTHER_RECURRENCES)
+def test_a_recurrence_is_exact_within_documents(rank_pool, family):
+    (report,) = rank_pool(2).run(checked, CheckRequest(family, forms=("packed",)))[0]
+    assert report.result == "exact", report.reason
+
+
 def with_local_positions(rank: int, world_size: int) -> list[ModelReport]:
     """Number each rank's tokens from 0, as a model does that works out its positions by itself."""
     with silently_wrong("local positions"):

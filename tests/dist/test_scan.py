@@ -37,7 +37,7 @@ from tests.reference import relative_error
 
 B, T, K, V = 2, 46, 3, 4
 WIDTH = 4  # of the convolution
-IDS = [0] * 5 + [1] * 13 + [2] * 2 + [3] * 20 + [-1] * 6
+IDS = [0] * 5 + [1] * 6 + [2] * 2 + [3] * 20 + [4] * 7 + [-1] * 6  # borders within halos, too
 Pool = Callable[[int], RankPool]
 
 

@@ -25,7 +25,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.indexed_blocks import selects_blocks
+from ds_ring.integrations.transformers.indexed_blocks import joined, selects_blocks
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.selection import ring_select, selected_attention
@@ -146,13 +146,12 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
     if not sharding.groups:
         return ring_select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
-    found, order = [], []
+    found = []
     for group in sharding.groups:
         rows = list(group.rows)
         of_rows = partial(scores, rows)
         found.append(ring_select(of_rows, k, keys[rows], pattern=pattern & group.pattern, **place))
-        order += rows
-    return torch.cat(found)[torch.tensor(order).argsort().to(keys.device)]
+    return joined(sharding, found)
 
 
 def attend(

@@ -31,6 +31,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, said_by_call
+from ds_ring.integrations.transformers.recurrent import in_order
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.runtime.blocks import tokens_of_blocks
 from ds_ring.runtime.selection import ScoresFunction, ring_select
@@ -113,11 +114,9 @@ def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any,
     ]
 
 
-def _joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
+def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
     """Return [B, ...] of what was chosen for each set of documents."""
-    order = [row for group in sharding.groups for row in group.rows]
-    found = torch.cat([*chosen])
-    return found[torch.tensor(order).argsort().to(found.device)] if order else found
+    return in_order(chosen, [list(group.rows) for group in sharding.groups] or [[]])
 
 
 def _rotary(indexer: nn.Module) -> Callable[..., Any]:
@@ -153,7 +152,7 @@ def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin:
         keys = rotary(flat.view_as(pools).unsqueeze(2), **of_starts, unsqueeze_dim=2).squeeze(2)
         chosen = rows.choose(partial(scores, queries[samples]), indexer.block_topk, keys, size - 1)
         found.append(rows.with_last(chosen))
-    return _joined(sharding, found)
+    return joined(sharding, found)
 
 
 def minimax_m3(
@@ -195,7 +194,7 @@ def minimax_m3(
             best = rows.choose(partial(scores, of_samples), count, others, local * size)
             chosen = torch.cat([chosen, best], dim=3)
         found.append(chosen)
-    return _joined(sharding, found)
+    return joined(sharding, found)
 
 
 def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: Tensor) -> Tensor:
@@ -221,7 +220,7 @@ def glm5(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, q_resid: 
         pooled, count = (shares * keys).sum(dim=2), indexer.index_topk // size
         chosen = rows.choose(partial(scores, samples), count, pooled, size - 1)
         found.append(rows.with_last(chosen) if indexer.index_kpool_always_select_tail else chosen)
-    return _joined(sharding, found)
+    return joined(sharding, found)
 
 
 # By the class of an indexer.
