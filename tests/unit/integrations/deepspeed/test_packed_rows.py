@@ -31,6 +31,15 @@ def test_every_token_lies_in_one_row():
     assert torch.equal(rows.slice(3, 100, 411)["input_ids"], whole[3][100:411])
 
 
+def test_a_document_goes_where_it_leaves_least_room():
+    """Of rows with 4, 3 and 2 tokens left the one of 3 goes into the second, and that of 4 into the first."""
+    lengths = [6, 7, 8, 3, 4, 2, 1]
+    texts = [{"input_ids": torch.full((length,), length)} for length in lengths]
+    rows = PackedRows(texts, lengths, 10)
+    whole = sorted(rows.slice(row, 0, 10)["input_ids"].tolist() for row in range(len(rows)))
+    assert whole == [[1] + [0] * 9, [6] * 6 + [4] * 4, [7] * 7 + [3] * 3, [8] * 8 + [2] * 2]
+
+
 def test_what_does_not_go_together_is_refused():
     with pytest.raises(RingConfigError, match="of 300 documents, got 512 and 299 lengths"):
         PackedRows(TEXTS, LENGTHS[1:], 512)

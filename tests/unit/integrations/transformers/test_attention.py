@@ -280,6 +280,20 @@ def with_a_convolution_that_is_called() -> Any:
     return model
 
 
+def with_a_convolution_beside_a_function() -> Any:
+    from transformers.models.lfm2 import modeling_lfm2 as file
+
+    class Both(file.Lfm2ShortConv):
+        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            x = hidden_states.transpose(1, 2)
+            x = file.causal_conv1d_fn(x, self.conv.weight.squeeze(1), self.conv.bias)
+            return self.conv(x)[..., : x.shape[2]].transpose(1, 2)
+
+    model = lfm2()
+    model.model.layers[0].conv.__class__ = Both
+    return model
+
+
 def with_an_inner_function_that_is_covered() -> Any:
     """A subclass keeps the forward of its family, whose functions are wrapped where that stands."""
     from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
@@ -301,6 +315,10 @@ SEEDED: dict[str, tuple[Any, str]] = {
     "an nn.Conv1d that is called": (
         with_a_convolution_that_is_called,
         "its layers conv mix tokens otherwise",
+    ),
+    "an nn.Conv1d that is called beside a function": (
+        with_a_convolution_beside_a_function,
+        "it convolves tokens",
     ),
 }
 
