@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.manifest import Storage, read_latest, verify_checkpoint
-from ds_ring.integrations.checkpoint.save import HostCopy, exchange_reports
+from ds_ring.integrations.checkpoint.manifest import (
+    MANIFEST,
+    Storage,
+    read_latest,
+    record_files,
+    verify_checkpoint,
+)
+from ds_ring.integrations.checkpoint.save import HostCopy, _seal, exchange_reports
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
@@ -110,6 +116,19 @@ def test_a_report_that_was_cut_short_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(RingCheckpointError, match=r"rank 1: its report .* cut short"):
         exchange_reports(tmp_path, Storage((0, 1), 0), list)
     assert not tmp_path.exists()
+
+
+def test_a_file_that_its_leader_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:
+    """Of a folder that hosts do not share, or whose views differ."""
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    reports = {0: [], 1: record_files(tmp_path, ["a"])}
+    for seen in (b"123", None):
+        path.write_bytes(seen) if seen else path.unlink()
+        got = "3 bytes" if seen else "no such file"
+        with pytest.raises(RingCheckpointError, match=f"rank 1 wrote 5 bytes, rank 0 sees {got}; save into"):
+            _seal(tmp_path, Storage((0, 1), 0), reports, 1)
+    assert not (tmp_path / MANIFEST).exists()
 
 
 def test_a_copy_shares_what_the_original_shares() -> None:
