@@ -126,6 +126,7 @@ def attention_errors(rank: int, world_size: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1", "4")
 def test_attention_to_a_window_and_entries_is_that_of_one_process(rank_pool, size):
     for errors in rank_pool(size).run(attention_errors):
         assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
@@ -217,6 +218,7 @@ def compressor_errors(rank: int, world_size: int, kind: str) -> dict[str, float]
 
 @pytest.mark.parametrize("kind", ["HCA", "CSA"])
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1-HCA", "1-CSA", "4-HCA", "4-CSA")
 def test_entries_and_choices_are_those_of_one_process(rank_pool, size, kind):
     for errors in rank_pool(size).run(compressor_errors, kind):
         assert worst(errors.values()) < 1e-6, {key: one for key, one in errors.items() if not one < 1e-6}

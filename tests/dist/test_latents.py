@@ -152,6 +152,7 @@ def test_the_two_references_agree() -> None:
     ("world_size", "layout", "ulysses"),
     [(1, "contiguous", 1), (2, "zigzag", 1), (4, "zigzag", 1), (4, "striped", 1), (4, "zigzag", 2)],
 )
+@pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, pattern: str) -> None:
     for errors in rank_pool(world_size).run(on_a_ring, layout, pattern, ulysses):
         assert errors.keys() == {"out", "q", "latent", "rope", "up"}

@@ -86,10 +86,21 @@ def alone(x: dict[str, Tensor], ids: list[int] | None, matrix: bool) -> Tensor:
     return torch.stack(out, dim=1)
 
 
-def layer(x: dict[str, Tensor], near: Any, matrix: bool) -> Tensor:
-    """Return the local [B, S, V] of `alone`, from shards."""
+def layer(x: dict[str, Tensor], near: Any, matrix: bool, compiled: bool = False) -> Tensor:
+    """Return the local [B, S, V] of `alone`, from shards; `compiled` makes a graph around each operator."""
     named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
-    beside = halo(x["v"], WIDTH - 1, 1, dim=1, **named)  # [B, R, WIDTH, V]
+
+    def look_beside(v: Tensor) -> Tensor:
+        return halo(v * 1, WIDTH - 1, 1, dim=1, **named)
+
+    def scanned(moves: Tensor, finals: Tensor) -> Tensor:
+        return 2 * ring_scan(moves, finals / 2, matrix=matrix, **named)
+
+    if compiled:
+        look_beside, scanned = (
+            torch.compile(one, fullgraph=True, backend="aot_eager") for one in (look_beside, scanned)
+        )
+    beside = look_beside(x["v"])  # [B, R, WIDTH, V]
     zeros, v = torch.zeros_like(x["v"][:, :1]), torch.zeros_like(x["v"])
     for piece in near.pieces:
         own = x["v"][:, piece.slot : piece.slot + piece.length]
@@ -110,7 +121,7 @@ def layer(x: dict[str, Tensor], near: Any, matrix: bool) -> Tensor:
             move = x["decay"][:, list(tokens)].prod(dim=1)[..., None]
         maps[piece.run] = move, through(zero, x, tokens, matrix)[1]
     moves, finals = (torch.stack([pair[i] for pair in maps.values()]) for i in (0, 1))
-    starts = ring_scan(moves, finals, matrix=matrix, **named)
+    starts = scanned(moves, finals)
     out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
     for piece in near.pieces:
         tokens = range(piece.slot, piece.slot + piece.length)
@@ -145,8 +156,7 @@ def on_a_ring(
         shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
         for name, x in whole.items()
     }  # fmt: skip
-    call: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-    out = call(shards, near, matrix)
+    out = layer(shards, near, matrix, compiled)
     out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
     errors = {"out": relative_error(gather_sequence(out, layout, mesh=mesh, dim=1), expected)}
     for name, x in shards.items():
@@ -244,7 +254,7 @@ def test_multi_token_prediction_is_exact(
 
 
 def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
-    """The whole layer is one graph, forward and backward."""
+    """A function around each is one graph, forward and backward."""
     for errors in rank_pool(2).run(on_a_ring, "zigzag", True, False, 1, True):
         assert len(errors) == 5
         assert all(error < 1e-12 for error in errors.values()), errors

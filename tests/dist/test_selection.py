@@ -182,6 +182,7 @@ def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, fl
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1", "4")
 def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
     for errors in rank_pool(size).run(parity):
         assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
@@ -247,6 +248,7 @@ def block_choices(rank: int, world_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1", "4")
 def test_chosen_blocks_are_those_of_one_process(rank_pool, size):
     for found in rank_pool(size).run(block_choices):
         for name, block, *_ in BLOCKS:

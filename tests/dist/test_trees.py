@@ -105,11 +105,11 @@ def largest_error(got: Passed, want: Passed) -> float:
     return max(float((a.nan_to_num() - b).abs().max()) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.night) for n in range(20, 200, 20))]
-)
-def test_simulated_rings_compute_each_rollout(first: int) -> None:
-    for seed in range(first, first + 20):
+# The day's trees need a fifth of the time of the first ones, which lie in many pieces in striped shards.
+@pytest.mark.parametrize("seeds", [range(8, 18), range(8), *(range(n, n + 20) for n in range(18, 198, 20))])
+@pytest.mark.day("seeds0")
+def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
+    for seed in seeds:
         tree = random_tree(seed)
         layout = make_layout(
             LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=(1, 2, 3, 4, 8)[seed % 5], pattern=tree
@@ -134,6 +134,7 @@ def attend(rank: int, world_size: int, seeds: range) -> list[Passed]:
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
+@pytest.mark.day("4")
 def test_rings_compute_each_rollout(rank_pool: Any, ring_size: int) -> None:
     seeds = range(1000, 1008)
     for of_rank in rank_pool(ring_size).run(attend, seeds):
@@ -278,6 +279,7 @@ def step_on_ring(rank: int, world_size: int, ring: int, stage: int, long_sequenc
     ("world", "ring", "stage", "long_sequence"),
     [(2, 2, 1, {"tiled_loss": 16}), (2, 2, 3, {"tiled_loss": 16}), (4, 4, 2, "off"), (4, 2, 3, "off")],
 )
+@pytest.mark.day("2-2-3-long_sequence1", "4-2-3-off")
 def test_a_step_on_a_tree_is_that_on_its_rollouts(
     rank_pool: Any, world: int, ring: int, stage: int, long_sequence: Any
 ) -> None:

@@ -130,6 +130,13 @@ def test_a_tree_of_rollouts_has_no_documents_to_report():
         session.document_losses(torch.zeros(local["input_ids"].shape), local)
 
 
+def test_batches_of_one_length_keep_their_own_greatest_position():
+    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    for first in (0, 50, 0):
+        session.shard_batch({"input_ids": IDS, "position_ids": torch.arange(first, first + 7)[None]})
+        assert session.batches.current.longest == first + 6
+
+
 def test_a_model_never_sees_document_ids():
     local = session_of(RingMesh.single()).shard_batch({"input_ids": IDS, "document_ids": DOCUMENTS})
     assert set(local) == {"input_ids", "position_ids"}
