@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ds_ring.errors import RingCheckpointError
+from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
     Storage,
@@ -19,7 +20,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     record_files,
     verify_checkpoint,
 )
-from ds_ring.integrations.checkpoint.save import HostCopy, _seal, exchange_reports
+from ds_ring.integrations.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
@@ -116,6 +117,15 @@ def test_a_report_that_was_cut_short_is_a_fault(tmp_path: Path) -> None:
     with pytest.raises(RingCheckpointError, match=r"rank 1: its report .* cut short"):
         exchange_reports(tmp_path, Storage((0, 1), 0), list)
     assert not tmp_path.exists()
+
+
+def test_reports_of_a_save_that_was_cut_short_are_gone(tmp_path: Path) -> None:
+    hidden, reports = tmp_path / ".tag.saving", tmp_path / ".tag.saving.reports"
+    for folder in (hidden, reports):
+        folder.mkdir()
+        (folder / "1.json").write_text('{"files": []}')
+    _make_room(tmp_path, hidden, FolderLocks(), (0, 1))
+    assert [*hidden.iterdir()] == [] and sorted(path.name for path in reports.iterdir()) == [".0", ".1"]
 
 
 def test_a_file_that_its_leader_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:

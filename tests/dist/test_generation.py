@@ -160,6 +160,7 @@ CASES = {
     "values of another width": Case(2, ("greedy",), "deepseek_v3"),
     "states: qwen3_5_text on 4": Case(4, RECURRENT, "qwen3_5_text"),
     "states: bamba on 2": Case(2, RECURRENT, "bamba"),
+    "beams of layers with both kinds of states": Case(2, ("beams",), "falcon_h1"),
     **{f"states: {name} on 4": Case(4, RECURRENT, name) for name in STATES},
     # transformers has no chunks for these
     "states: mamba on 4": Case(4, tuple({*RECURRENT} - {"in chunks"}), "mamba"),

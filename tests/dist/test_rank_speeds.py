@@ -81,12 +81,21 @@ def test_hops_on_a_gpu_are_not_timed_by_the_hosts_clock() -> None:
         MeasuredSpeeds(None, session)  # type: ignore[arg-type]
 
 
-def train_slowed(rank: int, world_size: int, slow: int | None, speeds: Any) -> tuple[Run, list[float]]:
-    """Train; each hop of rank `slow` takes longer, by as much as its pairs."""
+def train_slowed(
+    rank: int, world_size: int, slow: int | None, speeds: Any
+) -> tuple[Run, list[float], set[float]]:
+    """Train; each hop of rank `slow` takes longer, by as much as its pairs. Also the pairs of each step."""
     import ds_ring
     from ds_ring.runtime.kernels.cpu import CpuKernel
 
     sessions: list[Any] = []
+    pairs: set[float] = set()
+    adopt = MeasuredSpeeds._adopt
+
+    def count(self: Any, table: Any) -> None:
+        pairs.add(float(table[:, 0].sum()))
+        adopt(self, table)
+
     start, forward = ds_ring.initialize, CpuKernel.forward
 
     def remember(**options: Any) -> Any:
@@ -102,10 +111,11 @@ def train_slowed(rank: int, world_size: int, slow: int | None, speeds: Any) -> t
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(ds_ring, "initialize", remember)
+        patched.setattr(MeasuredSpeeds, "_adopt", count)
         if rank == slow:
             patched.setattr(CpuKernel, "forward", late)
         run = train_on_ring(rank, world_size, SIZE, config, STEPS)
-    return run, list(sessions[0].speeds)
+    return run, list(sessions[0].speeds), pairs
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,8 @@ def test_training_equals_one_process(
     rank_pool: Callable[[int], RankPool], slow: int | None, speeds: Any
 ) -> None:
     found = rank_pool(2).run(train_slowed, slow, speeds)
-    check_parity([run for run, _ in found], train_alone(SIZE, STEPS))
-    of_ranks = [measured for _, measured in found]
+    check_parity([run for run, *_ in found], train_alone(SIZE, STEPS))
+    of_ranks = [measured for _, measured, _ in found]
+    assert all(len(pairs) == (speeds == "measured") for *_, pairs in found), "each step has as many pairs"
     assert of_ranks[0] == of_ranks[1]
     assert of_ranks[0][1] < 0.7 * of_ranks[0][0], of_ranks

@@ -16,11 +16,13 @@ from torch import Tensor
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import describe
+from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.trainers import adapter as trainers
 from ds_ring.integrations.transformers import model as model_table
 from ds_ring.integrations.transformers.attention import attach, check_model
+from ds_ring.integrations.transformers.indexed import IndexedLayer
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.runtime.mesh import RingMesh
@@ -721,6 +723,15 @@ def test_a_term_added_to_the_loss_is_refused():
     model.forward = forward.__get__(model)
     with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
         model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
+
+
+def test_an_indexer_that_gets_no_mask_of_its_layer_is_refused():
+    _, session = attached()
+    session.shard_batch({"input_ids": IDS})
+    hooks = IndexedLayer(torch.nn.Identity())
+    hooks.layer.before_forward(torch.nn.Identity(), (), {SHARDING: session.batches.current})
+    with pytest.raises(RingPatternError, match="got 0 masks and BatchSharding"):
+        hooks.indexer.before_forward(torch.nn.Identity(), (IDS,), {})
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
