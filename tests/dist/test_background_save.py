@@ -20,7 +20,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     record_files,
     verify_checkpoint,
 )
-from ds_ring.integrations.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports
+from ds_ring.integrations.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
@@ -126,6 +126,14 @@ def test_reports_of_a_save_that_was_cut_short_are_gone(tmp_path: Path) -> None:
         (folder / "1.json").write_text('{"files": []}')
     _make_room(tmp_path, hidden, FolderLocks(), (0, 1))
     assert [*hidden.iterdir()] == [] and sorted(path.name for path in reports.iterdir()) == [".0", ".1"]
+
+
+def test_a_checkpoint_stays_where_the_new_one_cannot_take_its_name(tmp_path: Path) -> None:
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "tag" / MANIFEST).touch()
+    with pytest.raises(FileNotFoundError):
+        give_its_name(tmp_path / ".tag.saving", tmp_path / "tag")
+    assert [path.name for path in tmp_path.iterdir()] == ["tag"] and (tmp_path / "tag" / MANIFEST).exists()
 
 
 def test_a_file_that_its_leader_sees_otherwise_is_not_sealed(tmp_path: Path) -> None:

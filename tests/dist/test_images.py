@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.grid import Grid
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.dist.harness import RankPool
 from tests.dist.test_family_needs import GROUPED, Result, check, gradients_of
@@ -204,6 +206,19 @@ def test_each_image_is_encoded_once(rank_pool: Pool, name: str) -> None:
     encoded = rank_pool(3).run(patches_encoded, name)
     assert sum(one for one, _ in encoded) == encoded[0][1]
     assert len({one for one, _ in encoded}) == 1  # three images of one size, on three ranks
+
+
+def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
+    """Idefics: a sample with fewer images than another one has zeros."""
+    from ds_ring.integrations.transformers.images import _share
+
+    values, mask = torch.randn(2, 2, 3, 4, 4), torch.ones(2, 2, 4, 4)
+    values[0, 1] = 0
+    given = {"pixel_values": values, "pixel_attention_mask": mask}
+    shares = [_share(given, given, RingMesh(Grid(2, 2), r)) for r in (0, 1)]
+    assert all(is_used for _, is_used in shares)
+    images = torch.cat([found["pixel_values"] for found, _ in shares], dim=1)
+    assert torch.equal(images, values[[0, 1, 1], [0, 0, 1]][None])
 
 
 def test_a_rank_without_an_image_encodes_one_for_its_gradients(rank_pool: Pool) -> None:

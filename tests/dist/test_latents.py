@@ -191,9 +191,7 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
     sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
     leaves = [x.requires_grad_() for x in (*shards, whole.up.clone(), sinks)]
 
-    def call(
-        latents: bool, *given: Tensor, by_heads: bool = False, **options: Any
-    ) -> tuple[Tensor, Tensor]:
+    def call(latents: bool, *given: Tensor, by_heads: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
         q, k, v, up, sinks = given
         if latents:
             options |= {"up_projection": up}
@@ -220,7 +218,9 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
         "sinks, lse": {"again": False},
         "a checkpointed region": {"again": True},
         "scores by head, expanded one by one": {
-            "again": False, "by_heads": True, "score_mod": Alibi((0.1, 0.2, 0.3, 0.4)),
+            "again": False,
+            "by_heads": True,
+            "score_mod": Alibi((0.1, 0.2, 0.3, 0.4)),
         },
     }
     return {

@@ -17,7 +17,7 @@ from ds_ring.integrations.deepspeed.packing import (
     number_documents,
     positions_in_documents,
 )
-from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.deepspeed.session import REMEMBERED, RingSession
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.mesh import RingMesh
@@ -135,6 +135,15 @@ def test_batches_of_one_length_keep_their_own_greatest_position():
     for first in (0, 50, 0):
         session.shard_batch({"input_ids": IDS, "position_ids": torch.arange(first, first + 7)[None]})
         assert session.batches.current.longest == first + 6
+
+
+def test_the_latest_lengths_are_kept_and_the_first_one_goes():
+    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    found = []
+    for tokens in (4, *range(4, 5 + REMEMBERED), 4 + REMEMBERED, 4):
+        session.shard_batch({"input_ids": torch.ones(1, tokens, dtype=torch.int64)})
+        found.append(session.batches.current)
+    assert found[0] is found[1] and found[-3] is found[-2] and found[-1] is not found[0]
 
 
 def test_a_model_never_sees_document_ids():

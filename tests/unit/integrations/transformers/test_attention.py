@@ -23,9 +23,11 @@ from ds_ring.integrations.trainers import adapter as trainers
 from ds_ring.integrations.transformers import model as model_table
 from ds_ring.integrations.transformers.attention import attach, check_model
 from ds_ring.integrations.transformers.indexed import IndexedLayer
+from ds_ring.integrations.transformers.latents import pays
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.grid import Grid
 from tests.dist.test_long_sequence import Largest
 
 SIZES: dict[str, Any] = {
@@ -723,6 +725,14 @@ def test_a_term_added_to_the_loss_is_refused():
     model.forward = forward.__get__(model)
     with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
         model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
+
+
+def test_latents_pay_between_nodes_and_on_the_cpu():
+    cuda, found = torch.device("cuda"), []
+    for ring_size, ranks_per_node in ((4, 2), (4, 4), (4, None), (1, 2)):
+        mesh = RingMesh(Grid(4, ring_size), 0, ranks_per_node=ranks_per_node)
+        found.append((pays(mesh, cuda), pays(mesh, torch.device("cpu"))))
+    assert found == [(True, True), (False, True), (False, True), (False, False)]
 
 
 def test_an_indexer_that_gets_no_mask_of_its_layer_is_refused():
