@@ -20,7 +20,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ds_ring import Causal, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
+from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS
 from ds_ring.runtime.exchange import Exchange
@@ -225,6 +225,19 @@ def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     for rank, (real, most) in enumerate(zip(found, want, strict=True)):
         rows = sent_by(kind, LayerSetting(layout_of(asked), 1, SAMPLES, 4, pattern), rank)[-1]
         assert most - layers * (rows.forward + rows.backward) < real <= most
+
+
+def test_of_chosen_rows_as_many_bytes_arrive_as_leave() -> None:
+    """Where the last rank has a key more than the others have queries, each of which chooses one."""
+    place = LayerSetting(make_layout("contiguous", tokens=53, ring_size=4), 1, 1, 4, Full())
+    parts = [sent_by(Selection("", 0, 1, 1, 4, 8), place, rank) for rank in range(4)]
+    for ones in zip(*parts, strict=True):
+        for way in ("forward", "backward"):
+            sent, received = (
+                sum(getattr(one, way) for one in ones),
+                sum(sum(getattr(one, f"{way}_received")) for one in ones),
+            )
+            assert sent == received and (sent > 0 or way == "backward")
 
 
 def test_latents_send_what_the_advice_says(rank_pool: Pool) -> None:
