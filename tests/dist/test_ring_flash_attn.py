@@ -14,6 +14,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.ring_flash_attn import _layout_of_documents
 from ds_ring.masks.pattern import Pattern
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -104,6 +105,15 @@ def errors(rank: int, world_size: int, name: str, options: dict[str, Any]) -> li
 def test_a_function_is_exact(rank_pool: Pool, world_size: int, name: str, options: dict[str, Any]) -> None:
     for found in rank_pool(world_size).run(errors, name, options):
         assert max(found) < 1e-12, found
+
+
+def test_documents_need_not_be_cut_evenly() -> None:
+    """Ranks have equally many tokens of each."""
+    layout = _layout_of_documents("zigzag_ring_flash_attn", (6, 10), 2)
+    assert [layout.positions(rank).tolist() for rank in (0, 1)] == [
+        [0, 4, 5, 6, 7, 13, 14, 15],
+        [1, 2, 3, 8, 9, 10, 11, 12],
+    ]
 
 
 def trained(rank: int, world_size: int) -> list[float]:
