@@ -74,9 +74,10 @@ def ring_attention(
         scale: factor of the scores; None is 1 / sqrt(D).
         kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
             fast kernel.
-        transport: "ring"; "reproducible" for bits that depend on neither ring size nor layout, whose runs
-            must begin at multiples of 128 tokens (see `runtime/reproducible_pass.py`); or "all_gather" as the
-            reference to measure the ring against.
+        transport: "ring"; "pull" for a ring inside a node, whose ranks copy out of memory that they share
+            (not run on a GPU so far; see `runtime/pull.py`); "reproducible" for bits that depend on neither
+            ring size nor layout, whose runs must begin at multiples of 128 tokens (see
+            `runtime/reproducible_pass.py`); or "all_gather" as the reference to measure the ring against.
         overlap: compute while messages are in flight. Set to False only to measure the difference.
         prune: send only the tokens that the receiver reads. Set to False only to measure the difference.
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.

@@ -46,6 +46,8 @@ IMPORTERS = {
     "runtime.ring_pass": set(SEPARATE),
     "runtime.parts": {"runtime.kernels", "runtime.merge"},  # the sums of a pass
     "runtime.buffers": {"runtime.exchange"},  # its messages
+    "runtime.pull": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # dtypes of buffers
+    "runtime.shared_memory": {"runtime.exchange"},  # ranks tell each other how to open it
     "runtime.gather_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},  # the yardstick
     "runtime.reproducible_pass": {"runtime.exchange", "runtime.kernels", "runtime.merge"},
     "runtime.autograd": {"runtime.exchange", "runtime.merge"},  # the all-to-all; the accumulators' dtype

@@ -10,6 +10,7 @@ Example:
     python tools/fault_campaign.py --rounds 10
     python tools/fault_campaign.py --rounds 10 --mode deepspeed --only kill stop
     python tools/fault_campaign.py --rounds 4 --mode outside
+    python tools/fault_campaign.py --rounds 10 --transport pull
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print a row per fault; the exit code is the number of bad rounds, 100 at most."""
     parser = parser_of(__doc__, rounds=10, json=(False, "one JSON row per fault"))
     parser.add_argument("--mode", choices=tuple(KINDS_OF), default="attention")
+    parser.add_argument("--transport", choices=("ring", "pull"), default="ring")
     parser.add_argument("--only", nargs="*", default=[], help="faults whose name contains one of these")
     options = parser.parse_args(arguments)
     every = KINDS_OF[options.mode]
@@ -41,11 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected faults and rounds to play, got --only {options.only} of {every}")
     zygote, bad, started = Zygote(options.mode), 0, time.monotonic()
     for kind in kinds:
-        rounds = [play(zygote, kind, options.mode, turn) for turn in range(options.rounds)]
+        given = {"transport": options.transport}
+        rounds = [play(zygote, kind, options.mode, turn, **given) for turn in range(options.rounds)]
         wrong = [one.wrong for one in rounds if one.wrong]
         times = [one.seconds for one in rounds]
         bad += len(wrong)
-        row = {"fault": kind, "mode": options.mode, "rounds": len(rounds), "good": len(rounds) - len(wrong)}
+        row = {
+            "fault": kind,
+            "mode": options.mode,
+            **given,
+            "rounds": len(rounds),
+            "good": len(rounds) - len(wrong),
+        }
         row |= {"median_s": round(statistics.median(times), 2), "slowest_s": round(max(times), 2)}
         print_row(row, options.json)
         for text in wrong[:2]:

@@ -174,7 +174,7 @@ RankSpeeds = Annotated[
     ),
 ]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
-TransportName = Annotated[Literal["ring", "reproducible", "all_gather"], WORD]
+TransportName = Annotated[Literal["ring", "pull", "reproducible", "all_gather"], WORD]
 GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
 
 
@@ -232,9 +232,10 @@ class RingConfig(Section):
     )
     transport: TransportName = Field(
         default="ring",
-        description="how K/V move; reproducible: the bits of attention and its gradients depend on neither "
-        "ring size nor layout, whose shards are whole blocks of block_size tokens; all_gather takes O(T) "
-        "memory and is there to be compared with",
+        description="how K/V move; pull: as in the ring, but each rank copies out of memory that the ranks "
+        "of a node share (not run on a GPU so far); reproducible: the bits of attention and its gradients "
+        "depend on neither ring size nor layout, whose shards are whole blocks of block_size tokens; "
+        "all_gather takes O(T) memory and is there to be compared with",
     )
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"

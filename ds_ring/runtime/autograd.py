@@ -56,6 +56,7 @@ from ds_ring.runtime.kept_results import KeptRows, kept_or_run, saved_on_host
 from ds_ring.runtime.latents import LatentKernel
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.runtime.pull import PullExchange
 from ds_ring.runtime.replicated import ReplicatedPass
 from ds_ring.runtime.reproducible_pass import ReproduciblePass
 from ds_ring.runtime.ring_pass import RingPass
@@ -193,6 +194,10 @@ def _pass_of(
         return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
     if options.transport == "reproducible":
         return ReproduciblePass(plan, ring_rank, kernel, context.exchange, scale, options.block_size)
+    buffers = context.mesh.buffers
+    if isinstance(context.exchange, PullExchange) and not isinstance(q, FakeTensor):
+        backward = grad_out is not None
+        buffers, agreed = context.exchange.share(plan, kernel, q, k, v, backward, chunk_bytes, agreed)
     return RingPass(
         own,
         kernel,
@@ -200,7 +205,7 @@ def _pass_of(
         scale,
         options.overlap,
         chunk_bytes,
-        context.mesh.buffers,
+        buffers,
         context.check_finite if options.check_finite else None,
         trace=context.mesh.traces[-1] if context.mesh.traces else None,
         host=context.mesh.host_memory if offload else None,

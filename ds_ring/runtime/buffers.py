@@ -28,6 +28,7 @@ from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.parts import TotalPair
 from ds_ring.runtime.trace import PostedBatch, is_fake
+from ds_ring.schedule.places import MessageKey
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
@@ -69,6 +70,7 @@ class BufferKind(NamedTuple):
         nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
         apart: the second one lies behind the first one, and not beside it token by token.
+        place: of transport "pull", bytes from the start of the memory that ranks share; else None.
     """
 
     shape: tuple[int, ...]
@@ -78,6 +80,15 @@ class BufferKind(NamedTuple):
     nbytes: int
     fake: bool
     apart: bool = False
+    place: int | None = None
+
+    def bytes_before(self, slot: int) -> tuple[int, ...]:
+        """Return how many bytes of the buffer lie before this slot of each of its messages."""
+        row = math.prod(self.shape[1:-1]) * self.dtype.itemsize
+        if not self.apart:
+            return (slot * row * self.shape[-1],)
+        first = row * self.head_dim
+        return slot * first, self.shape[0] * first + slot * row * (self.shape[-1] - self.head_dim)
 
     def pair(self, elements: Tensor) -> Pair:
         """Return the tensors in so many contiguous elements."""
@@ -105,11 +116,15 @@ class Block:
 
     __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
 
-    def __init__(self, nbytes: int, device: torch.device, stream: int = 0) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, stream: int = 0, storage: torch.UntypedStorage | None = None
+    ) -> None:
         self.nbytes, self.device, self.stream = nbytes, device, stream
         self._kept: dict[BufferKind, Pair] = {}
-        with torch.inference_mode(False):
-            self._storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        if storage is None:
+            with torch.inference_mode(False):
+                storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._storage = storage
 
     def pair(self, kind: BufferKind) -> Pair:
         """Return the tensors of a kind in this memory, the same ones at every call."""
@@ -121,7 +136,8 @@ class Block:
             with torch.inference_mode(False):
                 count = math.prod(kind.shape)
                 both = torch.empty(0, dtype=kind.dtype, device=self.device)
-                both = both.set_(self._storage, 0, (count,), (1,))
+                start = (kind.place or 0) // kind.dtype.itemsize
+                both = both.set_(self._storage, start, (count,), (1,))
                 beside = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
                 found = self._kept[kind] = beside or kind.pair(both)
         return found
@@ -154,8 +170,9 @@ class Buffers:
         """Return the bytes that are in use, or kept for the next use."""
         return self._used_bytes + self.free_bytes
 
-    def take(self, nbytes: int, device: torch.device) -> Block:
-        """Return a block of this size for the present stream."""
+    def take(self, kind: BufferKind) -> Block:
+        """Return a block for a buffer of this kind, for the present stream."""
+        nbytes, device = kind.nbytes, kind.device
         size = Size(nbytes, device, stream_of(device))
         with self._lock:
             block = self._pop(size) if size in self._free else None
@@ -307,8 +324,8 @@ class RingBuffers:
     def labels(self, step: Send | Recv) -> list[Label]:
         """Return the labels of a step's messages, by which a trace and the agreement identify them."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        names = step.payload.names.split("/") if step.payload is Payload.PARTS else [step.payload.names]
-        return [Label(step.peer, one, step.count, self._dtypes[step.payload], tokens) for one in names]
+        dtype = self._dtypes[step.payload]
+        return [Label(step.peer, one, step.count, dtype, tokens) for one in step.payload.messages]
 
     def adopt(self, buffer: int, first: Tensor | None, second: Tensor | None) -> bool:
         """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
@@ -336,17 +353,16 @@ class RingBuffers:
         if kind.fake:
             taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
         else:
-            block = self._blocks[buffer] = self._pool.take(kind.nbytes, kind.device)
+            block = self._blocks[buffer] = self._pool.take(kind)
             taken = block.pair(kind)
         self._pairs[buffer] = taken
         return taken
 
     def _packed(self, step: Send) -> Sequence[Tensor]:
         """Return what to send: copies if the slots are those of the shard, in several ranges, or rounded."""
-        pair, ranges = self._pairs[step.buffer], step.ranges
-        rounds = self.chunk.steps.buffers[step.buffer].payload is not step.payload
-        if len(ranges) == 1 and pair.memory and not rounds:
-            start, end = ranges[0]
+        pair = self._pairs[step.buffer]
+        if self.chunk.steps.sends_in_place(step):
+            start, end = step.ranges[0]
             if len(pair.memory) == 1:  # the usual case
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
@@ -399,10 +415,14 @@ class PreparedPass:
     Attributes:
         batches: by batch number, for the batches that were posted at least once.
         kinds: buffer kinds by the first K/V head of a chunk; `RingBuffers` adds those that are missing.
+        messages, shared_bytes: of transport "pull" (`pull.py`): where the messages of all ranks lie, and the
+            size of the memory of each rank; None and 0 otherwise.
     """
 
     batches: dict[int, PreparedBatch] = field(default_factory=dict)
     kinds: defaultdict[int, BufferKinds] = field(default_factory=lambda: defaultdict(dict))
+    messages: dict[MessageKey, int] | None = None
+    shared_bytes: int = 0
 
 
 class PreparedPasses:

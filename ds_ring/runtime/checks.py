@@ -94,7 +94,7 @@ def why_not_these_queries(
             " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
             f" {mesh.sequence_size} for this call"
         )
-    if queries == "replicated" and transport != "ring":
+    if queries == "replicated" and transport not in ("ring", "pull"):
         return (
             f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
             " cannot be honoured; leave it out"

@@ -52,6 +52,7 @@ from ds_ring.runtime.kernels import block_side as block_side
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.runtime.latents import LatentKernel, check_same_for_heads
 from ds_ring.runtime.mesh import RingMesh, check_mesh
+from ds_ring.runtime.pull import PullExchange
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.waiting import Task
 from ds_ring.schedule.layout import (
@@ -73,7 +74,7 @@ from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_len
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
-TRANSPORTS = ("ring", "all_gather", "reproducible")
+TRANSPORTS = ("ring", "pull", "all_gather", "reproducible")
 _log = logging.getLogger(__name__)
 MOST_BYTES = 2**53  # of an option: a float's whole numbers
 LONGEST_S = 1e8  # three years; threads cannot wait for much longer
@@ -86,7 +87,8 @@ class Options:
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
         kernel: "auto", or a kernel of `registry.py`.
-        transport: "ring"; "reproducible", see `reproducible_pass.py`; or the reference "all_gather".
+        transport: "ring"; "pull": its hops by one-sided copies inside a node, see `pull.py`; "reproducible",
+            see `reproducible_pass.py`; or the reference "all_gather".
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
@@ -135,7 +137,7 @@ class Options:
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
             )
-        if self.transport != "ring" and self.gradient_payload != "float32":
+        if not self.has_hops and self.gradient_payload != "float32":
             raise RingConfigError(
                 f'gradient_payload: expected "float32" beside transport "{self.transport}", which passes no'
                 f' sums on, got {shown(self.gradient_payload)}; use transport "ring"'
@@ -144,7 +146,7 @@ class Options:
         is_set = asked != "auto" if isinstance(asked, str) else type(asked) is not int or asked != 0
         if is_set:
             whole_number(self.stage_bytes, "stage_bytes", RingConfigError, MOST_BYTES)
-            if self.transport != "ring":
+            if not self.has_hops:
                 raise RingConfigError(
                     f'stage_bytes: expected "auto" or 0 beside transport "{self.transport}", which has no'
                     f' hops, got {self.stage_bytes}; use transport "ring"'
@@ -154,10 +156,11 @@ class Options:
         if self.offload != "auto":
             true_or_false(self.offload, "offload", RingConfigError)
         if self.offload is True and self.transport != "ring":
+            pulls = self.transport == "pull"
+            why = "needs them on the device" if pulls else "takes all of them at once"
             raise RingConfigError(
                 'offload_attention: expected transport "ring", which sends heads in groups, got'
-                f' "{self.transport}", which takes all of them at once; set one of the two to its default'
-                ' ("ring", false)'
+                f' "{self.transport}", which {why}; set one of the two to its default ("ring", false)'
             )
         if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
             raise RingConfigError(
@@ -177,6 +180,11 @@ class Options:
                     " sqrt(head_dim)"
                 )
             object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
+
+    @property
+    def has_hops(self) -> bool:
+        """Return whether K/V travel from rank to rank, hop by hop: in a `RingPass`."""
+        return self.transport in ("ring", "pull")
 
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
         """Return the least bytes of K, or of V, for which a head chunk of its own pays."""
@@ -287,7 +295,8 @@ class RingContext:
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
-            self.exchange = Exchange(self.mesh, self.options.hop_timeout_s)
+            pulls = self.options.transport == "pull" and self.mesh.ring_size > 1
+            self.exchange = (PullExchange if pulls else Exchange)(self.mesh, self.options.hop_timeout_s)
         self.handle = new_handle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
@@ -453,7 +462,7 @@ class RingContext:
                 patience = patience_s(self.mesh, self.options, operation, q, k, compiling)
             compare = compare_headers(exchange, found.agreement, patience)
             # On the CPU nothing computes meanwhile, so end the agreement at once.
-            if q.is_cuda and self.options.overlap and self.options.transport == "ring":
+            if q.is_cuda and self.options.overlap and self.options.has_hops:
                 agreed = Task(compare).start().result
             else:
                 compare()
@@ -500,7 +509,7 @@ class RingContext:
         query_heads, kv_heads = q.shape[1], k.shape[1]
         node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
         stage = None
-        if options.transport == "ring":
+        if options.has_hops:
             shard_bytes = k.nbytes + v.nbytes
             stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
             if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
@@ -524,7 +533,7 @@ class RingContext:
         if seen in own.compiled:
             return False
         sizes = (0, 1)  # all heads of a class together
-        if self.options.transport == "ring":
+        if self.options.has_hops:
             sizes = head_bytes(k, v), self.options.chunk_bytes_on(k.device.type, self.mesh.ring_size)
         parts = []
         for one in own.classes:

@@ -42,6 +42,7 @@ class Route(NamedTuple):
         sizes: what a batch adds to the counters.
         group: the process group that carries the messages; None for the world.
         streams: the streams that wait for the works; None if the host waits.
+        places: of transport "pull" (`pull.py`): where what is received lies in its sender's memory, in bytes.
     """
 
     receives: tuple[int, ...]
@@ -51,6 +52,7 @@ class Route(NamedTuple):
     sizes: BatchSizes
     group: ProcessGroup | None
     streams: Streams | None
+    places: tuple[int, ...] | None = None
 
 
 # [Note: rules of the exchange]
@@ -155,8 +157,10 @@ class Exchange:
         if mesh.use.broken is not None or (mesh.watch is not None and mesh.watch.fault is not None):
             check_alive(mesh, hop)
         try:
-            works = start_batch(route, sent, received)
+            works = self._begin(route, sent, received)
         except RuntimeError as error:
+            if isinstance(error, RingError):  # a fault of this rank: the pass tells the others
+                raise
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
             peers, cause = route.peers, f"could not start {place}: {first_line(error)}"
@@ -170,6 +174,10 @@ class Exchange:
             works, peers, mesh, place, deadline_s, sent, received, route.group, watch, streams
         )
         return self._latest
+
+    def _begin(self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
+        """Start all messages of a batch; return one Work each, or one for all."""
+        return start_batch(route, sent, received)
 
     def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
         """Return the streams that wait for works; None with gloo, whose works the host waits for."""
@@ -459,14 +467,18 @@ def _all_reports(exchange: Exchange, report: AgreementFields, number: int) -> li
     """Return every rank's report, by sequence rank."""
     mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
     text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
-    # An all-gather takes equal sizes only: padded with spaces, which JSON ignores.
-    data = text.encode().ljust(_REPORT_BYTES)
+    return [json.loads(row) for row in gather_texts(exchange, text)]
+
+
+def gather_texts(exchange: Exchange, text: str) -> list[str]:
+    """Return the texts of all ranks of the sequence, by sequence rank, padded with spaces to one size."""
+    data = text.encode().ljust(_REPORT_BYTES)  # an all-gather takes equal sizes only
     assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
     mesh = exchange.mesh
     # A bytearray, since torch warns of memory that it cannot write to.
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    return [bytes(row.tolist()).decode() for row in rows]
 
 
 def _describe(mesh: RingMesh, reports: list[AgreementFields]) -> str:

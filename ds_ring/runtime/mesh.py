@@ -146,6 +146,7 @@ class RingMesh:
         serial, calls: number of the mesh in this process, and a counter of its headers; equal on all ranks.
         watch: reports which rank failed; None if the sequence has one rank, or the process group is fake.
         buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
+        shared_buffers: pools in memory that the ring shares (`pull.py`), by device.
         host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
         contexts: the contexts of `runtime/context.py`, which live as long as this mesh.
         recent: the contexts of eager calls, by their arguments.
@@ -166,6 +167,7 @@ class RingMesh:
     cpu_group: ProcessGroup | None = None
     watch: Watch | None = field(default=None, repr=False)
     buffers: Buffers = field(default_factory=Buffers, repr=False)
+    shared_buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
     host_memory: HostMemory = field(default_factory=HostMemory, repr=False)
     serial: int = field(default_factory=lambda: next(_serial))
     calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
@@ -330,6 +332,7 @@ class RingMesh:
         if self.watch is not None:
             self.watch.leave()
         self.buffers.release()
+        self.shared_buffers.clear()
 
     def in_call(self) -> AbstractContextManager[None]:
         """Surround whatever ranks do together on this mesh.

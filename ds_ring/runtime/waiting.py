@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.monitor.failure_detector import Fault
@@ -340,11 +339,12 @@ _log = logging.getLogger(__name__)
 ABORT_S = 30.0  # for all aborts together
 
 
-def abort_groups(stuck: Iterable[tuple[RingMesh, ProcessGroup | None]]) -> None:
+def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     """Abort those of the groups that their mesh has made, once; [Note: which groups are aborted]."""
     tasks: list[Task] = []
     for mesh, group in stuck:
-        made = (mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group)
+        made = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
+        made += [buffers.shared for buffers in mesh.shared_buffers.values()]
         if group is not None and any(group is one for one in made) and id(group) not in mesh.use.aborted:
             mesh.use.aborted.add(id(group))
             tasks.append(Task(group.abort).start())
@@ -389,7 +389,8 @@ class Pending:
     Attributes:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
         timeout_s: seconds that the batch may take.
-        sent, received, group: the tensors, and the process group that carries them.
+        sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
+            (`shared_memory.py`). It is aborted if the batch fails.
         watch: holds the deadline if a stream waits; None if the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.
@@ -403,7 +404,7 @@ class Pending:
     timeout_s: float
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
-    group: ProcessGroup | None = None
+    group: Any = None
     watch: DeviceWatch | None = None
     streams: Streams | None = None
     came: Callable[[], bool] = field(init=False, default=lambda: True)

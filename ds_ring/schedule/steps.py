@@ -31,6 +31,11 @@ class Payload(Enum):
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
+    def messages(self) -> tuple[str, ...]:
+        """Return the names of the messages that carry it: of PARTS each tensor has its own."""
+        return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
+
+    @property
     def names(self) -> str:
         """Return the names of both tensors, in the order in which they lie."""
         return "K/V" if self is Payload.KEYS else "dK/dV"
@@ -169,6 +174,11 @@ class ChunkSteps(NamedTuple):
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
     rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
+
+    def sends_in_place(self, step: Send) -> bool:
+        """Return whether a message is a part of the buffer itself, and not a copy in `packed`."""
+        is_one = step.buffer > RESULTS and len(step.ranges) == 1
+        return is_one and self.buffers[step.buffer].payload is step.payload
 
 
 class HeadChunk(NamedTuple):

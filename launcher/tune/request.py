@@ -54,7 +54,7 @@ class TuningRequest:
     @property
     def has_hops(self) -> bool:
         """Return whether K/V go round: all_gather has nothing to overlap, no message size to choose."""
-        return self.base.transport == "ring"
+        return self.base.transport in ("ring", "pull")
 
     @property
     def kernel(self) -> str:

@@ -159,7 +159,6 @@ def happens_now(folder: Path) -> None:
 def arm(kind: str, folder: Path, batch_number: int) -> None:
     """Let this process do its fault at its n-th batch with something to send, from now on."""
     before, after = IN_A_HOP.get(kind, (None, None))
-    change = IN_THE_MESSAGES.get(kind, lambda sends: sends)
     start, count = Exchange.start, iter(range(1, 1 << 30))
 
     def faulty(self: Exchange, route: Route, sent: Any, received: Any, hop: int | None = None) -> Pending:
@@ -170,12 +169,14 @@ def arm(kind: str, folder: Path, batch_number: int) -> None:
             before()
         if after is not None:
             threading.Timer(MID_TRANSFER_S, after).start()
+        if kind not in IN_THE_MESSAGES:
+            return start(self, route, sent, received, hop)
         sides = ((sent, route.sends), (received, route.receives))
         sends, receives = (
             [Message(x, peer, "K/V", x.shape[0], x.dtype) for x, peer in zip(*side, strict=True)]
             for side in sides
         )
-        return self.post(change(sends), receives, hop)
+        return self.post(IN_THE_MESSAGES[kind](sends), receives, hop)
 
     Exchange.start = faulty  # type: ignore[method-assign]
 
@@ -229,6 +230,7 @@ def attend(rank: int, job: dict[str, Any], fault: str | None) -> None:
         q, k, v = (torch.randn(1, 1, LARGE if large else SMALL, 64, requires_grad=True) for _ in range(3))
         options: dict[str, Any] = {"pattern": SlidingWindow(16) if large else Causal(), "prune": not large}
         options |= {"layout": "contiguous", "hop_timeout_s": job["hop_timeout_s"], "mesh": mesh}
+        options |= {"transport": job["transport"]}
         if fault in IN_THE_CALL and step == STEPS // 2:
             happens_now(Path(job["folder"]))
             q, k, v, options = otherwise(fault, q, k, v, options)
@@ -266,6 +268,7 @@ def train(rank: int, job: dict[str, Any], fault: str | None) -> None:
         "hop_timeout_seconds": job["hop_timeout_s"],
         "prune": not large,
         "layout": "contiguous",
+        "transport": job["transport"],
         "pattern": {"causal": True, "window": 16 if large else None},
     }
     if fault == "different config":
@@ -312,7 +315,7 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
             return {"input_ids": ids, "labels": ids.clone()}
 
     section = {"heartbeat_timeout_seconds": job["heartbeat_timeout_s"]}
-    section |= {"hop_timeout_seconds": job["hop_timeout_s"]}
+    section |= {"hop_timeout_seconds": job["hop_timeout_s"], "transport": job["transport"]}
     model = _model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     config = json_config(job["world_size"], 1, job["stage"]) | {"ring_attention": section}

@@ -301,7 +301,7 @@ WRONG = {
     "transport unknown": Wrong(
         put(transport="pigeon"),
         "RingConfigError",
-        ("transport: expected one of ring, all_gather, reproducible, got 'pigeon'",),
+        ("transport: expected one of ring, pull, all_gather, reproducible, got 'pigeon'",),
     ),
     "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError", ("'pigeon'",), ALL),
     "kernel unknown": Wrong(

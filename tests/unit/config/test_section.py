@@ -440,7 +440,7 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     (
         "transport",
         section(transport="all-gather"),
-        ['"ring", "reproducible", "all_gather", got "all-gather"; did you mean "all_g'],
+        ['"ring", "pull", "reproducible", "all_gather", got "all-gather"; did you mean "all_g'],
     ),
     (
         "offsets",

@@ -139,4 +139,6 @@ def test_auto_is_for_long_shards_beside_the_cpu() -> None:
 def test_all_gather_takes_all_heads_at_once() -> None:
     with pytest.raises(RingConfigError, match=r'expected transport "ring".*got "all_gather"'):
         Options(transport="all_gather", offload=True)
+    with pytest.raises(RingConfigError, match='"pull", which needs them on the device'):
+        Options(transport="pull", offload=True)
     assert not Options(transport="all_gather", offload="auto").offload_on("cuda", LONG_SHARD)
