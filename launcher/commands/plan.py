@@ -82,6 +82,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.inputs import settings_of
     from ..plan.node_orders import node_orders
     from ..plan.report import as_json, print_report
+    from ..plan.transports import transports
 
     refuse_extra("plan", extra_args)
     # On terminals only, once it has taken two seconds.
@@ -104,8 +105,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         rows = compare(found, advice.longest_tokens) if options.compare else []
         say("how to span the nodes")
         orders = node_orders(found)
+        say("how to move keys and values inside a node")
+        ways = transports(found)
     if options.json:
-        print(as_json(found, advice, rows, orders))
+        print(as_json(found, advice, rows, orders, ways))
     else:
-        print_report(found, advice, rows, orders)
+        print_report(found, advice, rows, orders, ways)
     return 0

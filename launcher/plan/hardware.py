@@ -44,6 +44,14 @@ Fraction = Annotated[
     float, Field(ge=1e-6, le=1, allow_inf_nan=False), Accepts(_FRACTION, "write 0.5 for half of the peak")
 ]
 WaitSeconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Accepts(_WAIT, "write 1.0e-05, say")]
+WaitSecondsOrNone = Annotated[
+    Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None,
+    Accepts(f"{_WAIT}, or null", "write 1.0e-05, say, or leave it out"),
+]
+ShareOrNone = Annotated[
+    Annotated[float, Field(ge=0, le=0.9, allow_inf_nan=False)] | None,
+    Accepts("a number of at least 0 and at most 0.9, or null", "write 0.25 for a quarter of the device"),
+]
 Sources = Annotated[
     dict[str, str], Accepts("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
 ]
@@ -100,6 +108,14 @@ class Hardware(Section):
     inter_node_bytes_per_s: Rate = Field(description="that one device receives from another node")
     link_latency_s: WaitSeconds = Field(description="from a send to the first byte")
     hop_overhead_s: WaitSeconds = Field(description="fixed cost of posting and waiting for a hop's messages")
+    message_share: ShareOrNone = Field(
+        default=None,
+        description="part of the device that the kernels of messages hold inside a node; without it nothing",
+    )
+    pull_latency_s: WaitSecondsOrNone = Field(
+        default=None,
+        description='of transport "pull": signals and the start of a copy; without it pulls are no option',
+    )
     host_memory_bytes: BytesOrNone = Field(
         default=None, description="of a node's host, for what is offloaded; without it nothing is"
     )

@@ -19,7 +19,7 @@ from ds_ring.errors import RingConfigError
 
 from ..commands.parsers import require_sizes
 from .beside import Selection
-from .hardware import read_hardware
+from .hardware import Hardware, read_hardware
 from .model_file import layer_patterns, model_of, said_of_layers
 from .model_memory import Zero
 from .options import (
@@ -112,11 +112,22 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
     return devices, ring
 
 
+def _check_pulls(hardware: Hardware, ranks: int) -> None:
+    """Refuse transport "pull" across nodes, and on hardware without figures of it."""
+    expected, got = f"at most {hardware.devices_per_node} ranks, those of a node", str(ranks)
+    if hardware.pull_latency_s is None:
+        expected, got = "hardware with pull_latency_s", f"{hardware.name}, whose file has none"
+    elif ranks <= hardware.devices_per_node:
+        return
+    what = sentence(f'for "pull" {expected}', got, 'set "transport": "ring"')
+    raise RingConfigError(f"--config: {SECTION}.transport: {what}")
+
+
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> TrainingSetting:
-    for key, usual in (("transport", "ring"), ("rank_speeds", None)):
-        if (value := getattr(config, key)) != usual:
+    for key, usual, also in (("transport", "ring", "pull"), ("rank_speeds", None, None)):
+        if (value := getattr(config, key)) not in (usual, also):
             advice = "plan computes ring passes of equally fast ranks: leave the key out for it"
             what = sentence(shown(usual) if usual else "null", shown(value), advice)
             raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
@@ -134,6 +145,8 @@ def _setting(
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
     hardware.runs(config.kernel, ())  # likewise
+    if config.transport == "pull":
+        _check_pulls(hardware, ring * ulysses)
     said = said_of_layers(options.hf_config, model.layers)
     patterns = layer_patterns(config, said, options.tokens or MOST_TOKENS)
     kinds = model.kinds or (None,) * model.layers
@@ -163,6 +176,7 @@ def _setting(
         batch=1 if batch is None else int(batch),
         recompute_attention=float(config.recompute_attention),
         may_add_options=options.fit,
+        transport=config.transport,
         overlap=config.overlap,
         prune=config.prune,
         chunk_bytes=config.chunk_bytes,

@@ -151,11 +151,12 @@ def parts_of(plan: Plan, ring_rank: int) -> list[CostPart]:
 
 
 def slowest_pass(
-    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True
-) -> PassCost:
+    plan: Plan, shape: PassShape, hardware: Hardware, dtype: str, bytes_per_s: float, overlap: bool = True,
+    transport: str = "ring",
+) -> PassCost:  # fmt: skip
     """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
-    ranks = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)]
-    costs = (pass_cost(parts, shape, hardware, dtype, bytes_per_s, overlap) for parts in ranks)
+    ranks, rates = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)], (hardware, dtype)
+    costs = (pass_cost(parts, shape, *rates, bytes_per_s, overlap, transport=transport) for parts in ranks)
     return max(costs, key=lambda cost: cost.seconds)
 
 
@@ -163,7 +164,7 @@ def slowest_passes(setting: TrainingSetting, bytes_per_s: float) -> tuple[LayerP
     """Return the passes of the slowest sampled rank for every pattern, over links of that rate."""
     layout = layout_of(setting)
     plans, shape = plans_of(setting, layout), pass_shape(setting, layout)
-    rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap)
+    rates = (setting.hardware, setting.dtype, bytes_per_s, setting.overlap, setting.transport)
     return tuple(LayerPass(plan.pattern, layers, slowest_pass(plan, shape, *rates)) for plan, layers in plans)
 
 
@@ -182,7 +183,8 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
             progress(done, len(ranks))
         parts = [parts_of(plan, rank) for plan, _ in plans]
         needs.append(_most([_memory(mine, shape) for mine in parts]))
-        costs.append([pass_cost(mine, shape, *rates, one) for mine, one in zip(parts, executed, strict=True)])
+        of_rank = zip(parts, executed, strict=True)
+        costs.append([pass_cost(mine, shape, *rates, one, setting.transport) for mine, one in of_rank])
     slowest = [max(of_layers, key=lambda cost: cost.seconds) for of_layers in zip(*costs, strict=True)]
     passes = zip(plans, slowest, strict=True)
     return LayerPasses(

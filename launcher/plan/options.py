@@ -194,6 +194,8 @@ def json_of(setting: TrainingSetting) -> dict[str, Any]:
     kernel = setting.kernel_that_runs
     if kernel != unmeasured(setting.hardware.kind, setting.kinds, KERNELS):  # what "auto" takes without rates
         whole["ring_attention"] = {"kernel": kernel}
+    if setting.transport != "ring":
+        whole.setdefault("ring_attention", {})["transport"] = setting.transport
     tiles = {"--tiled-loss": setting.loss_tokens, "--tiled-mlp": setting.mlp_tokens}
     for option in OPTIONS:
         if option.section is None or not option.is_on(setting):

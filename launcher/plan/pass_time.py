@@ -43,6 +43,8 @@ class PassRates(NamedTuple):
     latency_s: float = 0.0  # of the link
     # of links inside a node, where messages over them are counted apart
     node_bytes_per_s: float | None = None
+    # part of the multiprocessors that the kernels of messages hold while these travel beside the kernel
+    message_share: float = 0.0
 
 
 class TimeLine(NamedTuple):
@@ -137,7 +139,10 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         transfer = np.maximum(*seconds) + np.where(size > 0, rates.latency_s, 0.0)
         part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
         line[:, start : start + len(mine)] += part
-    return TimeLine(*line)
+    kernel, posting, transfer = line
+    # While messages travel the kernel has 1 - share of the device: what it loses comes on top.
+    lost = rates.message_share * np.minimum(transfer, kernel / (1 - rates.message_share))
+    return TimeLine(kernel + lost, posting, transfer)
 
 
 # FLOPs, bytes and time of one rank's attention pass on described hardware.
@@ -178,7 +183,7 @@ class PassCost:
     @property
     def exposed_s(self) -> float:
         """Return the seconds in which the device waits for messages."""
-        return self.seconds - self.compute_s
+        return max(0.0, self.seconds - self.compute_s)  # sums in another order
 
 
 def executed_pairs(tiles: Tiles) -> int:
@@ -222,6 +227,7 @@ def pass_cost(
     bytes_per_s: float,
     overlap: bool = True,
     executed_of: Callable[[Tiles], int] | None = None,
+    transport: str = "ring",
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
@@ -236,6 +242,7 @@ def pass_cost(
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
         executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
+        transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or "pull".
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
@@ -243,6 +250,12 @@ def pass_cost(
     own, node = way.hops[0], way.direction.ranks_per_node
     inside = lambda peer: node > 0 and own is not None and peer // node == own.origin // node  # noqa: E731
     efficiency, lines, sent = hardware.efficiency(shape.kernel), [], []
+    latency_s, share = hardware.link_latency_s, hardware.message_share or 0.0
+    if transport == "pull":
+        assert hardware.pull_latency_s is not None, "hardware without figures of pulls"
+        latency_s, share = hardware.pull_latency_s, 0.0
+    if not overlap or bytes_per_s < hardware.intra_node_bytes_per_s:
+        share = 0.0
     for backward in (False, True):
         schedule = shape.schedule(classes, backward)
         steps = {id(chunk.steps): chunk.steps for chunk in schedule.chunks}
@@ -253,8 +266,9 @@ def pass_cost(
             shape.kernel != "cpu",  # flex takes a whole hop at once
             hardware.hop_overhead_s,
             bytes_per_s,
-            hardware.link_latency_s,
+            latency_s,
             hardware.intra_node_bytes_per_s,
+            share,
         )
         lines.append(time_line(schedule, work, shape, rates))
         sent.append(_sent(schedule, shape))

@@ -19,13 +19,15 @@ from .estimate import Estimate
 from .layer_passes import LayerPass
 from .node_orders import NodeOrders
 from .options import json_of
+from .transports import Transports
 
 GIB = 2**30
 
 
 def as_json(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None
-) -> str:
+    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
+    ways: Transports | None = None,
+) -> str:  # fmt: skip
     """Return one object; sizes in bytes, times in seconds."""
     more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
     if orders is not None:
@@ -37,6 +39,8 @@ def as_json(
             listed.append(sizes | values | {"best": row is orders.best})
         more |= {"node_orders": listed, "node_advice": orders.advice}
         more |= {"one_ring_hides_tokens_per_rank": orders.one_ring_hides.tokens}
+    if ways is not None:
+        more |= {"transports": [row._asdict() for row in ways.rows], "transport_advice": ways.advice}
     return json.dumps(as_dict(found, advice) | more, indent=2)
 
 
@@ -154,8 +158,9 @@ def _usable_of_node(found: Estimate) -> int | None:
 
 
 def print_report(
-    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None
-) -> None:
+    found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
+    ways: Transports | None = None,
+) -> None:  # fmt: skip
     """Print the tables, then the warnings, on stdout."""
     console = make_console()
     setting = found.setting
@@ -181,6 +186,9 @@ def print_report(
     if orders is not None:
         print_table(_orders_table(orders))
         console.print(orders.advice, markup=False)
+    if ways is not None:
+        print_table(_transports_table(ways))
+        console.print(ways.advice, markup=False)
     console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
     fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
     console.print(f"fewest devices for these tokens (one ring): {fewest}")
@@ -260,6 +268,17 @@ def _orders_table(orders: NodeOrders) -> Table:
         times = (row.attention_s, row.waiting_s, row.step_s)
         figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / GIB:.1f}"]
         table.add_row(row.name + marks, *figures)
+    return table
+
+
+def _transports_table(ways: Transports) -> Table:
+    """Build the table of ways to move keys and values inside a node."""
+    table = Table("inside the node", "attention s", "of it waiting", "step s")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in ways.rows:
+        times = (row.attention_s, row.waiting_s, row.step_s)
+        table.add_row(row.name, *(f"{seconds:.4g}" for seconds in times))
     return table
 
 
