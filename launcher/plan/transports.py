@@ -71,7 +71,9 @@ def _gathered(found: Estimate) -> TransportRow:
     setting, model, hardware = found.setting, found.setting.model, found.setting.hardware
     free: dict[str, Any] = {"hop_overhead_s": 0.0, "link_latency_s": 0.0, "intra_node_bytes_per_s": 1e30}
     free |= {"message_share": None}
-    alone = layer_passes(replace(setting, hardware=hardware.model_copy(update=free))).total
+    alone = layer_passes(
+        replace(setting, hardware=hardware.model_copy(update=free), stage_bytes=0)  # shard by shard
+    ).total
     elements = 2 * model.kv_heads // setting.ulysses_size * model.head_dim * found.layout.local_tokens
     elements *= setting.batch * (setting.ring_size - 1)
     fixed_s, element = hardware.link_latency_s + hardware.hop_overhead_s, ELEMENT_BYTES[setting.dtype]

@@ -59,7 +59,7 @@ def test_a_share_of_nothing_and_one_latency_make_both_alike() -> None:
     ("changes", "wins"), [({}, True), ({"message_share": 0.0}, False), ({"pull_latency_s": 1e-3}, False)]
 )
 def test_the_advice_is_the_faster_transport(changes: dict[str, Any], wins: bool) -> None:
-    found = transports(estimate(setting(8 * 8192, hardware(**changes))))
+    found = transports(estimate(setting(8 * 4096, hardware(**changes))))
     ring, pull = found.rows[:2]
     assert (pull.attention_s < 0.99 * ring.attention_s) == wins
     assert (
