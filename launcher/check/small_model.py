@@ -123,7 +123,8 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "use_cache": False,  # of its two kinds of states the cache that it makes by itself has one
     },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "minimax": {"layer_types": ["linear_attention", "full_attention"]},  # the last layer's decay is all but 1
+    # the last layer's decay is all but 1
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "minimax_m3_vl_text": {  # its defaults have no such layer
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_n_heads": 2,
