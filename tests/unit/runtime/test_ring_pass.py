@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_ring import build_plan
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots
-from ds_ring.runtime.buffers import Block, Buffers, PreparedPasses, RingBuffers
+from ds_ring.runtime.buffers import Block, BufferKind, Buffers, PreparedPasses, RingBuffers
 from ds_ring.runtime.kernels.flash import FlashKernel
 from ds_ring.runtime.kernels.interface import Kernel, PartialGrads
 from ds_ring.runtime.kernels.reference import ReferenceKernel
@@ -191,10 +191,10 @@ def test_gradients_of_a_stage_are_sent_as_the_kernel_returns_them(
 class Overwritten(Buffers):
     """Whoever takes memory may get any that was given back: here all of that is written to."""
 
-    def take(self, nbytes: int, device: torch.device) -> Block:
+    def take(self, kind: BufferKind) -> Block:
         for block in (block for free in self._free.values() for block in free):
             torch.empty(0, dtype=torch.uint8).set_(block._storage).fill_(255)
-        return super().take(nbytes, device)
+        return super().take(kind)
 
 
 @pytest.mark.parametrize("most", [None, 3])
