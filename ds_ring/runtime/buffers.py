@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.runtime.device import slot_index, stream_of
+from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.parts import TotalPair
 from ds_ring.runtime.trace import PostedBatch, is_fake
@@ -173,7 +174,7 @@ class Buffers:
     def take(self, kind: BufferKind) -> Block:
         """Return a block for a buffer of this kind, for the present stream."""
         nbytes, device = kind.nbytes, kind.device
-        size = Size(nbytes, device, stream_of(device))
+        size = Size(nbytes, device, 0 if device.type == "cpu" else stream_of(device))
         with self._lock:
             block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
@@ -361,7 +362,7 @@ class RingBuffers:
     def _packed(self, step: Send) -> Sequence[Tensor]:
         """Return what to send: copies if the slots are those of the shard, in several ranges, or rounded."""
         pair = self._pairs[step.buffer]
-        if self.chunk.steps.sends_in_place(step):
+        if step.in_place:
             start, end = step.ranges[0]
             if len(pair.memory) == 1:  # the usual case
                 return (pair.memory[0].narrow(0, start, end - start),)
@@ -389,7 +390,8 @@ class RingBuffers:
             return
         for start, end in step.ranges:
             count = end - start
-            home.add_slots(start, count, first.narrow(2, offset, count), second.narrow(2, offset, count))
+            slots = slice(offset, offset + count)
+            home.add(Rows(start, 1, count), first[:, :, slots], second[:, :, slots])
             offset += count
 
 

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ class Route(NamedTuple):
         group: the process group that carries the messages; None for the world.
         streams: the streams that wait for the works; None if the host waits.
         places: of transport "pull" (`pull.py`): where what is received lies in its sender's memory, in bytes.
+        begin: starts the messages instead of `start_batch`; as that one it returns one Work each, or fewer.
     """
 
     receives: tuple[int, ...]
@@ -52,7 +53,8 @@ class Route(NamedTuple):
     sizes: BatchSizes
     group: ProcessGroup | None
     streams: Streams | None
-    places: tuple[int, ...] | None = None
+    places: tuple[int, ...] = ()
+    begin: Callable[..., list[Any]] | None = None
 
 
 # [Note: rules of the exchange]
@@ -157,7 +159,7 @@ class Exchange:
         if mesh.use.broken is not None or (mesh.watch is not None and mesh.watch.fault is not None):
             check_alive(mesh, hop)
         try:
-            works = self._begin(route, sent, received)
+            works = (route.begin or start_batch)(route, sent, received)
         except RuntimeError as error:
             if isinstance(error, RingError):  # a fault of this rank: the pass tells the others
                 raise
@@ -174,10 +176,6 @@ class Exchange:
             works, peers, mesh, place, deadline_s, sent, received, route.group, watch, streams
         )
         return self._latest
-
-    def _begin(self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:
-        """Start all messages of a batch; return one Work each, or one for all."""
-        return start_batch(route, sent, received)
 
     def _streams_that_wait(self, tensor: Tensor, group: ProcessGroup | None) -> Streams | None:
         """Return the streams that wait for works; None with gloo, whose works the host waits for."""

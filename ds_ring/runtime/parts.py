@@ -28,12 +28,15 @@ class FirstParts:
         slots: number of slots of the accumulator, whose memory is uninitialised.
         fill: called with `given`, a first slot and an end, to write the neutral element to these slots: 0, or
             the result of attention over no key.
+
+    Attributes:
+        open: these slots, as pairs of a first slot and an end.
     """
 
-    __slots__ = ("_open", "_slots", "fill", "given")
+    __slots__ = ("_slots", "fill", "given", "open")
 
     def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
-        self._open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
+        self.open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
         self._slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
@@ -42,17 +45,17 @@ class FirstParts:
         If the rows are not contiguous, belong to some heads only, or are partly written, the unwritten slots
         are filled with the neutral element here, and the part is added.
         """
-        if not self._open:
+        if not self.open:
             return False
         dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
         if not dense or heads != slice(None):
             self.finish()
             return False
         start, end = rows.start, rows.start + rows.repeats * rows.length
-        if self._open == [(start, end)]:  # the usual case
-            self._open = []
+        if self.open == [(start, end)]:  # the usual case
+            self.open = []
             return True
-        cut = [(max(a, start), min(b, end)) for a, b in self._open if a < end and start < b]
+        cut = [(max(a, start), min(b, end)) for a, b in self.open if a < end and start < b]
         self.write(start, end)
         if cut == [(start, end)]:
             return True
@@ -63,25 +66,25 @@ class FirstParts:
     def segments(self, parts: Iterable[Rows]) -> Iterator[tuple[int, int, bool]]:
         """Yield (start, end, whether it was written) of slots with the same parts, in order."""
         cuts = {edge for rows in parts for edge in (rows.start, rows.start + rows.length)}
-        cuts |= {edge for piece in self._open for edge in piece} | {0, self._slots}
-        missing = list(self._open)
+        cuts |= {edge for piece in self.open for edge in piece} | {0, self._slots}
+        missing = list(self.open)
         for start, end in pairwise(sorted(cuts)):
             yield start, end, not any(a <= start and end <= b for a, b in missing)
 
     def write(self, start: int, end: int) -> None:
         """Take note that slots are written."""
-        self._open = [
+        self.open = [
             piece
-            for a, b in self._open
+            for a, b in self.open
             for piece in ((a, min(b, start)), (max(a, end), b))
             if piece[0] < piece[1]
         ]
 
     def finish(self) -> None:
         """Fill the slots that were never written."""
-        for piece in self._open:
+        for piece in self.open:
             self.fill(*self.given, *piece)
-        self._open = []
+        self.open = []
 
 
 def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
@@ -191,7 +194,8 @@ class Total:
         if self.waiting:
             self._write(result)
         else:
-            self._first.finish()
+            if self._first.open:
+                self._first.finish()
             if made is not None and made is not result:
                 result.copy_(made)
         if made is not None and made is not result and self._trace is not None:
@@ -281,10 +285,6 @@ class TotalPair:
         (to_first.copy_ if is_first else to_first.add_)(first)
         (to_second.copy_ if is_first else to_second.add_)(second)
 
-    def add_slots(self, start: int, count: int, first: Tensor, second: Tensor) -> None:
-        """Add what another rank returned for some slots, as `add` does."""
-        self.add(Rows(start, 1, count), first, second)
-
     def whole(self) -> tuple[Tensor | None, ...]:
         """Return the only part of each, if it waits and has all slots."""
         return tuple(total.whole() for total in self._totals) or (None, None)
@@ -307,7 +307,8 @@ class TotalPair:
             total.finish()
         if self._totals:
             return
-        self._first.finish()
+        if self._first.open:
+            self._first.finish()
         if self._trace is not None:
             self._trace.accumulators_bytes -= self._apart_bytes
         for result, tensor in zip(self._results, self._tensors, strict=True):

@@ -148,20 +148,20 @@ class PullExchange(Exchange):
         count, tensor = len(receives), both[0].tensor
         peers = [*dict.fromkeys(route.peers[:count]), *dict.fromkeys(route.peers[count:])]
         streams = self.streams(tensor) if tensor.is_cuda else None
-        return route._replace(peers=peers, group=None, streams=streams, places=places)
+        return route._replace(peers=peers, group=None, streams=streams, places=places, begin=self._begin)
 
     def start(
         self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
     ) -> Pending:
         """Start all messages of a batch."""
         pending = super().start(route, sent, received, hop)
-        if route.places is not None and route.streams is not None and (buffers := self._buffers) is not None:
+        if route.begin is not None and route.streams is not None and (buffers := self._buffers) is not None:
             pending.group = buffers.shared  # what is aborted if the batch fails
         return pending
 
     def _begin(self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
-        if route.places is None or (buffers := self._buffers) is None:
-            return super()._begin(route, sent, received)
+        buffers = self._buffers
+        assert buffers is not None, "memory that the route was made for"
         pulls = defaultdict[int, list[Pull]](list)
         for peer, place, into in zip(route.receives, route.places, received, strict=True):
             pulls[peer].append(Pull(place, into))

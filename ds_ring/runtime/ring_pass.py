@@ -187,7 +187,7 @@ class RingPass:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
         shape = (*q.shape[:-1], value_dim(self.kernel, v))
-        out = lru_cache(maxsize=1)(lambda: q.new_empty(shape))  # when the first chunk needs it
+        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # when the first chunk needs it
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
 
@@ -227,7 +227,7 @@ class RingPass:
         new = grad_out.new_empty  # the inputs may be in host memory
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
-        dq = lru_cache(maxsize=1)(lambda: new(q.shape, dtype=q.dtype))  # when the first chunk needs it
+        dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # when the first chunk needs it
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
@@ -242,7 +242,7 @@ class RingPass:
             of_queries = Total(result, grad_here, q_here.shape, lse.dtype, None, waits, self.trace)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = TotalPair(lambda: results, results, lse.dtype, waits, self.trace)
+            home = TotalPair(partial(tuple, results), results, lse.dtype, waits, self.trace)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)

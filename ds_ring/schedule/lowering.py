@@ -373,10 +373,11 @@ class _Direction:
     ) -> Send:
         """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
-        payload = payload or self.buffers[buffer].payload
+        kept = self.buffers[buffer].payload
+        payload = payload or kept
         packed = self._new(payload, slots)  # used if the slots are not contiguous in memory
         self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer])
+        return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer], kept)
 
     def _new(self, payload: Payload, slots: SlotRanges) -> int:
         self.buffers.append(Buffer(payload, count_slots(slots)))
@@ -490,7 +491,7 @@ class _Stages:
         payload = self.buffers[buffer].payload
         packed = self._new(payload, count_slots(slots))  # used where the part is no range of a buffer
         self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, origin, slots, packed, needs)
+        return Send(payload, buffer, part, peer, origin, slots, packed, needs, payload)
 
     def _new(self, payload: Payload, slots: int) -> int:
         self.buffers.append(Buffer(payload, slots))

@@ -85,9 +85,8 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
     messages: dict[MessageKey, int] = {}
     for index, chunk in enumerate(schedule.chunks):
         for step in (step for one in chunk.steps.rounds for step in one.posted if isinstance(step, Send)):
-            in_place = chunk.steps.sends_in_place(step)
-            key = index, step.buffer if in_place else step.packed
-            before = kinds[key].bytes_before(step.ranges[0][0] if in_place else 0)
+            key = index, step.buffer if step.in_place else step.packed
+            before = kinds[key].bytes_before(step.ranges[0][0] if step.in_place else 0)
             for what, skipped in zip(step.payload.messages, before, strict=True):
                 where = schedule.ring_rank, step.peer, what, step.origin, step.slots
                 message = MessageKey.of(*where, chunk.kv_heads)
@@ -103,7 +102,7 @@ def _uses(schedule: Schedule) -> Iterator[tuple[int, int, bool]]:
         for index, steps in batch.rounds:
             found += [(index, step.buffer, isinstance(step, Free)) for step in steps.arrived]
             for step in steps.posted:
-                if isinstance(step, Send) and not schedule.chunks[index].steps.sends_in_place(step):
+                if isinstance(step, Send) and not step.in_place:
                     found.append((index, step.packed, False))
                 else:
                     found.append((index, step.buffer, False))

@@ -69,12 +69,16 @@ class Send:
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part, if it is rounded, several ranges, or of SHARD
     needs: int  # last batch that the contents depend on, counted from the chunk's start; -1 for none
+    kept: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
+    in_place: bool = field(init=False)  # the message is a part of the buffer itself, not a copy in `packed`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _numbers(self.part))
         object.__setattr__(self, "count", count_slots(self.slots))
+        is_one = self.buffer > RESULTS and len(self.ranges) == 1
+        object.__setattr__(self, "in_place", is_one and self.kept is self.payload)
 
     def __str__(self) -> str:
         return f"send {_tokens(self)} to {self.peer}"
@@ -174,11 +178,6 @@ class ChunkSteps(NamedTuple):
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
     rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
-
-    def sends_in_place(self, step: Send) -> bool:
-        """Return whether a message is a part of the buffer itself, and not a copy in `packed`."""
-        is_one = step.buffer > RESULTS and len(step.ranges) == 1
-        return is_one and self.buffers[step.buffer].payload is step.payload
 
 
 class HeadChunk(NamedTuple):

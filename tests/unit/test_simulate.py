@@ -85,7 +85,7 @@ def test_virtual_ranks_are_within_1e_5_of_float64(
         ("mask function, causal", "zigzag", 4),
     ],
 )
-@pytest.mark.day(("causal", "zigzag", 3), ("dilated", "zigzag", 5))
+@pytest.mark.day("causal-zigzag-3", "dilated-zigzag-5")
 def test_virtual_ranks_in_stages_send_as_many_bytes(
     pattern_name: str, layout_name: str, ring_size: int
 ) -> None:

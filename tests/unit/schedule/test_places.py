@@ -146,7 +146,7 @@ def test_a_place_that_is_used_again_too_early_is_found(phase: str) -> None:
     steps = schedule.chunks[0].steps
     posted = [step for one in steps.rounds for step in one.posted]
     first = next(step for step in posted if isinstance(step, Send))
-    source = first.buffer if steps.sends_in_place(first) else first.packed
+    source = first.buffer if first.in_place else first.packed
     other = next(step.buffer for step in posted if isinstance(step, Recv))
     if phase == "computed":
         hop = next(
