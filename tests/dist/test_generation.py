@@ -239,6 +239,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         (RingConfigError, {"prompt_lookup_num_tokens": 3}),
         (RingConfigError, {"cache_implementation": "static"}),
         (RingConfigError, {"output_hidden_states": True, "return_dict_in_generate": True}),
+        (RingConfigError, {"output_attentions": True, "return_dict_in_generate": True}),
         (RingMismatchError, {"inputs": ids + rank}),
         (RingMismatchError, {"max_new_tokens": 2 + rank}),
         (RingMismatchError, {"do_sample": True, "seed": rank}),
@@ -259,9 +260,9 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_honoured_is_refused_on_every_rank(rank_pool: Pool) -> None:
     for number, found in enumerate(rank_pool(2).run(refused)):
         words = (
-            "got training with checkpointing", "use_cache=True", "beams, got assisted_generation", "no cache_implementation",
-            "no hidden states", "inputs: ring rank 0 has", "'max_new_tokens': 3", "random numbers (call torch",
-            "use_cache=True",
+            "got training with checkpointing", "use_cache=True", "beams, got assisted_generation",
+            "no cache_implementation", "no hidden states", "no hidden states", "inputs: ring rank 0 has",
+            "'max_new_tokens': 3", "random numbers (call torch", "use_cache=True",
         )  # fmt: skip
         for word, text in zip(words, found, strict=True):
             assert word in text, (number, text)
