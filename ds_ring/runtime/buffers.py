@@ -171,10 +171,10 @@ class Buffers:
         """Return the bytes that are in use, or kept for the next use."""
         return self._used_bytes + self.free_bytes
 
-    def take(self, kind: BufferKind) -> Block:
-        """Return a block for a buffer of this kind, for the present stream."""
-        nbytes, device = kind.nbytes, kind.device
-        size = Size(nbytes, device, 0 if device.type == "cpu" else stream_of(device))
+    def take(self, kind: BufferKind, stream: int) -> Block:
+        """Return a block for a buffer of this kind, for the stream of this number (`stream_of`)."""
+        nbytes = kind.nbytes
+        size = Size(nbytes, kind.device, stream)
         with self._lock:
             block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
@@ -280,6 +280,7 @@ class RingBuffers:
         if home is not None and parts_dtype is not None:
             self._dtypes |= {Payload.GRADIENTS: home.dtype, Payload.PARTS: parts_dtype}
         self._blocks: dict[int, Block] = {}
+        self._stream: int | None = None  # found once, by the first buffer that is taken
 
     def pair(self, buffer: int) -> Pair:
         """Return the tensors of a buffer; those of a new buffer are uninitialised."""
@@ -354,7 +355,9 @@ class RingBuffers:
         if kind.fake:
             taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
         else:
-            block = self._blocks[buffer] = self._pool.take(kind)
+            if self._stream is None:
+                self._stream = stream_of(kind.device)
+            block = self._blocks[buffer] = self._pool.take(kind, self._stream)
             taken = block.pair(kind)
         self._pairs[buffer] = taken
         return taken

@@ -58,7 +58,7 @@ class SharedBuffers(Buffers):
         """Return the size of this rank's shared memory."""
         return self.shared.nbytes
 
-    def take(self, kind: BufferKind) -> Block:
+    def take(self, kind: BufferKind, stream: int) -> Block:
         """Return the block at the place of a buffer."""
         assert kind.place is not None, "a buffer without a place"
         key = kind.place, kind.nbytes

@@ -20,7 +20,7 @@ def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
 
 
 def take(buffers: Buffers, slots: int = 8) -> Block:
-    return buffers.take(kind(slots))
+    return buffers.take(kind(slots), 0)
 
 
 def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:

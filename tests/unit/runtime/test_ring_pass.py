@@ -191,10 +191,10 @@ def test_gradients_of_a_stage_are_sent_as_the_kernel_returns_them(
 class Overwritten(Buffers):
     """Whoever takes memory may get any that was given back: here all of that is written to."""
 
-    def take(self, kind: BufferKind) -> Block:
+    def take(self, kind: BufferKind, stream: int) -> Block:
         for block in (block for free in self._free.values() for block in free):
             torch.empty(0, dtype=torch.uint8).set_(block._storage).fill_(255)
-        return super().take(kind)
+        return super().take(kind, stream)
 
 
 @pytest.mark.parametrize("most", [None, 3])
