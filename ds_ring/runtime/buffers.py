@@ -25,7 +25,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.runtime.device import slot_index, stream_of
-from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.parts import TotalPair
 from ds_ring.runtime.trace import PostedBatch, is_fake
@@ -393,8 +392,7 @@ class RingBuffers:
             return
         for start, end in step.ranges:
             count = end - start
-            slots = slice(offset, offset + count)
-            home.add(Rows(start, 1, count), first[:, :, slots], second[:, :, slots])
+            home.add_slots(start, count, first.narrow(2, offset, count), second.narrow(2, offset, count))
             offset += count
 
 

@@ -285,6 +285,10 @@ class TotalPair:
         (to_first.copy_ if is_first else to_first.add_)(first)
         (to_second.copy_ if is_first else to_second.add_)(second)
 
+    def add_slots(self, start: int, count: int, first: Tensor, second: Tensor) -> None:
+        """Add what another rank returned for some slots, as `add` does."""
+        self.add(Rows(start, 1, count), first, second)
+
     def whole(self) -> tuple[Tensor | None, ...]:
         """Return the only part of each, if it waits and has all slots."""
         return tuple(total.whole() for total in self._totals) or (None, None)
