@@ -358,8 +358,8 @@ class _Direction:
         if len(parts) == 1:
             self.keys = parts[0][0]
             return []
-        self.keys = len(self.buffers)
-        self.buffers.append(Buffer(Payload.KEYS, sum(self.buffers[buffer].slots for buffer, _ in parts)))
+        slots = sum(self.buffers[buffer].slots for buffer, _ in parts)
+        self.keys = _new_buffer(self.buffers, Payload.KEYS, slots)
         self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
         joined = ((Accumulate(self.keys, one, part, self.came[one]), Free(one)) for one, part in parts)
         return [step for pair in joined for step in pair]
@@ -380,8 +380,13 @@ class _Direction:
         return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer], kept)
 
     def _new(self, payload: Payload, slots: SlotRanges) -> int:
-        self.buffers.append(Buffer(payload, count_slots(slots)))
-        return len(self.buffers) - 1
+        return _new_buffer(self.buffers, payload, count_slots(slots))
+
+
+def _new_buffer(buffers: list[Buffer], payload: Payload, slots: int) -> int:
+    """Add a buffer, and return its number."""
+    buffers.append(Buffer(payload, slots))
+    return len(buffers) - 1
 
 
 class _Stages:
@@ -494,5 +499,4 @@ class _Stages:
         return Send(payload, buffer, part, peer, origin, slots, packed, needs, payload)
 
     def _new(self, payload: Payload, slots: int) -> int:
-        self.buffers.append(Buffer(payload, slots))
-        return len(self.buffers) - 1
+        return _new_buffer(self.buffers, payload, slots)

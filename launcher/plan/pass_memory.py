@@ -162,9 +162,7 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            # as `RingBuffers` packs: what lies in one range of a buffer is sent as it is
-            rounds = chunk.steps.buffers[step.buffer].payload is not step.payload
-            if rounds or step.buffer == SHARD or len(step.part) != 1:
+            if not step.in_place:
                 self._take(index, chunk, step.packed)
         elif isinstance(step, Compute):
             if step.gradients is not None:
