@@ -300,7 +300,7 @@ def call_guarded(
     else:
         keep_for_ever(call, act)
     cause = f"{what} failed" if call.done() else f"{what} did not end within {timeout_s:g} s"
-    fault = verdict(watch) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
+    fault = verdict(watch, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
     raise peer_error(grid, watch.rank, None, fault) from error
 
 
@@ -325,8 +325,15 @@ def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: in
         watch.expect_no_more(wake)
 
 
-def verdict(watch: Watch) -> Fault | None:
-    """Wait a moment for the monitor's verdict; return who failed, if that is known then."""
+def verdict(watch: Watch, error: BaseException | None = None) -> Fault | None:
+    """Wait a moment for the monitor's verdict; return who failed, if that is known then.
+
+    Args:
+        watch: of this rank.
+        error: of a collective that is not ours; the monitor hears of it and looks for who left or never came.
+    """
+    if error is not None:
+        watch.broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
     end = time.monotonic() + VERDICT_S
     while watch.fault is None and watch.is_open and time.monotonic() < end:
         time.sleep(0.005)

@@ -142,6 +142,7 @@ class FailureDetector:
     heard: dict[int, float] = field(default_factory=dict)  # when, of every rank that has joined
     fault: Fault | None = None
     _first_join: float = 0.0
+    _last_join: float = 0.0
     _waits: Waits = field(default_factory=Waits)
     _accusations: dict[int, Accusation] = field(default_factory=dict)  # the first one of each rank
     _left: dict[int, float] = field(default_factory=dict)  # when a rank said goodbye, in that order
@@ -149,7 +150,7 @@ class FailureDetector:
 
     def join(self, rank: int, now: float) -> None:
         """Note that a rank is here from now on."""
-        self._first_join = self._first_join if self.heard else now
+        self._first_join, self._last_join = self._first_join if self.heard else now, now
         self.heard[rank] = now
 
     def hear(self, rank: int, message: Any, now: float) -> None:
@@ -185,7 +186,7 @@ class FailureDetector:
 
     def forgive(self, seconds: float) -> None:
         """Excuse all ranks for a time in which the monitor itself was not running."""
-        self._first_join += seconds
+        self._first_join, self._last_join = self._first_join + seconds, self._last_join + seconds
         for rank in self.heard:
             self.heard[rank] += seconds
 
@@ -228,8 +229,7 @@ class FailureDetector:
                 self.blame(rank, f"no heartbeat for {silent:.1f} s: it is stopped, or cut off")
         # Ranks join together, once all are known to be there: a late one has failed.
         limit = max(JOIN_S, self.heartbeat_timeout_s)
-        if self.heard and len(self.heard) < self.world_size and now - self._first_join > limit:
-            missing = next(rank for rank in range(self.world_size) if rank not in self.heard)
+        if self.heard and now - self._first_join > limit and (missing := self._missing()) is not None:
             self.blame(missing, f"it did not join the monitor within {limit:g} s: it is stopped, or cut off")
 
     def _look_for_early_leavers(self, now: float) -> None:
@@ -242,12 +242,20 @@ class FailureDetector:
                 return
 
     def _look_at_broken(self, now: float) -> None:
-        """Blame whoever left first, if any has, where a collective that is not ours has failed."""
-        if self._broken is not None and self._broken[0] <= now:
-            cause, self._broken = self._broken[1], None
-            if self._left:
-                first = next(iter(self._left))
-                self.blame(first, f"it left (its process exited) while others were at work: {cause}")
+        """Where a collective that is not ours has failed, blame who left first, else who never joined."""
+        if self._broken is None or now < max(self._broken[0], self._last_join + GRACE_S):
+            return
+        cause, self._broken = self._broken[1], None
+        if self._left:
+            first = next(iter(self._left))
+            self.blame(first, f"it left (its process exited) while others were at work: {cause}")
+        elif (missing := self._missing()) is not None:
+            self.blame(
+                missing, f"it did not join the monitor, and a collective of the others failed: {cause}"
+            )
+
+    def _missing(self) -> int | None:
+        return next((rank for rank in range(self.world_size) if rank not in self.heard), None)
 
     def _settle(self, by: int, accusation: Accusation) -> None:
         """Decide whom an accusation is true of."""

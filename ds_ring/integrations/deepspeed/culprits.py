@@ -100,8 +100,7 @@ def name_culprit(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: 
 
 def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
     """Return which other rank has failed, if the monitor knows of one within a moment."""
-    watch.broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
-    fault = verdict(watch)
+    fault = verdict(watch, error)
     return None if fault is None or fault.rank == watch.rank else fault
 
 

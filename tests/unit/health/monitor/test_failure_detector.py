@@ -146,6 +146,17 @@ def test_a_broken_collective_is_the_fault_of_who_left_first() -> None:
     assert culprit(detector, 2.2 + GRACE_S) == 2
 
 
+def test_a_broken_collective_is_the_fault_of_who_never_joined_once_nobody_else_comes() -> None:
+    detector = FailureDetector(4, TIMEOUT_S)
+    detector.join(0, 0.0)
+    detector.join(1, 0.1)
+    detector.hear(1, {"kind": "broken", "cause": "gloo says so"}, 0.2)
+    detector.join(3, 0.6)
+    assert detector.look(0.5 + GRACE_S) is None, "rank 3 has come only now: rank 2 may be on its way"
+    assert culprit(detector, 0.6 + GRACE_S) == 2
+    assert detector.fault is not None and "gloo says so" in detector.fault.cause
+
+
 def test_a_wait_that_ended_blames_nobody() -> None:
     detector = detector_of()
     detector.hear(2, {"kind": "bye"}, 1.0)
