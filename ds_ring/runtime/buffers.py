@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
-from ds_ring.runtime.parts import TotalPair
+from ds_ring.runtime.parts import Total
 from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.schedule.places import MessageKey
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
@@ -268,7 +268,7 @@ class RingBuffers:
 
     def __init__(
         self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair,
-        home: TotalPair | None = None, parts_dtype: torch.dtype | None = None,
+        home: Total | None = None, parts_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.chunk, self.home = chunk, home
         self._pool, self._kinds = pool, kinds
@@ -328,17 +328,17 @@ class RingBuffers:
         dtype = self._dtypes[step.payload]
         return [Label(step.peer, one, step.count, dtype, tokens) for one in step.payload.messages]
 
-    def adopt(self, buffer: int, first: Tensor | None, second: Tensor | None) -> bool:
+    def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
         """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
 
         They can if it is one of PARTS of their dtype, each token's heads lie side by side, and the pool lets
         what is sent lie in other memory than its own.
         """
         payload = self.chunk.steps.buffers[buffer].payload
-        if first is None or second is None or payload is not Payload.PARTS or not self._pool.adopts:
+        if parts is None or payload is not Payload.PARTS or not self._pool.adopts:
             return False
-        fits = first.dtype == second.dtype == self._dtypes[payload]
-        pair = tokens_first(first, second) if fits else None
+        fits = {x.dtype for x in parts} == {self._dtypes[payload]}
+        pair = tokens_first(*parts) if fits else None
         if pair is None:
             return False
         self._pairs[buffer] = pair
@@ -383,7 +383,7 @@ class RingBuffers:
         add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
         _move(self.pair(step.buffer), self._pairs[step.source], step, add=add)
 
-    def _add_home(self, home: TotalPair, step: Accumulate) -> None:
+    def _add_home(self, home: Total, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
         (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:

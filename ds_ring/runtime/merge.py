@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ds_ring.runtime.trace import is_fake
 
-Part = tuple[Tensor, Any]  # output over some keys, and their lse; a gradient and None
+Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
 _log = logging.getLogger(__name__)
 
 

@@ -5,7 +5,8 @@ Owns accumulators, and the parts that wait for one another; `merge.py` owns the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +34,11 @@ class FirstParts:
         open: these slots, as pairs of a first slot and an end.
     """
 
-    __slots__ = ("_slots", "fill", "given", "open")
+    __slots__ = ("fill", "given", "open", "slots")
 
     def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
         self.open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
-        self._slots = slots
+        self.slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
         """Return True if the part is the first on all of its rows, so it is assigned; else it is added.
@@ -63,14 +64,6 @@ class FirstParts:
             self.fill(*self.given, *piece)
         return False
 
-    def segments(self, parts: Iterable[Rows]) -> Iterator[tuple[int, int, bool]]:
-        """Yield (start, end, whether it was written) of slots with the same parts, in order."""
-        cuts = {edge for rows in parts for edge in (rows.start, rows.start + rows.length)}
-        cuts |= {edge for piece in self.open for edge in piece} | {0, self._slots}
-        missing = list(self.open)
-        for start, end in pairwise(sorted(cuts)):
-            yield start, end, not any(a <= start and end <= b for a, b in missing)
-
     def write(self, start: int, end: int) -> None:
         """Take note that slots are written."""
         self.open = [
@@ -93,11 +86,30 @@ def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
     lse[:, :, start:end].fill_(float("-inf"))
 
 
-def zero(first: Tensor, second: Tensor, start: int, end: int) -> None:
-    """Write zeros to some slots of two tensors, which may be one."""
-    first[:, :, start:end].zero_()
-    if second is not first:
-        second[:, :, start:end].zero_()
+def zero(*given: Any) -> None:
+    """Write zeros to some slots of tensors; arguments as of `see_no_key`."""
+    *tensors, start, end = given
+    for x in tensors:
+        x[:, :, start:end].zero_()
+
+
+_Pieces = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[int, int, bool, _Pieces]]:
+    """Cut slots where a part begins or ends, or a piece that was not written yet.
+
+    Returns:
+        (start, end, whether it was written, each part there by its number and the offset in it).
+    """
+    bounds = [(rows.start, rows.start + rows.length) for rows in parts]
+    cuts = {0, slots}.union(*bounds, *missing)
+    found = []
+    for start, end in pairwise(sorted(cuts)):
+        there = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
+        found.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
+    return found
 
 
 # [Note: parts that wait]
@@ -118,203 +130,141 @@ def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> 
 
 
 class Total:
-    """One result of a chunk, as its parts arrive: out with its lse, or dQ; [Note: parts that wait].
+    """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        result: returns the tensor that is written to, [B, H, S, D], uninitialised.
-        like: a tensor of its device.
-        shape: of the result.
-        dtype: of the accumulator.
+        results: returns what is written to, uninitialised: tensors [B, H, S, ...] without lse; and more.
+        like: a tensor of their device.
+        shapes: of the results.
+        dtype: of the accumulators.
         lse: [B, H, S], uninitialised, of the same dtype: the parts are merged; None: they are added.
-        waits: whether parts wait for one another.
+        waits: whether parts wait for one another; parts that do not are merged or added at once.
         trace: counts the bytes of accumulators.
     """
 
+    __slots__ = (
+        "_first", "_like", "_made", "_results", "_shapes", "_targets", "_trace", "_waits", "dtype", "lse",
+        "waiting",
+    )  # fmt: skip
+
     def __init__(
-        self, result: Callable[[], Tensor], like: Tensor, shape: tuple[int, ...], dtype: torch.dtype,
-        lse: Tensor | None, waits: bool, trace: Trace | None,
+        self, results: Callable[[], Sequence[Any]], like: Tensor, shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype, lse: Tensor | None, waits: bool, trace: Trace | None,
     ) -> None:  # fmt: skip
         self.lse = lse
-        self._result, self._like, self._shape, self._dtype = result, like, shape, dtype
+        self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
         self._waits, self._trace = waits, trace
-        self.waiting: list[tuple[Rows, Tensor, Tensor | None]] = []
-        self._first = FirstParts(shape[2], zero if lse is None else see_no_key)
-        self._accumulator: Tensor | None = None
-        self._target = None if waits else result()
+        self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
+        self._first = FirstParts(shapes[0][2], zero if lse is None else see_no_key)
+        self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
+        self._targets: tuple[Tensor, ...] | None = None
         if not waits:
-            self._accumulate()
+            made = self._targets = tuple(results()[: len(shapes)])
+            if made[0].dtype == dtype:  # the results are the accumulators
+                self._made = self._first.given = made if lse is None else (*made, lse)
+            else:
+                self._accumulate()
 
-    def _accumulate(self) -> Tensor:
-        """Return the accumulator, made at the first call; the result itself if that has the dtype."""
-        if self._accumulator is None:
-            made = self._target
-            if made is None or made.dtype != self._dtype:
-                made = self._like.new_empty(self._shape, dtype=self._dtype)
-                if self._trace is not None:
-                    self._trace.accumulators_bytes += made.nbytes
-            self._accumulator = made
-            # These tensors, not self: a reference cycle would keep their memory until garbage collection.
-            self._first.given = made, made if self.lse is None else self.lse
-        return self._accumulator
+    def _accumulate(self) -> tuple[Tensor, ...]:
+        """Return the accumulators and lse, made at the first call."""
+        if self._made is not None:
+            return self._made
+        if self._targets is None:
+            made = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
+        else:
+            made = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
+        if self._trace is not None:
+            self._trace.accumulators_bytes += sum(x.nbytes for x in made)
+        # These tensors, not self: a reference cycle would keep their memory until garbage collection.
+        self._made = self._first.given = made if self.lse is None else (*made, self.lse)
+        return self._made
 
     def make_room(self) -> None:
         """Merge the parts that wait, if they are too many beside the next one."""
-        if len(self.waiting) >= (ALONE if self._accumulator is None else BESIDE):
+        if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
             self._write(self._accumulate())
 
-    def add(self, rows: Rows, heads: slice, part: Tensor, lse: Tensor | None = None) -> None:
-        """Merge (or add) a part, now or later; nobody may write to it from here on."""
+    def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
+        """Merge (or add) a part of each, now or later; nobody may write to it from here on."""
+        made = self._made  # calls of Python are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            if len(self.waiting) == AT_ONCE - (self._accumulator is not None):  # all of one hop, or returned
+            if len(self.waiting) == AT_ONCE - (made is not None):  # all of one hop, or returned
                 self._write(self._accumulate())
-            self.waiting.append((rows, part, lse))
+            self.waiting.append((rows, parts))
             return
-        total = self._accumulator  # calls of Python are most of a hop's host time
-        total, first = total if total is not None else self._accumulate(), self._first.is_first(rows, heads)
+        if made is None:
+            made = self._accumulate()
+        first, there = self._first.is_first(rows, heads), rows.views(*made, heads=heads)
         # views, so that the accumulators are changed in place
-        if lse is None or self.lse is None:
-            (there,) = rows.views(total, heads=heads)
-            (there.copy_ if first else there.add_)(part)
-        else:
-            there, of = rows.views(total, self.lse, heads=heads)
-            (assign_ if first else merge_)(there, of, part, lse)
+        if self.lse is not None:
+            (assign_ if first else merge_)(*there, *parts)
+            return
+        for to, part in zip(there, parts, strict=True):
+            (to.copy_ if first else to.add_)(part)
 
-    def so_far(self) -> Tensor:
-        """Return the accumulator with all parts that have arrived; rows without one are empty."""
-        total = self._accumulate()
-        self._write(total)
+    def add_slots(self, start: int, count: int, *parts: Tensor) -> None:
+        """Add what another rank returned for some slots, as `add` does."""
+        self.add(Rows(start, 1, count), ALL_HEADS, *parts)
+
+    def so_far(self) -> tuple[Tensor, ...]:
+        """Return the accumulators (and lse) with all parts that have arrived; rows without one are empty."""
+        made = self._accumulate()
+        self.merge()
         self._first.finish()
-        return total
+        return made
 
     def finish(self) -> None:
-        """Write the result."""
-        made, result = self._accumulator, self._result() if self._target is None else self._target
+        """Write the results."""
+        made = self._made
+        if self._targets is None:
+            self._targets = tuple(self._results()[: len(self._shapes)])
+        targets = self._targets if self.lse is None else (*self._targets, self.lse)
         if made is None:
-            self._first.given = result, result if self.lse is None else self.lse
+            self._first.given = targets
         if self.waiting:
-            self._write(result)
+            self._write(targets)
         else:
             if self._first.open:
                 self._first.finish()
-            if made is not None and made is not result:
-                result.copy_(made)
-        if made is not None and made is not result and self._trace is not None:
-            self._trace.accumulators_bytes -= made.nbytes
+            for target, x in zip(targets, made or targets, strict=True):
+                if target is not x:
+                    target.copy_(x)
+        if made is not None and made[0] is not targets[0] and self._trace is not None:
+            self._trace.accumulators_bytes -= sum(x.nbytes for x in made[: len(self._shapes)])
 
-    def whole(self) -> Tensor | None:
-        """Return the only part, if it waits and has all slots."""
-        if len(self.waiting) != 1 or self._accumulator is not None:
+    def whole(self) -> tuple[Tensor, ...] | None:
+        """Return the only part of each, if it waits and has all slots."""
+        if len(self.waiting) != 1 or self._made is not None:
             return None
-        ((rows, part, _),) = self.waiting
-        return part if rows.length == self._shape[2] else None
+        ((rows, parts),) = self.waiting
+        return parts if rows.length == self._first.slots else None
 
     def merge(self) -> None:
         """Merge the parts that wait, because others will write to their memory."""
         if self.waiting:
             self._write(self._accumulate())
 
-    def _write(self, target: Tensor) -> None:
-        """Merge what waits, and the accumulator, into the accumulator or, at the end, into the result."""
-        made, lse, waiting = self._accumulator, self.lse, self.waiting
-        for start, end, written in list(self._first.segments([rows for rows, *_ in waiting])):
-            parts = [
-                (part[:, :, start - rows.start : end - rows.start],
-                 None if of is None else of[:, :, start - rows.start : end - rows.start])
-                for rows, part, of in waiting
-                if rows.start <= start and end <= rows.start + rows.length
-            ]  # fmt: skip
-            if written and made is not None and (parts or target is not made):
-                parts.append((made[:, :, start:end], None if lse is None else lse[:, :, start:end]))
+    def _write(self, targets: tuple[Tensor, ...]) -> None:
+        """Merge what waits, and the accumulators, into the accumulators or, at the end, into the results."""
+        made, waiting, first = self._made, self.waiting, self._first
+        still_open = []
+        rows = tuple([rows for rows, _ in waiting])
+        for start, end, written, of in _cut(first.slots, tuple(first.open), rows):
+            count = end - start
+            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in of]
+            if written and made is not None and (parts or targets is not made):
+                parts.append([x.narrow(2, start, count) for x in made])
             if not parts:
-                if target is made or written:
-                    continue
-                self._first.fill(target, target if lse is None else lse, start, end)
-            elif lse is None:
-                add_parts_(target[:, :, start:end], [part for part, _ in parts])
+                if targets is not made and not written:
+                    first.fill(*targets, start, end)
+                elif not written:
+                    still_open.append((start, end))
+                continue
+            there = [x.narrow(2, start, count) for x in targets]
+            if self.lse is None:
+                for target, *given in zip(there, *parts, strict=True):
+                    add_parts_(target, given)
             else:
-                merge_parts_(target[:, :, start:end], lse[:, :, start:end], parts)
-            self._first.write(start, end)
+                merge_parts_(there[0], there[1], parts)
+        first.open = still_open
         waiting.clear()
-
-
-class TotalPair:
-    """The sums of dK and dV over parts of some keys; parts that do not wait are added to both at once.
-
-    Args:
-        results: returns what is written to, uninitialised: a tensor [B, G, slots, D] and one of E, and more.
-        like: two tensors of these shapes and their device.
-        dtype: of the accumulators.
-        waits, trace: see `Total`.
-    """
-
-    __slots__ = ("_first", "_results", "_tensors", "_totals", "_trace", "dtype")
-
-    def __init__(
-        self, results: Callable[[], Sequence[Any]], like: Sequence[Tensor], dtype: torch.dtype,
-        waits: bool, trace: Trace | None,
-    ) -> None:  # fmt: skip
-        self.dtype, self._trace = dtype, trace
-        self._totals: tuple[Total, ...] = ()
-        if waits:
-            self._totals = tuple(
-                Total(lambda i=i: results()[i], x, tuple(x.shape), dtype, None, True, trace)  # type: ignore[misc]
-                for i, x in enumerate(like)
-            )
-            return
-        first, second = self._results = results()[:2]
-        if first.dtype != dtype:
-            first, second = torch.empty_like(first, dtype=dtype), torch.empty_like(second, dtype=dtype)
-        self._tensors = first, second
-        self._first = FirstParts(first.shape[2], zero, first, second)
-        if trace is not None:
-            trace.accumulators_bytes += self._apart_bytes
-
-    @property
-    def _apart_bytes(self) -> int:
-        pairs = zip(self._tensors, self._results, strict=True)
-        return sum(tensor.nbytes for tensor, result in pairs if tensor is not result)
-
-    def add(self, rows: Rows, first: Tensor, second: Tensor) -> None:
-        """Add a part to some slots, now or later; nobody may write to it from here on."""
-        if self._totals:
-            self._totals[0].add(rows, ALL_HEADS, first)
-            self._totals[1].add(rows, ALL_HEADS, second)
-            return
-        is_first = self._first.is_first(rows)
-        to_first, to_second = rows.views(*self._tensors)
-        (to_first.copy_ if is_first else to_first.add_)(first)
-        (to_second.copy_ if is_first else to_second.add_)(second)
-
-    def add_slots(self, start: int, count: int, first: Tensor, second: Tensor) -> None:
-        """Add what another rank returned for some slots, as `add` does."""
-        self.add(Rows(start, 1, count), first, second)
-
-    def whole(self) -> tuple[Tensor | None, ...]:
-        """Return the only part of each, if it waits and has all slots."""
-        return tuple(total.whole() for total in self._totals) or (None, None)
-
-    def merge(self) -> None:
-        """Add the parts that wait, because others will write to their memory."""
-        for total in self._totals:
-            total.merge()
-
-    def so_far(self) -> Sequence[Tensor]:
-        """Return the accumulators with all parts that have arrived."""
-        if self._totals:
-            return [total.so_far() for total in self._totals]
-        self._first.finish()
-        return self._tensors
-
-    def finish(self) -> None:
-        """Write the results."""
-        for total in self._totals:
-            total.finish()
-        if self._totals:
-            return
-        if self._first.open:
-            self._first.finish()
-        if self._trace is not None:
-            self._trace.accumulators_bytes -= self._apart_bytes
-        for result, tensor in zip(self._results, self._tensors, strict=True):
-            if tensor is not result:
-                result.copy_(tensor)

@@ -25,10 +25,10 @@ from ds_ring.runtime.buffers import (
     some_heads,
 )
 from ds_ring.runtime.kept_results import HeadStream, HostMemory
-from ds_ring.runtime.kernels.interface import Kernel, value_dim
+from ds_ring.runtime.kernels.interface import ALL_HEADS, Kernel, value_dim
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.messages import InFlight, Label, Message, Transport
-from ds_ring.runtime.parts import Total, TotalPair, parts_wait
+from ds_ring.runtime.parts import Total, parts_wait
 from ds_ring.runtime.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
@@ -63,7 +63,8 @@ class ForwardChunk:
             total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
             del part  # else it stays alive while the kernel computes the next one
         if self.ring.check is not None:
-            self.ring.check(step.hop, out=total.so_far(), lse=total.lse)
+            out, lse = total.so_far()
+            self.ring.check(step.hop, out=out, lse=lse)
 
     def finish(self) -> None:
         """Write `out`."""
@@ -85,7 +86,7 @@ class BackwardChunk:
 
     def __init__(
         self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Total,
-        home: TotalPair, waits: bool,
+        home: Total, waits: bool,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
         self.queries, self.dq, self.home, self.waits = queries, dq, home, waits
@@ -103,9 +104,9 @@ class BackwardChunk:
         if step.gradients != RESULTS:
             # Sums of other ranks will be added to GRADIENTS; the others are this rank's own part.
             of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
+            shapes, waits = (keys.first.shape, keys.second.shape), of_stage and self.waits
             there = partial(self.buffers.pair, step.gradients)
-            waits = of_stage and self.waits
-            of_keys = TotalPair(there, keys[:2], self.home.dtype, waits, self.ring.trace)
+            of_keys = Total(there, grad_out, shapes, self.home.dtype, None, waits, self.ring.trace)
         inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
@@ -113,12 +114,13 @@ class BackwardChunk:
                 dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
             self.dq.add(rows, heads, dq_part)
             # All K/V heads: the kernel has already summed over the query heads that share one.
-            of_keys.add(key_rows, dk_part, dv_part)
+            of_keys.add(key_rows, ALL_HEADS, dk_part, dv_part)
             del part, dq_part, dk_part, dv_part
         if self.ring.check is not None:
             dk, dv = of_keys.so_far()
-            self.ring.check(step.hop, dq=self.dq.so_far(), dk=dk, dv=dv)
-        adopted = of_stage and self.buffers.adopt(step.gradients, *of_keys.whole())
+            (dq,) = self.dq.so_far()
+            self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
+        adopted = of_stage and self.buffers.adopt(step.gradients, of_keys.whole())
         if of_keys is not self.home and not adopted:
             of_keys.finish()
 
@@ -128,10 +130,6 @@ class BackwardChunk:
         if self.ring.on_gradients_final is not None:
             self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.home.so_far())
         self.home.finish()
-
-
-def _of_heads(heads: slice, whole: Callable[[], Tensor]) -> Tensor:
-    return some_heads(heads, whole())[0]
 
 
 Chunk = ForwardChunk | BackwardChunk
@@ -200,8 +198,9 @@ class RingPass:
             of_sinks = None if sinks is None else sinks[heads]
             q_here, lse_here = some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
-            result = partial(_of_heads, heads, out)
-            total = Total(result, lse_here, sizes, lse.dtype, lse_here, waits, self.trace)
+            total = Total(
+                lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits, self.trace
+            )
             return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
 
         schedule = self._schedule(k, v, backward=False)
@@ -238,11 +237,11 @@ class RingPass:
             (grad_here,) = some_heads(heads, grad_out)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
-            result = partial(_of_heads, heads, dq)
-            of_queries = Total(result, grad_here, q_here.shape, lse.dtype, None, waits, self.trace)
+            given = lse.dtype, None, waits, self.trace
+            of_queries = Total(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = TotalPair(partial(tuple, results), results, lse.dtype, waits, self.trace)
+            home = Total(partial(tuple, results), grad_here, [x.shape for x in results], *given)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)

@@ -229,7 +229,7 @@ def gradients_to_another_owner(patch: pytest.MonkeyPatch) -> None:
 
 def dk_for_dv(patch: pytest.MonkeyPatch) -> None:
     real = RingBuffers.adopt
-    patch.setattr(RingBuffers, "adopt", lambda self, buffer, dk, dv: real(self, buffer, dv, dk))
+    patch.setattr(RingBuffers, "adopt", lambda self, buffer, parts: real(self, buffer, parts and parts[::-1]))
 
 
 @pytest.mark.parametrize(
