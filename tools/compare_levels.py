@@ -35,20 +35,19 @@ def main() -> None:
     ranks = options.nodes * hardware.devices_per_node
     # the layer around attention is not looked at
     model = ModelShape(1, HEADS * HEAD_DIM, HEADS, options.kv_heads, HEAD_DIM, 1, 1)
-    print("tokens a rank   one ring   two levels   ratio   with bfloat16 gradients: one ring   two levels")
+    print("tokens a rank, then one ring and two levels: plain, bfloat16 gradients, and float8 keys beside them")
     for local in options.local_tokens:
         setting = TrainingSetting(
             local * ranks, ranks, 1, model, Causal(), "zigzag", Zero(0, ranks, 2), "bfloat16", hardware
         )
         settings = [
-            replace(setting, gradient_payload=payload, ring_ranks_per_node=node)
-            for payload in ("float32", "bfloat16")
+            replace(setting, gradient_payload=gradients, kv_payload=keys, ring_ranks_per_node=node)
+            for gradients, keys in (("float32", "as_is"), ("bfloat16", "as_is"), ("bfloat16", "float8"))
             for node in (0, None)
         ]
         # of both passes of a layer on the slowest rank looked at
         row = [total_cost(slowest_passes(one, one.bytes_per_s)).seconds for one in settings]
-        flat, two, flat_less, two_less = row
-        print(f"{local:13,d} {flat:10.4f} {two:12.4f} {flat / two:7.3f} {flat_less:35.4f} {two_less:12.4f}")
+        print(f"{local:9,d}", *(f"{seconds:9.4f}" for seconds in row))
 
 
 if __name__ == "__main__":

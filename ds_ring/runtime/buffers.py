@@ -30,6 +30,7 @@ from ds_ring.runtime.parts import Total
 from ds_ring.runtime.trace import PostedBatch, is_fake
 from ds_ring.schedule.places import MessageKey
 from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
+from ds_ring.schedule.workspace import SCALES
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 MOST = 32  # pairs that a block keeps
@@ -64,7 +65,7 @@ class BufferKind(NamedTuple):
     """Describe a buffer of two tensors that travel together.
 
     Attributes:
-        shape: [slots, B, G, D + E].
+        shape: [slots, B, G, D + E], or [slots, B, G, D + E + 2] of bytes for `Payload.SCALED`.
         head_dim: D.
         dtype, device: of both.
         nbytes: a multiple of ALIGNMENT.
@@ -103,12 +104,66 @@ class BufferKind(NamedTuple):
         return found
 
 
-def kind_of(like: Pair, slots: int, dtype: torch.dtype, apart: bool = False) -> BufferKind:
+def kind_of(like: Pair, slots: int, payload: Payload, dtype: torch.dtype) -> BufferKind:
     """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
     batch, heads, _, head_dim = like.first.shape
-    shape = (slots, batch, heads, head_dim + like.second.shape[3])
+    scales = SCALES if payload is Payload.SCALED else 0
+    shape = (slots, batch, heads, head_dim + like.second.shape[3] + scales)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    apart = payload is Payload.PARTS
     return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first), apart)
+
+
+# [Note: float8 rows] A row of K (or V) of one token and head is rounded to float8 (e4m3fn; Micikevicius et
+# al. 2022, FP8 formats) after a division by a power of two: the smallest one that brings its largest
+# magnitude to at most 448. The power's exponent is kept as a byte, as in the OCP Microscaling formats (there
+# for 32 elements, here for a row). The division is exact, so each element is rounded once: by at most 1/16 of
+# its magnitude, or 2^-10 times the power.
+FLOAT8, MOST_FLOAT8 = torch.float8_e4m3fn, 448.0
+BIAS = 127  # of the exponents of float32
+NOT_FINITE = -128  # exponent whose power is infinite
+AT_ONCE = 2048  # slots whose rows are rounded at once: what that takes stays small beside a message
+
+
+def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2^n exactly, n from -126 to 127; -inf for NOT_FINITE."""
+    return ((exponents.int() + BIAS) << 23).view(torch.float32).to(dtype)
+
+
+def pack_scaled(first: Tensor, second: Tensor, rows: Tensor) -> None:
+    """Round K and V to float8; see [Note: float8 rows].
+
+    Args:
+        first, second: [B, G, slots, D] and [B, G, slots, E].
+        rows: [slots, B, G, D + E + 2] of bytes, written to: the elements, then the exponents of both powers.
+            Rows with an infinity or a NaN become infinities and NaN.
+    """
+    for some in zip(first.split(AT_ONCE, 2), second.split(AT_ONCE, 2), rows.split(AT_ONCE), strict=True):
+        *tensors, into = some
+        start = 0
+        for number, x in enumerate(tensors):
+            end, x = start + x.shape[3], x.permute(2, 0, 1, 3)
+            x = x if x.dtype == torch.bfloat16 else x.float()
+            largest = torch.linalg.vector_norm(x, math.inf, dim=3, keepdim=True)
+            m, e = torch.frexp(largest.float())  # m * 2^e with 0.5 <= m < 1
+            exponents = torch.where(m <= MOST_FLOAT8 / 2**9, e - 9, e - 8).clamp_(1 - BIAS, BIAS - 1)
+            exponents.masked_fill_(~largest.isfinite(), NOT_FINITE)
+            into[..., start:end].view(FLOAT8).copy_(x * _power_of_two(-exponents, x.dtype))
+            into[..., number - 2 : number - 1 or None].copy_(exponents.to(torch.int8).view(torch.uint8))
+            start = end
+
+
+def unpack_scaled(rows: Tensor, first: Tensor, second: Tensor) -> None:
+    """Write the K and V that `pack_scaled` rounded, as its arguments."""
+    start = 0
+    for number, target in enumerate((first, second)):
+        end, target = start + target.shape[3], target.permute(2, 0, 1, 3)
+        exponents = rows[..., number - 2 : number - 1 or None].view(torch.int8)
+        elements, start = rows[..., start:end].view(FLOAT8), end
+        if target.dtype == torch.float16:  # has not all of these powers
+            target.copy_(elements.float().mul_(_power_of_two(exponents, torch.float32)))
+        else:
+            target.copy_(elements).mul_(_power_of_two(exponents, target.dtype))
 
 
 class Block:
@@ -246,6 +301,21 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
             offset += count
 
 
+def _pack(rows: Tensor, keys: Pair, step: Send | Accumulate) -> None:
+    """Round the slots of the shard that a step names, one after the other."""
+    first, second, _ = keys
+    if len(step.ranges) > FEW_RANGES:
+        index = slot_index(step.part, rows.device)
+        pack_scaled(first.index_select(2, index), second.index_select(2, index), rows)
+        return
+    offset = 0
+    for start, end in step.ranges:
+        count = end - start
+        given = first.narrow(2, start, count), second.narrow(2, start, count)
+        pack_scaled(*given, rows.narrow(0, offset, count))
+        offset += count
+
+
 def some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
     """Return some heads of tensors [B, H, ...], a slice with both ends; the tensors if it is all heads."""
     if heads.stop - heads.start == tensors[0].shape[1] and heads.step in (None, 1):
@@ -275,7 +345,8 @@ class RingBuffers:
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = {Payload.KEYS: shard.first.dtype, Payload.ROUNDED: torch.bfloat16}
+        self._dtypes = {Payload.KEYS: shard.first.dtype, Payload.SCALED: torch.uint8}
+        self._dtypes[Payload.ROUNDED] = torch.bfloat16
         if home is not None and parts_dtype is not None:
             self._dtypes |= {Payload.GRADIENTS: home.dtype, Payload.PARTS: parts_dtype}
         self._blocks: dict[int, Block] = {}
@@ -348,8 +419,7 @@ class RingBuffers:
         # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
-            apart = payload is Payload.PARTS
-            kind = self._kinds[buffer] = kind_of(shard, slots, self._dtypes[payload], apart)
+            kind = self._kinds[buffer] = kind_of(shard, slots, payload, self._dtypes[payload])
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
@@ -370,7 +440,10 @@ class RingBuffers:
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
-        _move(packed, pair, step)
+        if step.payload is Payload.SCALED and step.kept is Payload.KEYS:
+            _pack(packed.memory[0], pair, step)
+        else:
+            _move(packed, pair, step)
         return packed.memory
 
     def _accumulate(self, step: Accumulate) -> None:
@@ -380,8 +453,14 @@ class RingBuffers:
             self._add_home(self.home, step)
             return
         # Keys from several ranks may fill one buffer: the first part allocates it.
-        add = self.chunk.steps.buffers[step.buffer].payload is Payload.GRADIENTS
-        _move(self.pair(step.buffer), self._pairs[step.source], step, add=add)
+        kept, payload = (self.chunk.steps.buffers[one].payload for one in (step.source, step.buffer))
+        source, target = self._pairs[step.source], self.pair(step.buffer)
+        if kept is Payload.KEYS and payload is Payload.SCALED:
+            _pack(target.memory[0], source, step)
+        elif kept is Payload.SCALED and payload is Payload.KEYS:
+            unpack_scaled(source.memory[0], target.first, target.second)
+        else:
+            _move(target, source, step, add=payload is Payload.GRADIENTS)
 
     def _add_home(self, home: Total, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""

@@ -70,7 +70,7 @@ from ds_ring.schedule.lowering import (
     heads_on_host,
     stage_shards,
 )
-from ds_ring.schedule.plan import GRADIENT_PAYLOADS, Plan, build_plan, check_length
+from ds_ring.schedule.plan import GRADIENT_PAYLOADS, KV_PAYLOADS, Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
@@ -82,7 +82,9 @@ LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 @dataclass(frozen=True)
 class Options:
-    """Describe how a pass is carried out; none of the options changes its result, but for two named below.
+    """Describe how a pass is carried out.
+
+    Only `gradient_payload`, `kv_payload`, `scale` and `score_mod` change its result by more than rounding.
 
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
@@ -95,6 +97,8 @@ class Options:
         check_finite: raise on NaN and infinities, naming rank, tensor and hop.
         gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
             part of them once; they are added in the accumulators' dtype either way.
+        kv_payload: in which dtype K and V travel, "as_is" or "float8", which rounds those of other ranks; see
+            [Note: scaled keys] in `lowering.py`.
         kernel_options: for the kernel, as sorted pairs.
         recompute: part of the sequence, its first tokens, whose attention is computed again where a
             checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
@@ -119,6 +123,7 @@ class Options:
     hop_timeout_s: float = 60.0
     check_finite: bool = False
     gradient_payload: str = "float32"
+    kv_payload: str = "as_is"
     kernel_options: tuple[tuple[str, Any], ...] = ()
     chunk_bytes: int | None = None
     block_size: int = 128
@@ -129,7 +134,8 @@ class Options:
     first_pass_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, known in (("transport", TRANSPORTS), ("gradient_payload", GRADIENT_PAYLOADS)):
+        payloads = ("gradient_payload", GRADIENT_PAYLOADS), ("kv_payload", KV_PAYLOADS)
+        for name, known in (("transport", TRANSPORTS), *payloads):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise RingConfigError(f"{name}: expected one of {', '.join(known)}, got {shown(value)}")
@@ -137,11 +143,12 @@ class Options:
             raise RingConfigError(
                 f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
             )
-        if not self.has_hops and self.gradient_payload != "float32":
-            raise RingConfigError(
-                f'gradient_payload: expected "float32" beside transport "{self.transport}", which passes no'
-                f' sums on, got {shown(self.gradient_payload)}; use transport "ring"'
-            )
+        for name, known in payloads:
+            if not self.has_hops and getattr(self, name) != known[0]:
+                raise RingConfigError(
+                    f'{name}: expected "{known[0]}" beside transport "{self.transport}", which has no hops,'
+                    f' got {shown(getattr(self, name))}; use transport "ring"'
+                )
         asked: Any = self.stage_bytes
         is_set = asked != "auto" if isinstance(asked, str) else type(asked) is not int or asked != 0
         if is_set:
@@ -521,8 +528,8 @@ class RingContext:
             pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         return build_plan(
             pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
-            prune=options.prune, gradient_payload=options.gradient_payload, ranks_per_node=node,
-            stage_shards=stage,
+            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+            ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
 
     def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:

@@ -180,9 +180,9 @@ def kind_in_pass(
     sums = accumulator_dtype(q.dtype)
     parts = k.dtype if parts_wait(kernel, q.dtype, sums) else sums
     dtypes = {Payload.KEYS: k.dtype, Payload.GRADIENTS: sums, Payload.PARTS: parts}
+    dtypes |= {Payload.SCALED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
     first, second = some_heads(chunk.kv_heads, k, v)
-    dtype = dtypes.get(payload, torch.bfloat16)
-    return kind_of(Pair(first, second), slots, dtype, apart=payload is Payload.PARTS)
+    return kind_of(Pair(first, second), slots, payload, dtypes[payload])
 
 
 def give_places(

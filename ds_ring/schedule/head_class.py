@@ -174,6 +174,7 @@ class HeadClass:
     directions: tuple[Direction, ...]
     prune: bool = True
     rounded: bool = False  # dK and dV return in bfloat16; [Note: where gradients are added]
+    scaled: bool = False  # K and V travel in float8; [Note: scaled keys] in `lowering.py`
 
     @property
     def pattern(self) -> Pattern:
@@ -285,7 +286,7 @@ class HeadClass:
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
         messages = tuple(direct_sends), tuple(gradient_returns)
-        return DirectionPlan(tuple(hops), *messages, direction, self.rounded)
+        return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.scaled)
 
     def _hop_plan(self, ring_rank: int, direction: Direction, hop: int) -> HopPlan | None:
         size, inner = self.reads.layout.ring_size, direction.ranks_per_node

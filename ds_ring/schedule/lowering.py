@@ -11,6 +11,13 @@ s is computed. Where a token's keys travel no further, its accumulator returns t
 K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py` says
 which sums are passed on.)
 
+[Note: scaled keys]
+K and V may travel in float8 (e4m3) with a power of two for each row of K and of V: half the bytes of
+bfloat16. The owner rounds them when it packs them. A rank that they reach passes them on as they came, and
+expands them into a buffer of the inputs' dtype, which its kernel reads. The owner itself computes with exact
+ones. The backward pass sends the same bits, so it differentiates what the forward pass computed; the rounding
+itself counts as the identity.
+
 [Note: head chunks]
 A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
 sends: K/V in use and arriving, accumulators of dK/dV arriving, in use and leaving, and gradients of the own
@@ -206,7 +213,9 @@ class _Direction:
         own = plan.at(0)
         assert own is not None, "a rank always has its own shard"
         self.own = own
-        self.keys = SHARD  # buffer of the current keys
+        self.payload = Payload.SCALED if plan.scaled else Payload.KEYS  # of keys that travel
+        self.keys = SHARD  # buffer of the current keys, as they travel
+        self.read = SHARD  # buffer of the same keys as the kernel reads them
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
@@ -224,7 +233,7 @@ class _Direction:
     @property
     def left(self) -> list[int]:
         """Return the buffers that are still in use after the last batch."""
-        return sorted({self.keys, self.across} - {SHARD})
+        return sorted({self.keys, self.across, self.read} - {SHARD})
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.
@@ -267,10 +276,10 @@ class _Direction:
         self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
     ) -> Recv:
         """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
-        buffer = self._new(Payload.KEYS, slots)
+        buffer = self._new(self.payload, slots)
         self.came[buffer] = batch
         parts.append((buffer, coming.in_payload(slots)))
-        return Recv(Payload.KEYS, buffer, sender, coming.origin, slots)
+        return Recv(self.payload, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
         """Return the sends of gradients computed at the last hop, and the receive of sums for this hop."""
@@ -319,9 +328,9 @@ class _Direction:
             if hop:
                 self.gradients[hop] = self._new(Payload.GRADIENTS, here.held)
                 # Until a neighbour's sum is added, the gradients depend on the keys alone.
-                self.came[self.gradients[hop]] = self.came[self.keys]
+                self.came[self.gradients[hop]] = self.came[self.read]
             gradients = self.gradients[hop]
-        return [Compute(hop, self.keys, here.tiles, gradients, (here.origin,), self.came[self.keys])]
+        return [Compute(hop, self.read, here.tiles, gradients, (here.origin,), self.came[self.read])]
 
     def arrive(self, hop: int) -> list[Accumulate | Free]:
         """Return the steps after a batch: its hop is computed, and its messages have arrived."""
@@ -340,7 +349,7 @@ class _Direction:
             # No later hop reads these keys. Free them now and not with the gradients that still return,
             # because the next chunk's keys arrive meanwhile.
             steps += self._drop_keys()
-            self.keys = SHARD
+            self.keys = self.read = SHARD
         if self.partial is not None:
             buffer, part = self.partial
             self.came[self.gradients[hop]] = hop
@@ -354,19 +363,25 @@ class _Direction:
     def _join(self) -> list[Accumulate | Free]:
         """Return the steps that combine the next keys from their parts: relayed ones and direct sends."""
         parts, self.parts = self.parts, []
-        # If one message brought all keys, its buffer is the payload, without a copy.
-        if len(parts) == 1:
-            self.keys = parts[0][0]
-            return []
+        steps: list[Accumulate | Free] = []
         slots = sum(self.buffers[buffer].slots for buffer, _ in parts)
-        self.keys = _new_buffer(self.buffers, Payload.KEYS, slots)
-        self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
-        joined = ((Accumulate(self.keys, one, part, self.came[one]), Free(one)) for one, part in parts)
-        return [step for pair in joined for step in pair]
+        # If one message brought all keys, its buffer is the payload, without a copy.
+        self.keys = parts[0][0]
+        if len(parts) > 1:
+            self.keys = _new_buffer(self.buffers, self.payload, slots)
+            self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
+            for one, part in parts:
+                steps += [Accumulate(self.keys, one, part, self.came[one]), Free(one)]
+        self.read = self.keys
+        if self.plan.scaled:
+            self.read = _new_buffer(self.buffers, Payload.KEYS, slots)
+            self.came[self.read] = self.came[self.keys]
+            steps.append(Accumulate(self.read, self.keys, np.array([[0, slots]]), self.came[self.keys]))
+        return steps
 
     def _drop_keys(self) -> list[Free]:
-        """Return the step that frees the current keys, unless they are the shard or still go to a node."""
-        return [] if self.keys in (SHARD, self.across) else [Free(self.keys)]
+        """Return the steps that free the current keys, unless they are the shard or still go to a node."""
+        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.across})]
 
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
@@ -374,7 +389,7 @@ class _Direction:
         """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
         part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
         kept = self.buffers[buffer].payload
-        payload = payload or kept
+        payload = payload or (self.payload if kept is Payload.KEYS else kept)
         packed = self._new(payload, slots)  # used if the slots are not contiguous in memory
         self.leaving.append(packed)
         return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer], kept)
@@ -397,6 +412,7 @@ class _Stages:
         own = plan.at(0)
         assert own is not None, "a rank always has its own shard"
         self.own = own
+        self.payload = Payload.SCALED if plan.scaled else Payload.KEYS  # of keys that travel
         self.shard = SHARD  # the own keys as they are sent
         self.sent_until = max((plan.direction.stage(one.hop) for one in plan.direct_sends), default=0) - 1
         self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
@@ -411,7 +427,7 @@ class _Stages:
         valid = count_slots(self.own.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []
-        self.shard = self._new(Payload.KEYS, valid)
+        self.shard = self._new(self.payload, valid)
         return [Accumulate(self.shard, SHARD, self.own.held, -1)]
 
     @property
@@ -431,9 +447,9 @@ class _Stages:
                 steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
         coming = self._stage(number + 1)
         if coming is not None:
-            self.coming = self._new(Payload.KEYS, coming.slots)
+            self.coming = self._new(self.payload, coming.slots)
             for hop, at in zip(coming.hops, coming.first, strict=True):
-                steps.append(Recv(Payload.KEYS, self.coming, hop.origin, hop.origin, hop.held, at))
+                steps.append(Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at))
         return steps + self._post_gradients(number) if self.backward else steps
 
     def _post_gradients(self, number: int) -> list[Send | Recv]:
@@ -471,12 +487,17 @@ class _Stages:
         steps: list[Accumulate | Free] = []
         if self.keys not in (None, SHARD):
             steps.append(Free(self.keys))
+        self.keys, self.coming = self.coming, None
+        if self.plan.scaled and self.keys is not None:
+            slots = self.buffers[self.keys].slots
+            read = self._new(Payload.KEYS, slots)
+            steps += [Accumulate(read, self.keys, np.array([[0, slots]]), number), Free(self.keys)]
+            self.keys = read
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
         steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
         if number == self.sent_until and self.shard != SHARD:
             steps.append(Free(self.shard))
         self.returns, self.leaving = [], []
-        self.keys, self.coming = self.coming, None
         self.done, self.here = self.here, None
         return steps
 
@@ -493,10 +514,11 @@ class _Stages:
     ) -> Send:
         """Return the step that sends slots: in place in the shard, or one after the other from `at` on."""
         part = slots if at is None else np.array([[at, at + count_slots(slots)]])
-        payload = self.buffers[buffer].payload
+        kept = self.buffers[buffer].payload
+        payload = self.payload if kept is Payload.KEYS else kept
         packed = self._new(payload, count_slots(slots))  # used where the part is no range of a buffer
         self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, origin, slots, packed, needs, payload)
+        return Send(payload, buffer, part, peer, origin, slots, packed, needs, kept)
 
     def _new(self, payload: Payload, slots: int) -> int:
         return _new_buffer(self.buffers, payload, slots)

@@ -24,6 +24,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
 GRADIENT_PAYLOADS = ("float32", "bfloat16")
+KV_PAYLOADS = ("as_is", "float8")
 STAGE_GROWTH = 4  # a stage has at most so many times the shards of the one before: they arrive meanwhile
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
@@ -202,6 +203,7 @@ def build_plan(
     prune: bool = True,
     directions: tuple[Direction, ...] | None = None,
     gradient_payload: str = "float32",
+    kv_payload: str = "as_is",
     ranks_per_node: int | None = None,
     stage_shards: int | None = None,
 ) -> Plan:
@@ -215,6 +217,7 @@ def build_plan(
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
         gradient_payload: dtype in which dK and dV return, "float32" or "bfloat16"; they are added in the
             accumulators' dtype in both cases.
+        kv_payload: "as_is", or "float8" for K and V that travel in float8; [Note: scaled keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
@@ -243,11 +246,15 @@ def build_plan(
         raise RingLayoutError(
             f"build_plan: directions: expected a tuple of Direction or None, got {shown(directions)}"
         )
-    if not isinstance(gradient_payload, str) or gradient_payload not in GRADIENT_PAYLOADS:
-        raise RingLayoutError(
-            f"build_plan: gradient_payload: expected one of {', '.join(GRADIENT_PAYLOADS)}, got"
-            f" {shown(gradient_payload)}"
-        )
+    payloads = (
+        ("gradient_payload", gradient_payload, GRADIENT_PAYLOADS),
+        ("kv_payload", kv_payload, KV_PAYLOADS),
+    )
+    for name, value, known in payloads:
+        if not isinstance(value, str) or value not in known:
+            raise RingLayoutError(
+                f"build_plan: {name}: expected one of {', '.join(known)}, got {shown(value)}"
+            )
     size, nodes = layout.ring_size, 0
     if ranks_per_node is not None:
         nodes = whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
@@ -265,8 +272,8 @@ def build_plan(
                 " each owner sends to every reader, so leave one of the two out"
             )
         directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
-    rounded = gradient_payload == "bfloat16"
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, nodes)
+    rounded, scaled = gradient_payload == "bfloat16", kv_payload == "float8"
+    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, scaled, nodes)
 
 
 @lru_cache(maxsize=64)
@@ -278,6 +285,7 @@ def _built(
     prune: bool,
     directions: tuple[Direction, ...] | None,
     rounded: bool,
+    scaled: bool,
     ranks_per_node: int,
 ) -> Plan:
     if query_heads % kv_heads:
@@ -295,5 +303,5 @@ def _built(
     elif directions is None:
         size = layout.ring_size
         directions = two_levels(size, ranks_per_node) if ranks_per_node else one_way(size)
-    classes = tuple(HeadClass(reads, heads, directions, prune, rounded) for heads, reads in bound)
+    classes = tuple(HeadClass(reads, heads, directions, prune, rounded, scaled) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)

@@ -189,6 +189,7 @@ class DirectionPlan:
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ALONE
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
+    scaled: bool = False  # keys and values travel in float8 with a scale for each row
 
     def at(self, hop: int) -> HopPlan | None:
         """Return the plan of a hop; None if nothing happens."""

@@ -26,6 +26,7 @@ class Payload(Enum):
     """What a message carries: two tensors, side by side for each token."""
 
     KEYS = "keys"  # in the dtype of the inputs
+    SCALED = "scaled keys"  # in float8 with a scale for each row while in flight
     GRADIENTS = "gradients"  # in the accumulators' dtype
     PARTS = "gradients of one rank"  # in the dtype in which the kernel returns them; [Note: stages]
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
@@ -38,7 +39,7 @@ class Payload(Enum):
     @property
     def names(self) -> str:
         """Return the names of both tensors, in the order in which they lie."""
-        return "K/V" if self is Payload.KEYS else "dK/dV"
+        return "K/V" if self in (Payload.KEYS, Payload.SCALED) else "dK/dV"
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
@@ -61,7 +62,7 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # ROUNDED: of a buffer that has GRADIENTS, packing rounds them to bfloat16
+    payload: Payload  # ROUNDED of a buffer that has GRADIENTS, SCALED of one that has KEYS: packing rounds
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
@@ -122,7 +123,10 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy keys that were received (or those of SHARD) into one."""
+    """Add received gradients to a buffer, or copy keys that were received (or those of SHARD) into one.
+
+    A copy from KEYS to SCALED or back converts.
+    """
 
     buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
     source: int  # buffer of the received tensors, or SHARD

@@ -27,6 +27,7 @@ ATEN_QUERIES = ((768, 256), (192, 64), (0, 32))  # queries of a call from which 
 KEPT_TABLE_BYTES = 64 << 20
 FLOAT = 4  # bytes of an element
 ROUNDED = 2  # of gradients that travel in bfloat16
+SCALES = 2  # of a row of K and V that travels in float8: a byte each beside its elements
 
 
 class HopShape(NamedTuple):

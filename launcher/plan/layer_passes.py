@@ -86,7 +86,8 @@ def plans_of(setting: TrainingSetting, layout: Layout | None = None) -> list[tup
         (
             build_plan(
                 one, layout, query_heads=heads, kv_heads=kv_heads, prune=setting.prune,
-                gradient_payload=setting.gradient_payload, ranks_per_node=node, stage_shards=stage,
+                gradient_payload=setting.gradient_payload, kv_payload=setting.kv_payload,
+                ranks_per_node=node, stage_shards=stage,
             ),
             layers,
         )

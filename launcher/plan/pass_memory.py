@@ -26,7 +26,7 @@ from ds_ring.schedule.steps import (
     ScheduleStep,
     Send,
 )
-from ds_ring.schedule.workspace import FLOAT, ROUNDED, HopShape, workspace_bytes
+from ds_ring.schedule.workspace import FLOAT, ROUNDED, SCALES, HopShape, workspace_bytes
 
 CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what these meet
 
@@ -55,12 +55,15 @@ class PassShape:
         return self.head_dim + self.value_dim
 
     def bytes_of(self, payload: Payload) -> int:
-        """Return the bytes of an element of what a buffer holds."""
+        """Return the bytes of a slot of one head in a buffer: of K and V, or of dK and dV, together."""
+        if payload is Payload.SCALED:
+            return self.pair_dim + SCALES
+        element = ROUNDED if payload is Payload.ROUNDED else FLOAT
         if payload is Payload.KEYS:
-            return self.element_bytes
+            element = self.element_bytes
         if payload is Payload.PARTS and getattr(load(KERNELS[self.kernel].home), "few_parts", False):
-            return min(self.element_bytes, FLOAT)
-        return ROUNDED if payload is Payload.ROUNDED else FLOAT
+            element = min(self.element_bytes, FLOAT)
+        return self.pair_dim * element
 
     @property
     def head_bytes(self) -> int:
@@ -176,9 +179,7 @@ class _Meter:
     def _take(self, index: int, chunk: HeadChunk, buffer: int) -> None:
         if (index, buffer) not in self.sizes:
             payload, slots = chunk.steps.buffers[buffer]
-            element = self.shape.bytes_of(payload)
-            # K and V, or dK and dV.
-            size = slots * self._rows(chunk.kv_heads) * self.shape.pair_dim * element
+            size = slots * self._rows(chunk.kv_heads) * self.shape.bytes_of(payload)
             self.sizes[index, buffer] = size
             self.used += size
             self.most_used = max(self.most_used, self.used)

@@ -92,8 +92,8 @@ def work_of(
         is_inside: whether a ring rank is of the same node, where links inside nodes have their own rate.
 
     Returns:
-        [rounds - 1, 5]: pairs attended, pairs multiplied, tiles, and for each element of a head bytes that
-        arrive by the slowest link and by links inside the node.
+        [rounds - 1, 5]: pairs attended, pairs multiplied, tiles, and bytes of one K/V head that arrive by
+        the slowest link and by links inside the node.
     """
     work = np.zeros((len(steps.rounds) - 1, 5))
     for row, steps_now in zip(work, steps.rounds, strict=False):
@@ -130,7 +130,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         rows = shape.batch * count_heads(chunk.kv_heads)
         calls = np.minimum(tiles, 1) if rates.one_call else tiles
         seconds = [
-            rows * shape.pair_dim * sizes / rate
+            rows * sizes / rate
             for sizes, rate in ((far, rates.bytes_per_s), (near, rates.node_bytes_per_s or rates.bytes_per_s))
         ]
         size = far + near
@@ -207,7 +207,7 @@ def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
 
 
 def _sent(schedule: Schedule, shape: PassShape) -> int:
-    slots: dict[int, int] = {}  # by chunk's steps: slots that are sent, times bytes of an element
+    slots: dict[int, int] = {}  # by chunk's steps: bytes that are sent of one head
     # Chunks that are read alike share one object of steps: looked at once, counted for each.
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
@@ -215,8 +215,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
             sizes = (count_slots(post.slots) * shape.bytes_of(post.payload) for post in posted)
             slots[id(chunk.steps)] = sum(sizes)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
-    # K and V, or dK and dV.
-    return shape.batch * shape.pair_dim * heads
+    return shape.batch * heads
 
 
 def pass_cost(

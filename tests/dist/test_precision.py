@@ -8,6 +8,7 @@ overlap and without: nothing depends on when a message arrives.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +80,15 @@ def test_the_error_does_not_grow_with_the_ring(rank_pool: Pool, name: str, dtype
             assert error < rounding, (size, tensor, by_size)
 
 
-def passed_in(rank: int, world_size: int, payload: str, dtype: torch.dtype) -> tuple[list[Tensor], int, int]:
+def passed_in(
+    rank: int, world_size: int, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[list[Tensor], int, int]:
     """dq, dk, dv of causal attention, whole; bytes that this rank sent forward and backward."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
     q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*leaves, pattern=Causal(), layout=layout, mesh=mesh, gradient_payload=payload)
+    out = ring_attention(*leaves, pattern=Causal(), layout=layout, mesh=mesh, **options)
     counters = next(iter(mesh.contexts.values())).exchange.counters
     forward = counters.bytes_sent
     out.backward(grad)
@@ -98,13 +101,30 @@ def passed_in(rank: int, world_size: int, payload: str, dtype: torch.dtype) -> t
 def test_gradients_travel_in_bfloat16(rank_pool: Pool, size: int) -> None:
     """Half their bytes, within the error of rounding each rank's part once; dQ keeps its bits."""
     by_payload = [
-        rank_pool(size).run(passed_in, payload, torch.float32) for payload in ("float32", "bfloat16")
+        rank_pool(size).run(passed_in, torch.float32, {"gradient_payload": payload})
+        for payload in ("float32", "bfloat16")
     ]
     for exact, rounded in zip(*(ranks[0][0] for ranks in by_payload), strict=True):
         gap = float((exact - rounded).norm() / exact.norm())
         assert gap < 2**-9 and (gap > 0) == (exact.shape[1] == SHAPE.kv_heads), gap
     (keys, wide), (same, narrow) = ([sum(one[i] for one in ranks) for i in (1, 2)] for ranks in by_payload)
     assert keys == same and wide == 2 * keys and 2 * narrow == 3 * keys  # float32 K and V, too
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_keys_travel_in_float8(rank_pool: Pool, size: int) -> None:
+    """A byte an element and two a row; gradients travel as before. The error is that of rounding keys."""
+    exact, rounded = (
+        rank_pool(size).run(passed_in, torch.bfloat16, {"kv_payload": payload})
+        for payload in ("as_is", "float8")
+    )
+    for one, other in zip(exact[0][0], rounded[0][0], strict=True):
+        gap = float((one.double() - other.double()).norm() / one.double().norm())
+        assert 0.005 < gap < 0.15, gap
+    sent = [[sum(one[i] for one in ranks) for i in (1, 2)] for ranks in (exact, rounded)]
+    (keys, back), (short, short_back) = sent
+    row = 2 * SHAPE.head_dim
+    assert short * 2 * row == keys * (row + 2) and back - keys == short_back - short
 
 
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:

@@ -34,6 +34,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"stage_bytes": 1 << 20},
     {"overlap": False, "prune": False, "chunk_bytes": 1},
     {"gradient_payload": "bfloat16", "stage_bytes": 1 << 20},
+    {"kv_payload": "float8"},
 )
 
 

@@ -560,6 +560,10 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
         "configs/README.md",
         "| `gradient_payload`",
     ): "tests/unit/test_gradient_payload.py; config/section.py says it",
+    (
+        "configs/README.md",
+        "| `kv_payload`",
+    ): "tests/unit/runtime/test_ring_pass.py bounds it",
     ("configs/README.md", "| `chunk_bytes`"): "a default",
     ("configs/README.md", "| `stage_bytes`"): "a default",
     ("configs/README.md", "| `latents`"): "counted by tests/dist/test_latents.py; config/section.py says it",

@@ -98,7 +98,8 @@ class SymbolicRank:
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
         # sums are rounded in the copy alone; what is one rank's part may be rounded from the start
-        same = step.payload is kinds[0] or (step.payload, kinds[0]) == (Payload.ROUNDED, Payload.GRADIENTS)
+        rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.SCALED, Payload.KEYS)
+        same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
         if step.payload is not kinds[1] or not same:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
         # reads are allowed until the batch is over, changes are not: see `_live`
@@ -173,8 +174,11 @@ class SymbolicRank:
         self.step = step
         source = self._read(index, step.source, step.needs)
         given = self._chunk(index).steps.buffers[step.source].payload
-        # rounded is what travels alone: sums are never rounded
-        payload = Payload.KEYS if given is Payload.KEYS else Payload.GRADIENTS
+        # rounded is what travels alone: sums are never rounded; keys may change between both of their kinds
+        keys, payload = (Payload.KEYS, Payload.SCALED), Payload.GRADIENTS
+        if given in keys:
+            into = self._chunk(index).steps.buffers[step.buffer].payload
+            payload = into if into in keys else given
         # keys of several parts: the first part takes the buffer
         known = (index, step.buffer) in self.contents
         target = self._live(index, step.buffer) if known else self._fresh(index, step.buffer, payload)
@@ -183,7 +187,7 @@ class SymbolicRank:
         if len(where) != len(source.tokens) or (len(where) and where[-1] >= len(target.tokens)):
             self.refuse(f"{len(source.tokens)} slots of {name_of(step.buffer)}", f"{len(where)} or others")
         target.came = max(target.came, source.came)
-        if payload is Payload.KEYS:
+        if payload in keys:
             if (target.tokens[where] != NOTHING).any():
                 self.refuse(f"empty slots of {name_of(step.buffer)}", "filled ones: written twice")
             target.tokens[where] = source.tokens

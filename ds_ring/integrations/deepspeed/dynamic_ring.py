@@ -147,7 +147,8 @@ class SampleTimes:
         seconds = tokens * 2 * self.sizes.head_dim / self.rates.link_bytes_per_s  # of K and V, for each byte
         gradient_bytes = 4 if self.config.gradient_payload == "float32" else 2
         # While a hop computes, K/V of the next one arrive, and backward the gradients of the last one leave.
-        moves_s = np.tile(np.append(seconds[1:], 0.0) * self._element_bytes, (2, 1))
+        key_bytes = self._element_bytes if self.config.kv_payload == "as_is" else 1
+        moves_s = np.tile(np.append(seconds[1:], 0.0) * key_bytes, (2, 1))
         moves_s[1, 1:] += seconds[:-1] * gradient_bytes
         both = np.maximum(busy_s, moves_s) if self.config.overlap else busy_s + moves_s
         return float(both.sum())

@@ -5,10 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from ds_ring.runtime import buffers as module
 from ds_ring.runtime import device
-from ds_ring.runtime.buffers import ALIGNMENT, Block, BufferKind, Buffers, Pair, kind_of, some_heads
+from ds_ring.runtime.buffers import (
+    ALIGNMENT,
+    Block,
+    BufferKind,
+    Buffers,
+    Pair,
+    kind_of,
+    pack_scaled,
+    some_heads,
+    unpack_scaled,
+)
+from ds_ring.schedule.steps import Payload
 
 LIKE = Pair(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 6))
 BYTES = 8 * 2 * (4 + 6) * 4  # of two buffers of 8 slots
@@ -16,11 +29,39 @@ CPU = torch.device("cpu")
 
 
 def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
-    return kind_of(LIKE, slots, dtype)
+    return kind_of(LIKE, slots, Payload.KEYS, dtype)
 
 
 def take(buffers: Buffers, slots: int = 8) -> Block:
     return buffers.take(kind(slots), 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1/16 of an element, or 2^-10 of the row's power of two; any magnitude, zeros, odd widths."""
+    monkeypatch.setattr(module, "AT_ONCE", 7)
+    magnitudes = torch.tensor([1.0, 1e-7, 3e4, 448.0, 0.0], dtype=torch.float64).view(5, 1)
+    k, v = (
+        (torch.randn(2, 3, 5, width, generator=torch.Generator().manual_seed(width)) * magnitudes).to(dtype)
+        for width in (7, 20)
+    )
+    k[0, 0, 3, 0] = 448.0  # the largest one of float8
+    rows = torch.full((5, 2, 3, 7 + 20 + 2), 99, dtype=torch.uint8)
+    pack_scaled(k, v, rows)
+    found = torch.empty_like(k), torch.empty_like(v)
+    unpack_scaled(rows, *found)
+    for x, got in zip((k, v), found, strict=True):
+        x, got = x.double(), got.double()
+        power = 2.0 ** torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448))
+        ulp = torch.finfo(torch.float16).smallest_normal * 2**-10 if dtype == torch.float16 else 0.0
+        assert ((x - got).abs() <= torch.maximum(x.abs() / 16, power * 2**-10) + ulp).all()
+        assert (got == 0)[:, :, 4].all() and not (x == got)[:, :, :4].all()
+    assert found[0][0, 0, 3, 0] == 448.0
+    v[1, 1, 1, 1], k[0, 1, 2, 3] = torch.inf, torch.nan
+    pack_scaled(k, v, rows)
+    unpack_scaled(rows, *found)
+    assert not found[1][1, 1, 1].isfinite().any() and not found[0][0, 1, 2].isfinite().any()
+    assert found[1][1, 1, 0].isfinite().all()
 
 
 def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
