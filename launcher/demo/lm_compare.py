@@ -84,7 +84,8 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     ring = _on_the_ring(engine, whole)
     found = first_batch.compare(ring.numbers, alone.numbers)
     worst = first_batch.largest(found)["gradient"]
-    exact = not first_batch.beyond(found, first_batch.Tolerance.of(next(plain.parameters()).dtype))
+    tolerance = first_batch.Tolerance.of(next(plain.parameters()).dtype, engine.ring.config)
+    exact = not first_batch.beyond(found, tolerance)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (ring.peak_bytes / MIB, worst, exact))
     worst = max((one for _, one, _ in ranks), key=lambda one: one.error)

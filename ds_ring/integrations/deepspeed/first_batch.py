@@ -58,8 +58,13 @@ class Tolerance:
     gradients: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Tolerance:
-        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64)."""
+    def of(cls, dtype: torch.dtype, config: RingConfig | None = None) -> Tolerance:
+        """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64).
+
+        Keys that travel in float8 (`config`) have bfloat16's.
+        """
+        if config is not None and config.kv_payload != "as_is":
+            dtype = torch.bfloat16
         return {
             torch.float64: cls(1e-6, 1e-7, 1e-6),
             torch.float32: cls(1e-4, 1e-5, 2e-4),
@@ -445,7 +450,7 @@ class FirstBatch:
             found += self._forward_alone(alone, parts, mean)
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
         found += compare_gradients(gradients, expected)
-        wrong = beyond(found, Tolerance.of(dtype))
+        wrong = beyond(found, Tolerance.of(dtype, self.session.config))
         if wrong:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             return "; ".join(str(one) for one in wrong[:_NAMED]) + more
