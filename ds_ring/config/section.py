@@ -251,7 +251,8 @@ class RingConfig(Section):
         default="as_is",
         description="dtype in which K and V travel; float8 (e4m3, a scale for each row) halves the bytes of "
         "bfloat16 and rounds the K and V of other ranks: attention is not exact then (random inputs: 2 to "
-        "13 % of the norms of out and gradients); for rings between nodes whose links are the bottleneck",
+        "13 % of the norms of out and gradients); for rings between nodes whose links are the bottleneck; "
+        "rows that a learned selection fetches keep their dtype",
     )
     chunk_bytes: ChunkBytes = Field(
         default=None,
