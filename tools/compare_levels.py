@@ -35,7 +35,9 @@ def main() -> None:
     ranks = options.nodes * hardware.devices_per_node
     # the layer around attention is not looked at
     model = ModelShape(1, HEADS * HEAD_DIM, HEADS, options.kv_heads, HEAD_DIM, 1, 1)
-    print("tokens a rank, then one ring and two levels: plain, bfloat16 gradients, and float8 keys beside them")
+    print(
+        "tokens a rank, then one ring and two levels: plain, bfloat16 gradients, and float8 keys beside them"
+    )
     for local in options.local_tokens:
         setting = TrainingSetting(
             local * ranks, ranks, 1, model, Causal(), "zigzag", Zero(0, ranks, 2), "bfloat16", hardware

@@ -46,7 +46,8 @@ def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -
     """Return the errors of self-sending rings."""
     with self_group(shape.device):
         way = "NCCL" if shape.device == "cuda" else "copies in this process: gloo cannot send to itself"
-        ways = [(size, kernel, most) for size in sizes for kernel in kernels for most in (0, 1 << 40)]
+        kinds = [(0, "as_is"), (1 << 40, "as_is"), (0, "float8")]  # stage_bytes, kv_payload
+        ways = [(size, kernel, *kind) for size in sizes for kernel in kernels for kind in kinds]
         rows = [self_ring_row(shape, tokens, *way) for way in ways]
     return [{"messages by": way} | row for row in rows]
 

@@ -122,7 +122,7 @@ def kind_of(like: Pair, slots: int, payload: Payload, dtype: torch.dtype) -> Buf
 FLOAT8, MOST_FLOAT8 = torch.float8_e4m3fn, 448.0
 BIAS = 127  # of the exponents of float32
 NOT_FINITE = -128  # exponent whose power is infinite
-AT_ONCE = 2048  # slots whose rows are rounded at once: what that takes stays small beside a message
+ROWS_AT_ONCE = 2048  # slots whose rows are rounded at once: what that takes stays small beside a message
 
 
 def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,8 +138,10 @@ def pack_scaled(first: Tensor, second: Tensor, rows: Tensor) -> None:
         rows: [slots, B, G, D + E + 2] of bytes, written to: the elements, then the exponents of both powers.
             Rows with an infinity or a NaN become infinities and NaN.
     """
-    for some in zip(first.split(AT_ONCE, 2), second.split(AT_ONCE, 2), rows.split(AT_ONCE), strict=True):
-        *tensors, into = some
+    pieces = zip(
+        *(x.split(ROWS_AT_ONCE, dim) for x, dim in ((first, 2), (second, 2), (rows, 0))), strict=True
+    )
+    for *tensors, into in pieces:
         start = 0
         for number, x in enumerate(tensors):
             end, x = start + x.shape[3], x.permute(2, 0, 1, 3)

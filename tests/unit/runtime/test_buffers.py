@@ -39,7 +39,7 @@ def take(buffers: Buffers, slots: int = 8) -> Block:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1/16 of an element, or 2^-10 of the row's power of two; any magnitude, zeros, odd widths."""
-    monkeypatch.setattr(module, "AT_ONCE", 7)
+    monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
     magnitudes = torch.tensor([1.0, 1e-7, 3e4, 448.0, 0.0], dtype=torch.float64).view(5, 1)
     k, v = (
         (torch.randn(2, 3, 5, width, generator=torch.Generator().manual_seed(width)) * magnitudes).to(dtype)
