@@ -20,12 +20,15 @@ from ds_ring import (
     Documents,
     RingMesh,
     SlidingWindow,
+    build_plan,
     gather_sequence,
     make_layout,
     ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
+from ds_ring_launcher.plan.pass_memory import PassShape
+from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention
@@ -125,6 +128,14 @@ def test_keys_travel_in_float8(rank_pool: Pool, size: int) -> None:
     (keys, back), (short, short_back) = sent
     row = 2 * SHAPE.head_dim
     assert short * 2 * row == keys * (row + 2) and back - keys == short_back - short
+    layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=size)
+    heads = {"query_heads": SHAPE.query_heads, "kv_heads": SHAPE.kv_heads}
+    plan = build_plan(Causal(), layout, kv_payload="float8", **heads)
+    group = SHAPE.query_heads // SHAPE.kv_heads
+    shape = PassShape(SHAPE.batch, group, layout.local_tokens, SHAPE.head_dim, 2, 1 << 20, "cpu")
+    for rank, (_, *counted) in enumerate(rounded):
+        classes = [CostPart(one, 1) for one in plan.rank(rank).classes]
+        assert bytes_sent(classes, shape) == tuple(counted), "as ds-ring plan says"
 
 
 def bits_that_differ(rank: int, world_size: int, name: str, dtype: torch.dtype) -> list[str]:
