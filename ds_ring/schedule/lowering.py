@@ -233,7 +233,7 @@ class _Direction:
     @property
     def left(self) -> list[int]:
         """Return the buffers that are still in use after the last batch."""
-        return sorted({self.keys, self.across, self.read} - {SHARD})
+        return [] if self.across == SHARD else [self.across]
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.

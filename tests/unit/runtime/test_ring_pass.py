@@ -242,6 +242,7 @@ def in_float8(x: Tensor) -> Tensor:
         ("full", "contiguous", 3, {"stage_shards": 2}),
         ("causal", "zigzag", 8, {"ranks_per_node": 4}),
         ("documents, causal", "zigzag", 8, {"stage_shards": 4}),
+        ("window", "zigzag", 4, {"stage_shards": 3}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
