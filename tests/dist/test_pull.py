@@ -28,6 +28,7 @@ CASES = (
     ("documents, causal", "zigzag"),
     ("dilated", "zigzag"),
     ("causal", "zigzag"),
+    ("causal", "striped"),
 )
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
