@@ -212,11 +212,13 @@ def test_nothing_reads_memory_that_was_given_back(name: str, layout_name: str, m
 
 def test_keys_that_nobody_reads_have_no_gradients() -> None:
     """Without pruning rank 0 gets keys of later tokens: their sums wait for parts that never come."""
-    pattern = PATTERNS["causal"](SHAPE.tokens)
+    shape = replace(SHAPE, batch=1)
+    pattern = PATTERNS["causal"](shape.tokens)
     for layout_name in ("contiguous", "zigzag"):
-        layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=3)
+        layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=3)
         given = {"dtype": torch.bfloat16, "kernel": AsOnCuda(), "stage_shards": 2, "prune": False}
-        check(ring_of_threads(pattern, layout, **given), pattern, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
+        got = ring_of_threads(pattern, layout, shape, **given)
+        check(got, pattern, shape, out=2e-2, dq=2e-2, dk=2e-2, dv=2e-2)
 
 
 def keys_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def in_float8(x: Tensor) -> Tensor:
         ("full", "contiguous", 3, {"stage_shards": 2}),
         ("causal", "zigzag", 8, {"ranks_per_node": 4}),
         ("documents, causal", "zigzag", 8, {"stage_shards": 4}),
-        ("window", "zigzag", 4, {"stage_shards": 3}),
+        ("full", "contiguous", 2, {"stage_shards": 1}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
 )
