@@ -116,7 +116,9 @@ class MultiheadRingAttention(nn.Module):
         true_or_false(bias, f"{_NAME}: bias", RingConfigError)
         true_or_false(sub_layer_norm, f"{_NAME}: sub_layer_norm", RingConfigError)
         for name, number in (("layer_norm_eps", layer_norm_eps), ("gamma_init", gamma_init)):
-            if not (name == "gamma_init" and number is None) and not _is_positive(number):
+            if not (name == "gamma_init" and number is None) and not (
+                isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < 1e30
+            ):
                 raise RingConfigError(f"{_NAME}: {name}: expected a positive number, got {shown(number)}")
         self.gamma_init = gamma_init
         self.head_dim = self.embed_dim // self.num_heads
@@ -292,7 +294,3 @@ def _refuse_what_torch_alone_has(name: str, value: object, embed_dim: int) -> No
     same = value is neutral or (number and value == (embed_dim if neutral is None else neutral))
     if not same or (number and neutral is False):
         raise RingConfigError(f"{_NAME}: {name}: expected {neutral}, got {shown(value)}; {instead}")
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < 1e30

@@ -50,17 +50,14 @@ def steps_on_ranks(asked: dict[str, Any]) -> list[dict[str, Any]]:
     tree, whole = engine.ring.tree_batch(rollouts), torch.stack(rollouts)
     batches = {"tree": tree.batch, "rows": {"input_ids": whole, "labels": whole}}
 
-    def answers_of(name: str, values: Tensor) -> list[Tensor]:
-        each = tree.of_rollouts(values) if name == "tree" else [row[:-1] for row in values]
-        return [one[prompt - 1 :] for one in each]
-
     def step(name: str) -> dict[str, Any]:
         dist.barrier()
         batch = engine.ring.shard_batch(batches[name])
         begun = time.perf_counter()
         with measure_cpu_memory() as memory:
             values = engine.ring.gather(engine.ring.logprobs(engine, batch))
-            loss = loss_of(answers_of(name, values))
+            each = tree.of_rollouts(values) if name == "tree" else [row[:-1] for row in values]
+            loss = loss_of([one[prompt - 1 :] for one in each])
             engine.backward(loss)
         seconds = torch.tensor(time.perf_counter() - begun)
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)

@@ -80,11 +80,13 @@ def install() -> None:
     name._name_, name._value_ = NAME.upper(), NAME
     registry = attention_dispatch._AttentionBackendRegistry
 
-    def register() -> None:
-        registry.register(name, supports_context_parallel=True)(attention)
-
     DIFFUSERS.apply(
-        {"backend.name": SimpleNamespace(at_enable=name), "backend": SimpleNamespace(at_enable=register)}
+        {
+            "backend.name": SimpleNamespace(at_enable=name),
+            "backend": SimpleNamespace(
+                at_enable=lambda: registry.register(name, supports_context_parallel=True)(attention)
+            ),
+        }
     )
 
 

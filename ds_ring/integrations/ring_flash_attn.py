@@ -425,13 +425,14 @@ def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -
     mesh_of(process_group)
     on_the_ring = create_ring_flash_attention_forward(process_group, heads_k_stride)[-1]
 
-    def replaced(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return (on_the_ring if RING_ATTN_SWITCH else original)(*args, **kwargs)
-
     register = functools.partial(AttentionInterface.register, "flash_attention_2", _attention)
     TABLE.apply(
         {
-            "ring_flash_attn": SimpleNamespace(at_enable=replaced),
+            "ring_flash_attn": SimpleNamespace(
+                at_enable=lambda original, *args, **kwargs: (on_the_ring if RING_ATTN_SWITCH else original)(
+                    *args, **kwargs
+                )
+            ),
             "ring_flash_attn.name": SimpleNamespace(at_enable=register),
         }
     )

@@ -580,11 +580,10 @@ def placed_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv)."""
 
-    def empty() -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
     given = (grad_out, q, k, v, out, lse)
-    return object_of(int(which), Placed).fill(empty, _all_gradients, *given)
+    return object_of(int(which), Placed).fill(
+        lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _all_gradients, *given
+    )
 
 
 def _all_gradients(

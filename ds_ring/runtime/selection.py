@@ -402,11 +402,11 @@ def _walk_tokens(best: _Best, scores_fn: ScoresFunction, keys: Tensor, context: 
         return torch.from_numpy(expand_ranges(ranges)).to(keys.device) if len(ranges) else None
 
     def arriving(hop: int) -> int:
-        plan = _at(hops, hop)
+        plan = hops[hop] if hop < len(hops) else None
         return 0 if plan is None else len(expand_ranges(plan.held))
 
     def merge(hop: int, arrived: Tensor) -> None:
-        plan = _at(hops, hop)
+        plan = hops[hop] if hop < len(hops) else None
         if plan is not None:
             positions = layout.positions(plan.origin)
             held = positions if hop == 0 else positions[expand_ranges(plan.held)]
@@ -452,10 +452,6 @@ def _walk_blocks(
                     merge_best(_Best(*(x[..., rows, :] for x in best)), scores, positions)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
-
-
-def _at(hops: Sequence[HopPlan | None], hop: int) -> HopPlan | None:
-    return hops[hop] if hop < len(hops) else None
 
 
 def _keep_best(best: _Best, scores_fn: ScoresFunction, tiles: Tiles, keys: Tensor, held: Tensor) -> None:
@@ -588,10 +584,6 @@ class _SelectedPass:
         """Return [N * S, G / C, D]."""
         return x_BGSD.unflatten(1, (self.choices, -1)).movedim(3, 2).flatten(0, 2)
 
-    def _by_head(self, x: Tensor) -> Tensor:
-        """Return [B, G, S, D] of a tensor [N * S, G / C, D]."""
-        return x.unflatten(0, (-1, self.choices, self.slots)).movedim(2, 3).flatten(1, 2)
-
     def _places(self, items: int | slice, queries: slice) -> Tensor:
         """Return rank * S + slot of each chosen key of some queries, [.., n, k * block]; -1 for none."""
         if self.placed is not None:
@@ -620,7 +612,8 @@ class _SelectedPass:
         return wanted[:, : self.slots]
 
     def _index(self, bits: Tensor) -> Tensor:
-        return _unpacked(bits, self.slots).flatten().nonzero().squeeze(1)
+        shifted = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
+        return (shifted & 1).flatten(1)[:, : self.slots].bool().flatten().nonzero().squeeze(1)
 
     def walk(
         self, compute: Callable[[_HopRows], Sequence[Tensor]],
@@ -733,7 +726,15 @@ class _SelectedPass:
                 total.index_add_(0, index, part)
 
         self.walk(compute, add)
-        dk, dv = (self._by_head(x).to(self.q.dtype).contiguous() for x in totals)
+        # From [N * S, G / C, D] to [B, G, S, D].
+        dk, dv = (
+            x.unflatten(0, (-1, self.choices, self.slots))
+            .movedim(2, 3)
+            .flatten(1, 2)
+            .to(self.q.dtype)
+            .contiguous()
+            for x in totals
+        )
         return dq.to(self.q.dtype), dk, dv
 
 
@@ -751,12 +752,6 @@ def _packed(bits: Tensor) -> Tensor:
     """Return bool [N, n] as bits, uint8 [N, ceil(n / 8)]."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8))
     return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
-
-
-def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Return the first `count` bits of each row, bool."""
-    shifted = packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (shifted & 1).flatten(1)[:, :count].bool()
 
 
 def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int) -> None:

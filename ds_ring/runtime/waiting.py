@@ -590,11 +590,12 @@ class DeviceWatch:
         """
         mesh = one.mesh
 
-        def came() -> bool:
-            return one.came() or (mesh.watch is not None and mesh.watch.fault is not None)
-
         try:
-            if look(came, BUSY_TIMEOUT_S, self._hurried):
+            if look(
+                lambda: one.came() or (mesh.watch is not None and mesh.watch.fault is not None),
+                BUSY_TIMEOUT_S,
+                self._hurried,
+            ):
                 return
         except RuntimeError as error:  # of an event's query
             raise own_fault(mesh, one.place, error) from error

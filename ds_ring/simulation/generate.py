@@ -97,7 +97,8 @@ class GeneratedSource:
                 f" {out.shape[1]}; use a smaller one"
             )
         offset = 0
-        for start, step, length in _few(runs):
+        one_by_one = len(runs) <= 16 or int(runs[:, 2].mean()) >= 256  # many short runs are faster by index
+        for start, step, length in runs.tolist() if one_by_one else []:
             if step != 1:
                 # Words of strided tokens do not follow each other: they have no ramp.
                 positions = start + step * np.arange(length)
@@ -133,11 +134,6 @@ class GeneratedSource:
         np.bitwise_xor(z, shifted, out=z)
         values = torch.from_numpy(z.view(np.int8)).view(len(out), -1)
         out.copy_(values[:, : out.shape[1]]).mul_(1 / ONE)
-
-
-def _few(runs: IntArray) -> list[list[int]]:
-    """Return the runs to fill one by one, or none where many short ones are faster by index."""
-    return runs.tolist() if len(runs) <= 16 or int(runs[:, 2].mean()) >= 256 else []
 
 
 def _stream_key(seed: int, name: str, number: int) -> int:

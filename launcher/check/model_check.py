@@ -43,7 +43,6 @@ from .small_model import (
     has_a_loss,
     make_batch,
     make_form,
-    needs_documents,
     read_config,
     section_for,
     shrink,
@@ -144,7 +143,11 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
     for documents in (False, True):
         pattern = dict(section.get("pattern", {})) | ({"documents": True} if documents else {})
         own = section | ({"pattern": pattern} if pattern else {})
-        forms = [form for form in request.forms if needs_documents(form, causal) == documents]
+        forms = [
+            form
+            for form in request.forms
+            if (form == "packed" or (form == "padded" and not causal)) == documents
+        ]
         batches = [
             make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms
         ]

@@ -348,13 +348,6 @@ def _shrink_sections(values: ConfigValues) -> None:
     rope["mrope_section"] = [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def special_tokens(values: ConfigValues) -> set[int]:
-    """Return the tokens that a configuration gives a meaning of their own (padding, ends, images)."""
-    named = [value for name, value in values.items() if name.endswith(("_token_id", "_token_index"))]
-    flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
-    return {item for item in flat if isinstance(item, int)}
-
-
 def _keep_tokens_known(values: ConfigValues) -> None:
     """Move special tokens inside the small vocabulary."""
     size = values.get("vocab_size", VOCABULARY)
@@ -508,7 +501,11 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
     `own_loss` says whether the model computes its loss of labels.
     """
     labels = config.num_labels or 2
-    special = special_tokens(config.to_dict())
+    named = [
+        value for name, value in config.to_dict().items() if name.endswith(("_token_id", "_token_index"))
+    ]
+    flat = [item for value in named for item in (value if isinstance(value, list) else [value])]
+    special = {item for item in flat if isinstance(item, int)}
     plain = torch.tensor([token for token in range(VOCABULARY) if token not in special])
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (SAMPLES, tokens)
@@ -561,11 +558,6 @@ def _taken(x: Tensor, rows: Tensor | None, batch: Batch) -> Tensor:
 def _filled(key: str, padding: int) -> int:
     """Return what padding has in a tensor of a batch."""
     return padding if key == "input_ids" else 0 if key.endswith("token_type_ids") else IGNORE
-
-
-def needs_documents(form: Form, causal: bool) -> bool:
-    """Return whether a form takes "documents": true; a causal pattern hides padding by itself."""
-    return form == "packed" or (form == "padded" and not causal)
 
 
 def make_form(form: Form, plain: Batch, padding: int, causal: bool) -> Given:

@@ -76,10 +76,6 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _number(value: object) -> object:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _kind(value: object) -> str:
     """Describe a value by its type alone: what it says may be secret."""
     return (
@@ -121,7 +117,14 @@ class Host(Section):
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS), _SLOTS]
 
 
-_Seconds = Annotated[float, Field(ge=0, le=86400), BeforeValidator(_number), _SECONDS]
+_Seconds = Annotated[
+    float,
+    Field(ge=0, le=86400),
+    BeforeValidator(
+        lambda value: float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    ),
+    _SECONDS,
+]
 
 
 class Relaunch(Section):

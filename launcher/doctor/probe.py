@@ -73,11 +73,7 @@ def look(request: Answer) -> Answer:
 def remove_marks(request: Answer) -> None:
     """Remove this host's mark; once every host has looked."""
     for folder in request["folders"]:
-        _mark(folder, request).unlink(missing_ok=True)
-
-
-def _mark(folder: str, request: Answer) -> Path:
-    return Path(folder, f"{_MARK}{request['token']}-{request['index']}")
+        Path(folder, f"{_MARK}{request['token']}-{request['index']}").unlink(missing_ok=True)
 
 
 def _marked_folders(request: Answer) -> dict[str, str]:
@@ -86,7 +82,7 @@ def _marked_folders(request: Answer) -> dict[str, str]:
     for folder in request["folders"]:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _mark(folder, request).touch()
+            Path(folder, f"{_MARK}{request['token']}-{request['index']}").touch()
             found[folder] = ""
         except OSError as error:
             found[folder] = str(error.strerror or error)

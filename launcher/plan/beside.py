@@ -229,17 +229,13 @@ def sent_by(kind: Kind, place: LayerSetting, rank: int) -> list[Sent]:
     if kind.state:
         sent, received = [], []
         for reverse in (False, True):
-            rounds = _scan_rounds(kind, place, reverse)
+            # `SequenceRuns.rounds`, then one shift.
+            state, transition = (place.batch * FLOAT * n for n in (kind.state, kind.transition))
+            rounds = _rounds(place.layout, place.parts, state, transition, reverse)
             sent.append(sum(int(out[rank]) for out, _ in rounds))
             received.append(tuple(int(got[rank]) for _, got in rounds))
         found.append(Sent("scan", sent[0], sent[1], received[0], received[1]))
     return found
-
-
-def _scan_rounds(kind: Recurrence, place: LayerSetting, reverse: bool) -> Rounds:
-    """Return bytes that each rank sends and receives, by round: `SequenceRuns.rounds`, then one shift."""
-    state, transition = (place.batch * FLOAT * n for n in (kind.state, kind.transition))
-    return _rounds(place.layout, place.parts, state, transition, reverse)
 
 
 @lru_cache(maxsize=8)

@@ -181,7 +181,12 @@ def estimate(
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
     # an MLP are repeated, but not twice under checkpointing (runtime/tiled.py, "checkpointed regions").
-    dense = (8 if setting.checkpointing else 6) * float(model.matrix_parameters) * tokens
+    # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
+    dense = (
+        (8 if setting.checkpointing else 6)
+        * float(model.layers * model.mlp_parameters + model.mixing_parameters + model.head_parameters)
+        * tokens
+    )
     if setting.mlp_tokens is not None and not setting.checkpointing:
         dense += 2.0 * model.layers * model.mlp_parameters * tokens
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
@@ -233,7 +238,7 @@ def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, flo
     zero, model, hardware = setting.zero, setting.model, setting.hardware
     moved, adam_s = 0, 0.0
     if setting.checkpointing and setting.offload_checkpoints:
-        moved += 2 * model.layers * step.checkpoint_bytes
+        moved += 2 * model.layers * (step.layer_input_bytes + step._kept_bytes)
     moved += 2 * model.attention_layers * step.offloaded_bytes
     share = zero.share(model.parameters)
     if zero.offload_optimizer:

@@ -20,7 +20,7 @@ from ds_ring.errors import RingConfigError
 from ..commands.parsers import require_sizes
 from .beside import Selection
 from .hardware import Hardware, read_hardware
-from .model_file import layer_patterns, model_of, said_of_layers
+from .model_file import layer_patterns, model_of, said_by, with_layer_types
 from .model_memory import Zero
 from .options import (
     MOST_TOKENS,
@@ -147,7 +147,9 @@ def _setting(
     hardware.runs(config.kernel, ())  # likewise
     if config.transport == "pull":
         _check_pulls(hardware, ring * ulysses)
-    said = said_of_layers(options.hf_config, model.layers)
+    said = (
+        (None,) * model.layers if options.hf_config is None else said_by(with_layer_types(options.hf_config))
+    )
     patterns = layer_patterns(config, said, options.tokens or MOST_TOKENS)
     kinds = model.kinds or (None,) * model.layers
     attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)

@@ -253,12 +253,6 @@ class ModelShape:
             self.head_parameters, self.hidden * self.intermediate, self.hidden * self.heads * self.head_dim
         )
 
-    @cached_property
-    def matrix_parameters(self) -> int:
-        """Count parameters that multiply every token: all but the embedding's rows and the norms."""
-        # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
-        return self.layers * self.mlp_parameters + self.mixing_parameters + self.head_parameters
-
 
 _KEYS = {
     "layers": "num_hidden_layers",

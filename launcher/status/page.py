@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.replaced_file import replace_text
 
 from ..run.process import say
-from ..run.run_folder import ATTEMPTS, PAGE, write_launcher
+from ..run.run_folder import ATTEMPTS, LAUNCHER, PAGE, write_json
 from .run_status import RunStatus, read_run
 from .table import StatusTable, memory_text, number_text, plain, seconds_text, tables_of
 
@@ -269,7 +270,7 @@ def page_kept(run: Path) -> Iterator[None]:
 
     def renew() -> None:
         try:
-            write_launcher(run)
+            write_json(run / LAUNCHER, {"at": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
             write_page(run)
         except RingConfigError:  # no attempt has begun
             pass

@@ -33,7 +33,6 @@ from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
-from ds_ring.integrations.deepspeed.loss import divisor_of
 from ds_ring.integrations.deepspeed.refusals import (
     RingUse,
     only_evaluates,
@@ -123,7 +122,12 @@ def initialize(
         watch=watch,
         ranks_per_node=per_node,
     )
-    divisor = divisor_of(deepspeed_config)
+    # D of [Note: gradient scale].
+    divisor = (
+        1.0
+        if deepspeed_config.get("gradient_allreduce_op", "mean") == "sum"
+        else float(dist.get_world_size())
+    )
     session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its

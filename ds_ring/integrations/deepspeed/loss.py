@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +67,6 @@ def losses_of_documents(both_BT2: Tensor, numbers_BT: Tensor) -> DocumentLosses:
 #
 # N is one batch's. Over gradient accumulation steps DeepSpeed averages the micro-batches, each a mean over
 # its own tokens, as it does without a ring.
-def divisor_of(config: Mapping[str, Any]) -> float:
-    """Return D of [Note: gradient scale] for a DeepSpeed configuration."""
-    return 1.0 if config.get("gradient_allreduce_op", "mean") == "sum" else float(dist.get_world_size())
-
-
 def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.device) -> Tensor:
     """Return N / D of [Note: gradient scale], which a local sum is divided by; 1 / D without labels."""
     # transformers' losses divide by it when it is given as `num_items_in_batch`. A float32 tensor and not a

@@ -88,14 +88,14 @@ from ds_ring.integrations.deepspeed.packing import (
     number_documents,
 )
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
-from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, logprobs_of, tree_of
+from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, tree_of
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.runtime.context import block_side, refuse
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import gather_sequence
-from ds_ring.runtime.tiled import DeferredLogits
+from ds_ring.runtime.tiled import DeferredLogits, logprobs_and_entropies
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 from ds_ring.schedule.sequence_runs import of_blocks
@@ -330,7 +330,12 @@ class RingSession:
         inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
         with self.batches.deferred():
             logits = model(**inputs).logits
-        both = logprobs_of(logits, batch["shift_labels"])
+        labels = batch["shift_labels"]
+        both = (
+            logits.logprobs(labels)
+            if isinstance(logits, DeferredLogits)
+            else logprobs_and_entropies(logits, labels)
+        )
         return (both[..., 0], both[..., 1]) if entropies else both[..., 0]
 
     def mean_loss(self, loss: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from ds_ring.errors import RingPatternError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.packing import TREE_ENDS
 from ds_ring.masks.catalog import Tree
 from ds_ring.masks.tiles import IntArray
-from ds_ring.runtime.tiled import IGNORE, DeferredLogits, logprobs_and_entropies
+from ds_ring.runtime.tiled import IGNORE
 
 LOSS_WEIGHTS = "loss_weights"
 
@@ -199,10 +199,3 @@ def trees_of(ends_BT: Tensor) -> list[Tree]:
             f" {str(ends_BT.dtype).removeprefix('torch.')} {list(ends_BT.shape)}"
         )
     return [tree_of(row) for row in ends_BT.cpu().numpy()]
-
-
-def logprobs_of(logits: Tensor | DeferredLogits, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label and the entropy, [B, S, 2]."""
-    if isinstance(logits, DeferredLogits):
-        return logits.logprobs(labels)
-    return logprobs_and_entropies(logits, labels)

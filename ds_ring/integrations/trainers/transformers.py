@@ -101,10 +101,12 @@ def _count_replicas(args: Any, ranks: int) -> None:
 def enable_trainer() -> None:
     """Replace what Trainer works out from the number of processes; once, when it has been imported."""
 
-    def by_replica(total: Callable[..., int], trainer: Any, args: Any) -> int:
-        return total(trainer, args) // trainer.accelerator.sequence_ranks
-
-    size, loss = SimpleNamespace(at_enable=by_replica), SimpleNamespace(at_enable=_reading_the_loss)
+    size, loss = (
+        SimpleNamespace(
+            at_enable=lambda total, trainer, args: total(trainer, args) // trainer.accelerator.sequence_ranks
+        ),
+        SimpleNamespace(at_enable=_reading_the_loss),
+    )
     TRAINER.apply({"batch size": size, "only the loss": loss})
 
 

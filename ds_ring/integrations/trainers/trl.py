@@ -119,15 +119,12 @@ def _passed(
         local = {key: value for key, value in given.items() if value is not None}
         of_backbone = {key: value for key, value in local.items() if key not in _NOT_OF_BACKBONES}
 
-        def cut(*_: Any) -> tuple[tuple[()], dict[str, Any]]:
-            return (), of_backbone
-
         def longer(_: nn.Module, __: Any, ___: Any, output: Any) -> BaseModelOutput:
             # TRL drops the last token, which predicts none; here the labels were shifted before the cut.
             longer_BSH = nn.functional.pad(output.last_hidden_state, (0, 0, 0, 1))
             return BaseModelOutput(last_hidden_state=longer_BSH)
 
-        base = SimpleNamespace(before_forward=cut, after_forward=longer)
+        base = SimpleNamespace(before_forward=lambda *_: ((), of_backbone), after_forward=longer)
         with TRL.applied({"redirection.base": base}, base=model.base_model):
             return _Output({_FOUND: compute(local)})
 

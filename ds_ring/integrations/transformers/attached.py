@@ -17,6 +17,7 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, paused
@@ -28,7 +29,6 @@ from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.compressed import (
     CompressedEntries,
-    block_of,
     compresses,
     compressors_of,
 )
@@ -42,14 +42,13 @@ from ds_ring.integrations.transformers.families import (
     LossGuard,
     check_outputs,
     pooled_token,
-    pools_the_last_token,
     router_loss,
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
 from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
 from ds_ring.integrations.transformers.indexed_blocks import BlockIndexedLayer, chosen_mask, selects_blocks
-from ds_ring.integrations.transformers.key_terms import KeyTerms, has_key_terms
+from ds_ring.integrations.transformers.key_terms import KeyTerms
 from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
@@ -64,13 +63,12 @@ from ds_ring.integrations.transformers.positions import (
     rotary_length,
 )
 from ds_ring.integrations.transformers.recurrent_parts import (
-    calls_modules_by_rows,
     is_recurrent,
     own_modules,
     told_sharding,
     wrap_functions,
 )
-from ds_ring.integrations.transformers.relative_bias import around_bias, has_relative_bias
+from ds_ring.integrations.transformers.relative_bias import around_bias
 from ds_ring.integrations.transformers.written_out import (
     Family,
     around_attention,
@@ -144,7 +142,7 @@ class Attached:
         for module, unexpanded in latents.items():
             expand = {"latents": SimpleNamespace(around_forward=unexpanded)}
             self.changes += TABLE.apply(expand, session, latent=module)
-        head, pools = tiled_head(model, session), pools_the_last_token(model)
+        head, pools = tiled_head(model, session), isinstance(model, GenericForSequenceClassification)
         tiled = None if head is None else head.feature(model, session)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
@@ -187,7 +185,7 @@ class Attached:
             self.changes += TABLE.apply(hook, session, encoder=model.get_encoder())
         needs.number_tokens = numbering_of(model) or needs.number_tokens
         needs.slots = needs.slots or pools
-        needs.block = math.lcm(needs.block, block_of(model))
+        needs.block = math.lcm(needs.block, *(one.compress_rate for one in compressors_of(model)))
 
     def _put_on_written_out(
         self, parts: list[tuple[PreTrainedModel, Family, nn.Module]], pair: PairCall | None
@@ -217,7 +215,10 @@ class Attached:
         if is_recurrent(module):
             told = {"recurrence": told_sharding(self.session)}
             changes += TABLE.apply(told, self.session, recurrent=module)
-        if calls_modules_by_rows(module):
+        # The wrappers of these call modules inside them as often as the batch asks, which differs by rank.
+        # As a leaf of ZeRO 3 the part gathers their weights once.
+        # Qwen 4's n-gram embedding itself takes whole numbers, with which a leaf's backward pass fails.
+        if type(module).__name__ in ("ZayaCCAProjection", "Qwen4ExpTextPLELayer"):
             set_z3_leaf_module(module, True)
         for child, (target, wrapper) in own_modules(module).items():
             own = {f"recurrence.{target}": SimpleNamespace(around_call=wrapper)}
@@ -247,13 +248,15 @@ class Attached:
         if hasattr(module, "build_attention_mask_from_topk") and not self.rewritten:
             mask = {"chosen blocks.mask": SimpleNamespace(around_forward=chosen_mask)}
             TABLE.apply(mask, self.session, masking=module)
-        if has_relative_bias(module) and not self.rewritten:
+        is_biased = hasattr(module, "has_relative_attention_bias") and hasattr(module, "compute_bias")
+        if is_biased and not self.rewritten:  # as T5
             bias = {
                 "relative bias": SimpleNamespace(around_forward=around_bias(module)),
                 "relative bias.on": SimpleNamespace(around_forward=True),
             }
             TABLE.apply(bias, self.session, biased=module)
-        if has_key_terms(module) and not self.rewritten:
+        has_terms = hasattr(module, "prepare_dynamic_mask") and hasattr(module, "dt_proj")
+        if has_terms and not self.rewritten:  # a learned term of each key, as Doge's
             terms = {"key terms": SimpleNamespace(around_forward=KeyTerms(module))}
             changes += TABLE.apply(terms, self.session, terms=module)
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):

@@ -24,7 +24,6 @@ Shapes: B samples, H query heads, S local tokens, n local entries, D head dim, k
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -57,11 +56,6 @@ def compresses(module: nn.Module) -> bool:
 def compressors_of(model: nn.Module) -> list[Any]:
     """Return the compressors in a model."""
     return [module.compressor for module in model.modules() if compresses(module)]
-
-
-def block_of(model: nn.Module) -> int:
-    """Return how many tokens the blocks of a model have that no border between ranks may cut; 1 for any."""
-    return math.lcm(*(one.compress_rate for one in compressors_of(model)))
 
 
 def check_section(model: nn.Module, config: RingConfig) -> None:

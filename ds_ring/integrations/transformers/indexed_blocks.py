@@ -119,17 +119,13 @@ def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
     return in_order(chosen, [list(group.rows) for group in sharding.groups] or [[]])
 
 
-def _rotary(indexer: nn.Module) -> Callable[..., Any]:
-    function: Callable[..., Any] = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
-    return function
-
-
 def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin: Sequence[Tensor]) -> Tensor:
     """Return the tokens [B, S, k] that Qwen 4's indexer selects: of whole blocks, and of a query's last one.
 
     Keys of blocks are means of their tokens' keys.
     """
-    size, dim, rotary = indexer.compress_ratio, indexer.index_head_dim, _rotary(indexer)
+    size, dim = indexer.compress_ratio, indexer.index_head_dim
+    rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     cos, sin = (x.expand(len(hidden_states), -1, -1) for x in cos_sin)
     both = indexer.index_qk_proj(hidden_states).unflatten(2, (-1, dim))
     queries, raw_keys = both.split([indexer.index_n_heads, indexer.index_kv_heads], dim=2)
@@ -171,7 +167,8 @@ def minimax_m3(
         )
     queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
     keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
+    rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    queries, keys = rotary(queries, keys, *(x[..., :dim] for x in cos_sin))
     keys = keys.squeeze(1)  # [B, S, D]
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:

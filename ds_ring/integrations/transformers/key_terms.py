@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -89,8 +89,3 @@ class KeyTerms:
                 " engine.ring.off()"
             )
         return TermsMask(attention_mask, dt_states, keep_window_size)
-
-
-def has_key_terms(module: nn.Module) -> bool:
-    """Return whether a layer adds a learned term of each key to its scores, as Doge's."""
-    return hasattr(module, "prepare_dynamic_mask") and hasattr(module, "dt_proj")

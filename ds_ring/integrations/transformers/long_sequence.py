@@ -151,7 +151,9 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     found: list[nn.Module] = []  # the outermost modules that are MLPs, or the experts of a mixture
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module not in inside and (_is_mlp(module) or _is_experts(module)):
+        if module not in inside and (
+            _is_mlp(module) or (type(module).__name__.endswith(_EXPERTS) and len(_arguments(module)) == 3)
+        ):
             inside.update(module.modules())
             found.append(module)
     dropping = [
@@ -196,10 +198,6 @@ def _is_mlp(module: nn.Module) -> bool:
         and any(True for _ in module.parameters())
         and not any(part.endswith(_MIXES) for part in parts)
     )
-
-
-def _is_experts(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(_EXPERTS) and len(_arguments(module)) == 3
 
 
 def _arguments(module: nn.Module) -> list[inspect.Parameter]:

@@ -140,10 +140,9 @@ def wkv(
         out: Tensor = original(time_decay, time_first, key, value)[0]
         return out if state is None else out[:, 1:]
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return _scaled_recurrence(near, tensors, summarise, call, dim=1)
-
-    return by_rows(sharding, run, key, value), None
+    return by_rows(
+        sharding, lambda near, *tensors: _scaled_recurrence(near, tensors, summarise, call, dim=1), key, value
+    ), None
 
 
 def mlstm(
@@ -267,11 +266,10 @@ def compressed_convolution(
     before, groups = layer.conv_kernel_size, layer.num_key_value_groups
     query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
 
-    def convolve(x: Tensor) -> Tensor:
-        return F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0))
-
     def run(near: Neighbours, x: Tensor) -> Tensor:
-        return with_halo(near, x, before, convolve)
+        return with_halo(
+            near, x, before, lambda x: F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0))
+        )
 
     mixed = by_rows(sharding, run, torch.cat([query, key], dim=-1).transpose(1, 2)).transpose(1, 2)
     heads = (-1, layer.head_dim)

@@ -107,15 +107,6 @@ def own_modules(part: nn.Module) -> dict[nn.Module, tuple[str, Callable[..., Any
     return found
 
 
-def calls_modules_by_rows(part: nn.Module) -> bool:
-    """Return whether the wrapper of a part calls modules inside it as often as the batch asks.
-
-    At ZeRO 3 the part gathers their weights once then: other ranks may call them another number of times.
-    """
-    # Qwen 4's n-gram embedding itself takes whole numbers, with which a leaf's backward pass fails.
-    return type(part).__name__ in ("ZayaCCAProjection", "Qwen4ExpTextPLELayer")
-
-
 @lru_cache(maxsize=256)  # inspect parses the whole file each time
 def _source(kind: type) -> str | None:
     """Return the source of a class and its bases outside torch; None if it cannot be read."""

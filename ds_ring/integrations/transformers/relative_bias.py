@@ -19,18 +19,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.masks.catalog import Band
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-
-
-def has_relative_bias(module: nn.Module) -> bool:
-    """Return whether an attention module adds a bias of this kind, or zeros in its place."""
-    return hasattr(module, "has_relative_attention_bias") and hasattr(module, "compute_bias")
 
 
 class RelativeBias:

@@ -99,14 +99,6 @@ def _falcon_alibi(module: Any, factor: float) -> RoundedAlibi:
     return RoundedAlibi(tuple(slopes.tolist()), factor)
 
 
-def _gpt_neo_pattern(module: Any, config: Any) -> Pattern:
-    return SlidingWindow(config.window_size) if module.attention_type == "local" else Causal()
-
-
-def _xlm_pattern(module: Any, config: Any) -> Pattern:
-    return Causal() if config.causal else Full()
-
-
 def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
     """Return the rows of a table of BART's kind, which may begin with rows that no position has."""
     return nn.functional.embedding(position_ids + getattr(module, "offset", 0), module.weight)
@@ -146,10 +138,6 @@ def _decoder(positions: str, attention: str = "", pairs: bool = True) -> Family:
     return Family(attention, positions=positions, numbered=_embedded, pairs=pairs)
 
 
-def _numbered_by_ids(positions: str) -> Family:
-    return Family(positions=positions, numbered=_by_ids, pairs=True)
-
-
 # By model type, those that tests compare with one process.
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
@@ -163,10 +151,15 @@ FAMILIES: Mapping[str, Family] = {
     "falcon": Family("FalconAttention", bias=_falcon_alibi),
     "git": Family("GitSelfAttention"),
     "git_vision_model": Family(),  # runs with images only, which are refused
-    "gpt_neo": Family("GPTNeoSelfAttention", pattern=_gpt_neo_pattern),
+    "gpt_neo": Family(
+        "GPTNeoSelfAttention",
+        pattern=lambda module, config: (
+            SlidingWindow(config.window_size) if module.attention_type == "local" else Causal()
+        ),
+    ),
     "gpt_neox_japanese": Family("GPTNeoXJapaneseAttention"),
     "gptj": Family("GPTJAttention"),
-    "m2m_100": _numbered_by_ids("M2M100SinusoidalPositionalEmbedding"),
+    "m2m_100": Family(positions="M2M100SinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True),
     "marian": _decoder("MarianSinusoidalPositionalEmbedding"),
     "mbart": _decoder("MBartLearnedPositionalEmbedding"),
     "megatron-bert": Family("MegatronBertSelfAttention"),
@@ -186,14 +179,18 @@ FAMILIES: Mapping[str, Family] = {
         "RoFormerSelfAttention", positions="RoFormerSinusoidalPositionalEmbedding", numbered=_rotary_rows
     ),
     "stablelm": Family(),
-    "seamless_m4t": _numbered_by_ids("SeamlessM4TSinusoidalPositionalEmbedding"),
-    "seamless_m4t_v2": _numbered_by_ids("SeamlessM4Tv2SinusoidalPositionalEmbedding"),
+    "seamless_m4t": Family(
+        positions="SeamlessM4TSinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True
+    ),
+    "seamless_m4t_v2": Family(
+        positions="SeamlessM4Tv2SinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True
+    ),
     "t5": Family(pairs=True),
     "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention", pairs=False),
     "umt5": Family(pairs=True),
     "whisper": _decoder("WhisperPositionalEmbedding", pairs=False),
     "xglm": Family("XGLMAttention"),
-    "xlm": Family("MultiHeadAttention", pattern=_xlm_pattern),
+    "xlm": Family("MultiHeadAttention", pattern=lambda module, config: Causal() if config.causal else Full()),
 }
 
 

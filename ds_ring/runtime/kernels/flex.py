@@ -35,7 +35,7 @@ from ds_ring.runtime.block_mask import (
     side_beforehand,
 )
 from ds_ring.runtime.device import numbers_on
-from ds_ring.runtime.kernels.flex_options import FlexOptions, checked_options, options_on
+from ds_ring.runtime.kernels.flex_options import checked_options, options_on
 from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 
 # FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
@@ -356,7 +356,8 @@ class FlexKernel:
             return
         mask, constants = self._mask(q, tiles), self._constants_of_hop(Operands(q, k, v), tiles, scale)
         k, v = (_part(x, mask.k_rows) for x in (k, v))
-        with torch.no_grad(), _no_autocast(q):
+        # Inputs are computed in their own dtype; under autocast the operator would cast them.
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, constants)
         yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
 
@@ -375,7 +376,7 @@ class FlexKernel:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
         if grad_lse is not None:
             grad_lse = _part(grad_lse, mask.q_rows)
-        with _no_autocast(q), _autograd():
+        with torch.autocast(q.device.type, enabled=False), _autograd():
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
         first, length = mask.k_rows
         if slots < first + length:  # the key that `_part` has added
@@ -427,13 +428,10 @@ class FlexKernel:
             constants_of_rule(rule),
             scale,
             None if self._scores is None else constants_of_function(self._scores.mod.function),
-            self._options_on(q, v),
+            self._options
+            if not self._device_blocks
+            else options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
         )
-
-    def _options_on(self, q: Tensor, v: Tensor) -> FlexOptions:
-        if not self._device_blocks:
-            return self._options
-        return options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block)
 
     def _constants_of_hop(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
         q, k = operands.q, operands.k
@@ -470,13 +468,11 @@ class FlexKernel:
 
     def _how(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
         """Return the arguments that both compiled functions take last."""
-        tensors, scores = _marked(mask.tensors), self._score_tensors(q)
-        return tensors, scores, mask.block, constants.scale, dict(constants.options)
-
-    def _score_tensors(self, q: Tensor) -> ScoreTensors | None:
-        if self._scores is None:
-            return None
-        return ScoreTensors(self._scores.mod.function, numbers_on(tuple(self._scores.heads), q.device))
+        scores = None
+        if self._scores is not None:
+            heads = numbers_on(tuple(self._scores.heads), q.device)
+            scores = ScoreTensors(self._scores.mod.function, heads)
+        return _marked(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
 
     def _operator(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
@@ -565,8 +561,3 @@ def _autograd() -> Iterator[None]:
     below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
     with below, torch.enable_grad():
         yield
-
-
-def _no_autocast(x: Tensor) -> torch.autocast:
-    """Turn autocast off: inputs are computed in their own dtype; the operator would cast them."""
-    return torch.autocast(x.device.type, enabled=False)

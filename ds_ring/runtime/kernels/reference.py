@@ -59,7 +59,7 @@ class ReferenceKernel:
                 positions = tile.positions(q.device)
                 dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)
             dscores = dscores * scale
-            dk, dv = (_fold(x, groups) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
+            dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
@@ -85,8 +85,3 @@ class ReferenceKernel:
         if tile.inside is not None:
             scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
         return products, scores.masked_fill(~visible, float("-inf")), k_t, v_t
-
-
-def _fold(x_BHSD: Tensor, groups: int) -> Tensor:
-    """Sum the gradients of the query heads that share a K/V head."""
-    return x_BHSD.unflatten(1, (groups, -1)).sum(2)
