@@ -27,9 +27,9 @@ from ds_ring.masks.catalog import Sinks as Sinks
 from ds_ring.masks.catalog import Slices as Slices
 from ds_ring.masks.catalog import SlidingWindow as SlidingWindow
 from ds_ring.masks.catalog import Tree as Tree
+from ds_ring.masks.mask_mod import Alibi as Alibi
 from ds_ring.masks.mask_mod import MaskMod as MaskMod
-from ds_ring.masks.score_mod import Alibi as Alibi
-from ds_ring.masks.score_mod import Softcap as Softcap
+from ds_ring.masks.mask_mod import Softcap as Softcap
 from ds_ring.module import RingAttention as RingAttention
 from ds_ring.module import ring_attention as ring_attention
 from ds_ring.multihead import MultiheadRingAttention as MultiheadRingAttention

@@ -1,11 +1,17 @@
-"""The exception tree of ds_ring, and how a value is shown in a message.
+"""The exception tree of ds_ring, how a value is shown in a message, and checks of numbers.
 
 Every error that ds_ring raises on purpose is a `RingError`. The message always says three things:
 what was expected, what was got, and what to do. Mistakes of the caller are `ValueError`s as well, so
 that code which catches the standard family keeps working; faults of other machines are `RuntimeError`s.
+
+`whole_number` and `true_or_false` check what a caller gave: numpy's integers are as good as Python's, and
+nothing that merely looks like one is.
 """
 
 from __future__ import annotations
+
+import operator
+from numbers import Integral
 
 _SHOWN_CHARACTERS = 120
 
@@ -111,3 +117,26 @@ class RingCheckpointError(RingError, RuntimeError):
 
 class RingCheckpointMissingError(RingCheckpointError):
     """There is no checkpoint where one was asked for: no such tag, or no `latest` to name one."""
+
+
+MOST_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
+MOST_RANKS = 1 << 20
+MOST_HEADS = 1 << 16
+
+
+def whole_number(value: object, what: str, error: type[RingError], most: int = MOST_TOKENS) -> int:
+    """Return the value as an int from 1 to `most`; raise `error`, which names it as `what`, for another."""
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        number = operator.index(value)
+        if 1 <= number <= most:
+            return number
+        if number > most:
+            raise error(f"{what}: expected a positive integer of at most {most}, got {shown(value)}")
+    raise error(f"{what}: expected a positive integer, got {shown(value)}; pass an int, 1 or more")
+
+
+def true_or_false(value: object, what: str, error: type[RingError]) -> bool:
+    """Return the value if it is a bool; raise `error`, which names it as `what`, for anything else."""
+    if not isinstance(value, bool):
+        raise error(f"{what}: expected True or False, got {shown(value)}")
+    return value

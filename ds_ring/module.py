@@ -32,8 +32,8 @@ from torch.nn.functional import pad
 
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
+from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
 from ds_ring.runtime.autograd import (
     attend,
     attend_compiled,
@@ -46,8 +46,7 @@ from ds_ring.runtime.autograd import (
 from ds_ring.runtime.checks import why_not_honoured, why_not_these_queries
 from ds_ring.runtime.context import Options, RingContext, context_for, context_of, refuse
 from ds_ring.runtime.mesh import RingMesh, check_mesh
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pair_layout import PairLayout
+from ds_ring.schedule.layout import Layout, PairLayout
 
 
 def ring_attention(

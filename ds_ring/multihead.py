@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ds_ring.checked_numbers import MOST_HEADS, true_or_false, whole_number
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError, shown
+from ds_ring.errors import (
+    MOST_HEADS,
+    RingConfigError,
+    RingError,
+    RingPatternError,
+    RingShapeError,
+    shown,
+    true_or_false,
+    whole_number,
+)
 from ds_ring.masks.catalog import Dilated
+from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.autograd import attend_compiled, refusing_handle
 from ds_ring.runtime.checks import why_not_an_operand

@@ -87,7 +87,7 @@ FLASH_FIRST = frozenset({"full", "causal", "window"})  # kinds of tiles for whic
 
 
 def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> str:
-    """Return the kernel that "auto" takes without rates; [Note: which kernel auto is] in `rates.py`.
+    """Return the kernel that "auto" takes without rates; see [Note: which kernel auto is].
 
     Args:
         device_type: "cpu" or "cuda".

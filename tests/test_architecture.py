@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 LAYERS = [
-    ["errors", "checked_numbers", "registry", "replaced_file"],
+    ["errors", "registry", "replaced_file"],
     ["masks"],
     ["config"],
     ["schedule"],
@@ -87,10 +87,7 @@ OUTSIDE = {
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
-EVALUATES_MASK_FUNCTIONS = {
-    "masks.mask_mod",
-    "masks.score_mod",
-}  # as FlexAttention does, with torch
+EVALUATES_MASK_FUNCTIONS = {"masks.mask_mod"}  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip
@@ -522,7 +519,7 @@ OWN_OBJECTS = {
     ("*", "ctx"): "of an autograd.Function of ours",
     ("config.messages", "__init__"): "the constructor of a class of ours",
     ("health.watch", "timer"): "a threading.Timer",
-    ("integrations.compile.graph_rewrite", "call"): "a node of the graph that a backend owns",
+    ("integrations.compile.backend", "call"): "a node of the graph that a backend owns",
     ("integrations.compile.graph_sharding", "asked"): "the same",
     ("integrations.checkpoint.save", "copied"): "a copy of a state dict",
     ("integrations.deepspeed.first_batch", "state[name]"): "a parameter of the copied model",

@@ -38,7 +38,7 @@ from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.sequence_runs import sequence_runs
-from ds_ring.simulation.scan import virtual_halo, virtual_scan
+from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 WIDTH = 4  # of the convolutions

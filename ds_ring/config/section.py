@@ -1,6 +1,6 @@
 """The "ring_attention" section of the DeepSpeed JSON as a frozen model: keys, defaults, units and limits.
 
-The keys of "pattern" stand in pattern_section.py. Where the section is found stands in deepspeed_file.py, how
+The keys of "pattern" stand in pattern_section.py. Where the section is found stands in json_text.py, how
 a complaint is worded in messages.py. Imports no torch.
 """
 
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY, JsonSource, resolve
-from ds_ring.config.json_text import Json
+from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
 from ds_ring.config.messages import Accepts, JsonObject, Refused, Section, listed, sentence, shown
 from ds_ring.config.pattern_section import (
     MOST,

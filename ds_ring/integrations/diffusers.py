@@ -34,7 +34,7 @@ from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.integrations.adapter import Patch, PatchTable
 from ds_ring.integrations.ring_flash_attn import mesh_of
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.score_mod import with_key_terms
+from ds_ring.masks.mask_mod import with_key_terms
 from ds_ring.module import ring_attention
 from ds_ring.runtime.context import refuse
 from ds_ring.schedule.layout import make_layout

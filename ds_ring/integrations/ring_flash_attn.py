@@ -41,8 +41,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
+from ds_ring.masks.mask_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.module import ring_attention
 from ds_ring.runtime.context import refuse
 from ds_ring.runtime.mesh import RingMesh

@@ -12,10 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.checked_numbers import true_or_false, whole_number
-from ds_ring.errors import RingPatternError, shown
-from ds_ring.masks.branches import Branch, equal_labels, overlapping
-from ds_ring.masks.partitions import ALL, Remainder, Residue, Segment, Table, in_range, labelled
+from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
+from ds_ring.masks.branches import (
+    ALL,
+    Branch,
+    Remainder,
+    Residue,
+    Segment,
+    Table,
+    equal_labels,
+    in_range,
+    labelled,
+    overlapping,
+)
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED, IntArray
 from ds_ring.registry import JsonKey
@@ -428,7 +437,7 @@ class Dilated(Pattern):
     """Dilated attention (Ding et al. 2023, LongNet): branches of (segment length, dilation rate).
 
     LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
-    log m added to the score, m the number of branches in which a pair takes part (`nested_dilations.py`).
+    log m added to the score, m the number of branches in which a pair takes part (`joins.py`).
 
     A pair takes part in branch i if both lie in the same segment of length w_i and both stand at offset
     o(h, i) modulo r_i inside it, and, if causal, the key is not after the query.

@@ -2,7 +2,7 @@
 
 Owns the rule that combines the two, its error, and the meaning of the words in a transformers configuration's
 `layer_types`. Other files read what a model says: integrations/transformers/layer_masks.py from transformers'
-masks, graph_masks.py from a compiled graph, and launcher/plan/model_file.py from a config.json without a
+masks, graph_attention.py from a compiled graph, and launcher/plan/model_file.py from a config.json without a
 model.
 """
 

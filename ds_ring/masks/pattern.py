@@ -16,11 +16,19 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ds_ring.checked_numbers import whole_number
-from ds_ring.errors import RingPatternError
-from ds_ring.masks.branches import Branch, counts_twice, near_pairs, product, union
+from ds_ring.errors import RingPatternError, whole_number
+from ds_ring.masks.branches import (
+    ALL,
+    Branch,
+    Primitive,
+    Residue,
+    Table,
+    counts_twice,
+    near_pairs,
+    product,
+    union,
+)
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.partitions import ALL, Primitive, Residue, Table
 from ds_ring.masks.tiles import UNBOUNDED, IntArray, MaskFunction, PairMask, Tiles
 from ds_ring.registry import JsonKey
 

@@ -32,8 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreFunction, ScoreMod
 from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.checks import why_not_an_operand, why_not_this_derivative
 from ds_ring.runtime.context import (

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.blocks import BlockIntervals, block_intervals
-from ds_ring.masks.partitions import NO_LABEL, Partition
+from ds_ring.masks.branches import NO_LABEL, Partition
+from ds_ring.masks.cuts import BlockIntervals, block_intervals
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
 from ds_ring.runtime.device import Kept, active_fake_mode, to_device

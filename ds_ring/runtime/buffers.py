@@ -28,8 +28,18 @@ from ds_ring.runtime.device import slot_index, stream_of
 from ds_ring.runtime.messages import Label, TokenRange
 from ds_ring.runtime.parts import Total
 from ds_ring.runtime.trace import PostedBatch, is_fake
-from ds_ring.schedule.places import MessageKey
-from ds_ring.schedule.steps import RESULTS, SHARD, Accumulate, Free, HeadChunk, Payload, Recv, Schedule, Send
+from ds_ring.schedule.steps import (
+    RESULTS,
+    SHARD,
+    Accumulate,
+    Free,
+    HeadChunk,
+    MessageKey,
+    Payload,
+    Recv,
+    Schedule,
+    Send,
+)
 from ds_ring.schedule.workspace import SCALES
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it

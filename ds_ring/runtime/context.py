@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -31,10 +30,12 @@ from ds_ring.errors import (
     RingPatternError,
     RingShapeError,
     shown,
+    true_or_false,
+    whole_number,
 )
 from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
+from ds_ring.masks.mask_mod import ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreMod, Scores
 from ds_ring.runtime.checks import (
     as_array,
     check_heads,
@@ -70,9 +71,17 @@ from ds_ring.schedule.lowering import (
     heads_on_host,
     stage_shards,
 )
-from ds_ring.schedule.plan import GRADIENT_PAYLOADS, KV_PAYLOADS, Plan, build_plan, check_length
+from ds_ring.schedule.plan import (
+    GRADIENT_PAYLOADS,
+    KV_PAYLOADS,
+    HeadTiles,
+    Plan,
+    build_plan,
+    check_length,
+    query_positions,
+    replicated_tiles,
+)
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.schedule.replicated_queries import HeadTiles, query_positions, replicated_tiles
 
 TRANSPORTS = ("ring", "pull", "all_gather", "reproducible")
 _log = logging.getLogger(__name__)

@@ -5,10 +5,11 @@ as messages.
 
 [Note: one-sided pulls]
 The buffers of a pass lie in memory that the other ranks of the ring can read, at places that all ranks know
-([Note: places known beforehand] in `places.py`). In each batch a rank (1) signals READY to every rank that it
-sends to, once its buffers are written, (2) waits for READY of every rank that it receives from, copies the
-messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to. After that
-its buffers may be written again. So a batch is over exactly where it is over with messages, and all rules of
+([Note: places known beforehand] in `schedule/steps.py`). In each batch a rank (1) signals READY to every rank
+that it sends to, once its buffers are written, (2) waits for READY of every rank that it receives from,
+copies the messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to.
+After that its buffers may be written again. So a batch is over exactly where it is over with messages, and
+all rules of
 [Note: rules of the exchange] hold. At most one signal of a kind is in flight from one rank to another, so
 signals are matched by order, and no rank waits to send one.
 """
@@ -35,9 +36,8 @@ from ds_ring.runtime.shared_memory import CudaShared, HostShared, Pull, share_me
 from ds_ring.runtime.trace import is_fake
 from ds_ring.runtime.waiting import Pending
 from ds_ring.schedule.lowering import head_bytes, lower_rank
-from ds_ring.schedule.places import MessageKey, Places, place_buffers
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.steps import HeadChunk, Payload, Schedule
+from ds_ring.schedule.steps import HeadChunk, MessageKey, Payload, Places, Schedule, place_buffers
 
 MOST_BLOCKS = 1024  # places whose tensors are kept
 GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is needed

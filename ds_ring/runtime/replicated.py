@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.replicated_queries import HeadTiles
+from ds_ring.schedule.plan import HeadTiles
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.checked_numbers import whole_number
-from ds_ring.errors import RingError, RingPatternError, RingShapeError, shown
+from ds_ring.errors import RingError, RingPatternError, RingShapeError, shown, whole_number
 from ds_ring.masks.catalog import Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import why_not_an_operand
@@ -485,7 +484,8 @@ def scan_messages(
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
     Yields what the rank sends and receives in each round, by the other rank; goes on once the tensors to
-    receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them (simulation/scan.py).
+    receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
+    (simulation/simulate.py).
 
     Returns:
         The states, like `increment`.

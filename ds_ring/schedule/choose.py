@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.blocks import block_intervals, cut_at_blocks
-from ds_ring.masks.partitions import Residue, Table
+from ds_ring.masks.branches import Residue, Table
+from ds_ring.masks.cuts import block_intervals, cut_at_blocks
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, IntArray
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload

@@ -24,8 +24,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_ring.checked_numbers import MOST_RANKS, whole_number
-from ds_ring.errors import RingConfigError, RingMeshError, shown
+from ds_ring.errors import MOST_RANKS, RingConfigError, RingMeshError, shown, whole_number
 from ds_ring.masks.tiles import UNBOUNDED
 
 

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import (
     IntArray,
@@ -46,7 +47,6 @@ from ds_ring.masks.tiles import (
     ranges_of_progressions,
     subtract_slots,
 )
-from ds_ring.masks.triangulation import trimmed
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,

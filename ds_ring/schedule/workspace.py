@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
-from ds_ring.masks.triangulation import triangulated
 from ds_ring.registry import KERNELS, load
 
 # Sizes of the CPU kernel's calls, tokens; its defaults, which bound what is alive.

@@ -1,23 +1,30 @@
 """Simulate P ranks in one process, one after the other, with the ring pass that real ranks run.
 
-Owns the public call, its argument checks and its result. What is evidence here and not a formula: the plan,
-the ring pass, the kernel, the buffers and the merge are those of real ranks; only the exchange looks up what
-would arrive (`simulation/rank.py`).
+Owns the public call, its argument checks and its result, and halos and scans of virtual ranks. What is
+evidence here and not a formula: the plan, the ring pass, the kernel, the buffers and the merge are those of
+real ranks; only the exchange looks up what would arrive (`simulation/rank.py`).
+
+A simulation is compared with attention of some rows in float64 by the definition. It knows nothing of tiles,
+plans or kernels: every key is looked at, and the pattern is asked pair by pair (`Pattern.multiplicity`).
+
+A scan's messages have the size of a state, so all ranks can be alive at once, whatever the length of the
+sequence: the layers' tokens are the caller's, who may make them where they are used. Legend: n rows, T
+tokens, D head dim.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ds_ring.checked_numbers import true_or_false, whole_number
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -25,16 +32,21 @@ from ds_ring.errors import (
     RingPatternError,
     RingShapeError,
     shown,
+    true_or_false,
+    whole_number,
 )
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.runtime.merge import accumulator_dtype
+from ds_ring.runtime.scan import scan_messages
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.sequence_runs import halo_messages, sequence_runs
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import (
     BytesSent,
@@ -302,3 +314,152 @@ def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:
         got = shown(wanted).removeprefix("list ")
         raise RingConfigError(f"ranks: expected each of 0 to {ring_size - 1} at most once, got {got}")
     return wanted
+
+
+PAIRS_AT_ONCE = 1 << 22  # of one head: 32 MiB for each float64 matrix of them
+
+
+class Exact(NamedTuple):
+    """Hold exact attention of n queries, float64: out, dq [B, H, n, D], lse [B, H, n].
+
+    dk, dv [B, G, T, D] are those of a loss over these rows alone; None, like dq, without a gradient.
+    """
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+
+
+def sampled_rows(tokens: int, count: int, seed: int = 0) -> IntArray:
+    """Return `count` positions in ascending order, the first and last included; all if there are no more."""
+    if count >= tokens:
+        return np.arange(tokens)
+    drawn = np.random.default_rng(seed).choice(tokens, size=count, replace=False)
+    return np.unique([0, tokens - 1, *drawn[2:].tolist()])
+
+
+def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, backward: bool) -> Exact:
+    """Return exact attention of the queries at `rows` over all tokens, computed head by head.
+
+    Args:
+        source: q, k, v, and grad_out for the backward pass.
+        pattern: what attends to what.
+        rows: positions of queries, int64 [n].
+        scale: of the scores.
+        backward: also the gradients.
+    """
+    sizes = source.geometry
+    group, count = sizes.query_heads // sizes.kv_heads, len(rows)
+    out = torch.zeros(sizes.batch, sizes.query_heads, count, sizes.width("out"), dtype=torch.float64)
+    lse = torch.full(out.shape[:-1], -torch.inf, dtype=torch.float64)
+    dq = lse.new_zeros(*lse.shape, sizes.head_dim) if backward else None
+    everything = (sizes.batch, sizes.kv_heads, sizes.tokens)
+    dk, dv = (lse.new_zeros(*everything, sizes.width(name)) if backward else None for name in ("k", "v"))
+    # Bounds the memory of the scores, whatever the length.
+    at_once = max(PAIRS_AT_ONCE // sizes.tokens, 1)
+    for head in range(sizes.query_heads):
+        shared = head // group
+        k, v = (_read(source, name, shared, np.arange(sizes.tokens)) for name in ("k", "v"))
+        for first in range(0, count, at_once):
+            part = slice(first, first + at_once)
+            q = _read(source, "q", head, rows[part])
+            weights, lse[:, head, part] = _weights(pattern, q, k, rows[part], head, source, scale)
+            out[:, head, part] = weights @ v
+            if dq is not None and dk is not None and dv is not None:
+                grad = _read(source, "grad_out", head, rows[part])
+                delta = (grad * out[:, head, part]).sum(-1, keepdim=True)
+                ds = weights * (grad @ v.mT - delta) * scale
+                dq[:, head, part] = ds @ k
+                dk[:, shared] += ds.mT @ q
+                dv[:, shared] += weights.mT @ grad
+    return Exact(out, lse, dq, dk, dv)
+
+
+def _weights(
+    pattern: Pattern, q: Tensor, k: Tensor, rows: IntArray, head: int, source: Source, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return softmax weights [B, n, T] and lse [B, n] of one head's rows."""
+    sizes = source.geometry
+    columns = np.arange(sizes.tokens)[None, :]
+    counts = pattern.multiplicity(head, sizes.query_heads, sizes.kv_heads, rows[:, None], columns)
+    scores = q @ k.mT
+    scores.mul_(scale).add_(torch.from_numpy(counts).double().log_())
+    lse = torch.logsumexp(scores, dim=-1)
+    # A row that sees no key has lse -inf: clamped, its weights are 0 and not NaN.
+    weights = scores.sub_(lse.clamp_min(torch.finfo(torch.float64).min).unsqueeze(-1)).exp_()
+    return weights, lse
+
+
+def _read(source: Source, name: str, head: int, positions: IntArray) -> Tensor:
+    """Return one head at some positions, float64 [B, n, D]."""
+    sizes = source.geometry
+    x = torch.empty(sizes.batch, 1, len(positions), sizes.width(name), dtype=sizes.dtype)
+    runs = np.stack([positions, np.ones_like(positions), np.ones_like(positions)], axis=1)
+    source.fill(name, slice(head, head + 1), runs, x)
+    return x[:, 0].double()
+
+
+TokensOf = Callable[[int, IntArray], Tensor]
+
+
+class VirtualResult(NamedTuple):
+    """What each virtual rank has after an exchange, and the bytes that it sent."""
+
+    tensors: list[Tensor]
+    bytes_sent: list[int]
+
+
+def virtual_scan(
+    layout: Layout, transitions: Sequence[Tensor], increments: Sequence[Tensor], *,
+    matrix: bool = False, reverse: bool = False,
+) -> VirtualResult:  # fmt: skip
+    """Return the states of `ring_scan` on every rank of a layout, without documents.
+
+    Args:
+        layout: where tokens lie.
+        transitions, increments: of each rank, as `ring_scan` takes them.
+        matrix: see `ring_scan`.
+        reverse: scan from the last run to the first, as the backward pass does.
+    """
+    runs, ranks = sequence_runs(layout), range(layout.ring_size)
+    jobs = [scan_messages(runs, rank, transitions[rank], increments[rank], matrix, reverse) for rank in ranks]
+    states: dict[int, Tensor] = {}
+    sent = [0] * layout.ring_size
+    while len(states) < layout.ring_size:
+        posted = {}
+        for rank, job in enumerate(jobs):
+            try:
+                posted[rank] = next(job)
+            except StopIteration as end:
+                states[rank] = end.value
+        assert not (posted and states), "all ranks have the same number of rounds"
+        for rank, (sends, _) in posted.items():
+            for peer, message in sends.items():
+                sent[rank] += message.nbytes
+                posted[peer][1][rank].copy_(message)
+    return VirtualResult([states[rank] for rank in ranks], sent)
+
+
+def virtual_halo(layout: Layout, tokens_of: TokensOf, before: int, after: int = 0) -> VirtualResult:
+    """Return the copies of `halo` on every rank, [R, before + after, ...], without documents.
+
+    Args:
+        layout: where tokens lie.
+        tokens_of: returns the tokens [n, ...] at some slots of a rank.
+        before, after: see `halo`.
+    """
+    runs, width, sent = sequence_runs(layout), before + after, [0] * layout.ring_size
+    plans = [halo_messages(layout, 1, rank, before, after) for rank in range(layout.ring_size)]
+    copies = []
+    for rank, messages in enumerate(plans):
+        own = tokens_of(rank, messages.own[0])
+        halos = own.new_zeros((len(runs.of_rank(rank)) * width, *own.shape[1:]))
+        halos[torch.from_numpy(messages.own[1])] = own
+        for owner, places in messages.receives.items():
+            message = tokens_of(owner, plans[owner].sends[rank])
+            sent[owner] += message.nbytes
+            halos[torch.from_numpy(places)] = message
+        copies.append(halos.unflatten(0, (-1, width)))
+    return VirtualResult(copies, sent)

@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ds_ring.config.deepspeed_file import SECTION
-from ds_ring.config.json_text import read_small
+from ds_ring.config.json_text import SECTION, read_small
 from ds_ring.config.messages import (
     MOST_PROBLEMS,
     Problem,

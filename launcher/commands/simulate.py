@@ -122,7 +122,7 @@ def _row(
 
 def _exact(options: argparse.Namespace, source: GeneratedSource, config: RingConfig) -> _Check:
     """Return what finds the errors of a result: of rows that are found once, for all ring sizes."""
-    from ds_ring.simulation.oracle import exact_rows, sampled_rows
+    from ds_ring.simulation.simulate import exact_rows, sampled_rows
 
     if options.check is None:
         return lambda result: {}

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY, resolve
-from ds_ring.config.json_text import parse_object
+from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
 from ds_ring.config.messages import sentence, shown
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError

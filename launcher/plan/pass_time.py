@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles, count_slots
-from ds_ring.masks.triangulation import triangulated
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send

@@ -7,7 +7,7 @@ checkpoints nor rings, and do not exist under the other engines.
 [Note: a rank that was taken for lost]
 A rank that was stopped or cut off may wake up while a newer attempt trains. It cannot join: the store and the
 secret are new. It cannot save: the newer attempt has put its own lock into the folder ([Note: fencing] in
-lock.py).
+checkpoint/manifest.py).
 """
 
 from __future__ import annotations

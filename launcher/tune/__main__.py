@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from ds_ring.config.deepspeed_file import SECTION
-from ds_ring.config.json_text import Json, parse_object, read_object, write_at_once
+from ds_ring.config.json_text import SECTION, Json, parse_object, read_object, write_at_once
 from ds_ring.errors import RingError
 
 from ..plan.model_file import said_of

@@ -6,8 +6,7 @@ import copy
 import math
 from dataclasses import dataclass
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY
-from ds_ring.config.json_text import Json
+from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern

@@ -14,8 +14,7 @@ import psutil
 import torch
 from rich.table import Table
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY
-from ds_ring.config.json_text import Json
+from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
+    FolderLocks,
     Storage,
     read_latest,
     record_files,

@@ -20,8 +20,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from ds_ring.masks.mask_mod import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, Softcap
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.schedule.plan import build_plan
 from tests.dist.harness import RankPool

@@ -28,8 +28,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.pair_layout import PairLayout
+from ds_ring.schedule.layout import Layout, PairLayout
 from ds_ring.schedule.plan import build_plan
 from tests.dist.harness import RankPool
 

@@ -236,18 +236,18 @@ def with_a_lost_payload(rank: int, world_size: int) -> list[ModelReport]:
 
 def with_other_keys(rank: int, world_size: int, family: str) -> list[ModelReport]:
     """Choose the second best key, or block, of each query instead of the best one."""
-    from ds_ring.integrations.transformers import indexed, indexed_blocks
+    from ds_ring.integrations.transformers import indexed
 
     select = indexed.ring_select
 
     def careless(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
         return select(scores, k + 1, *args, **kwargs)[..., 1:]
 
-    indexed.ring_select = indexed_blocks.ring_select = careless
+    indexed.ring_select = careless
     try:
         return checked(rank, world_size, CheckRequest(family))
     finally:
-        indexed.ring_select = indexed_blocks.ring_select = select
+        indexed.ring_select = select
 
 
 def with_features_of_others(rank: int, world_size: int) -> list[ModelReport]:

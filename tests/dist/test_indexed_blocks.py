@@ -18,10 +18,9 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
-from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
+from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence, sparse
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.integrations.transformers import indexed_blocks
-from ds_ring.runtime import blocks
+from ds_ring.integrations.transformers import indexed
 from ds_ring.runtime.selection import TotalOrder
 from tests.dist.deepspeed_ranks import start_deepspeed
 
@@ -107,7 +106,7 @@ def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
     hidden, cos, sin = (shard_sequence(x, layout, mesh=mesh, dim=1, pad_value=float("nan")) for x in inputs())
     with torch.no_grad():
         second: Any = cos if kind.startswith("glm5") else (cos, sin)  # there, what queries are made of
-        compute = getattr(indexed_blocks, kind.partition(",")[0])
+        compute = getattr(indexed, kind.partition(",")[0])
         chosen = compute(made(kind), sharding, hidden, second)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 3 else chosen
     every = gather_sequence(chosen, layout, mesh=mesh, dim=2)
@@ -143,16 +142,16 @@ def test_indexers_choose_what_they_choose_on_one_process(rank_pool, size):
 
 def with_another_token(rank: int, world_size: int) -> dict[tuple[str, bool, str], int]:
     """Take the token before in place of each that comes from another rank."""
-    halo = blocks.halo_op
+    halo = sparse.halo_op
 
     def careless(*args: Any) -> Tensor:
         return halo(*args).roll(1, dims=2)
 
-    blocks.halo_op = careless
+    sparse.halo_op = careless
     try:
         return choices(rank, world_size, [case for case in CASES if case[1:] == (True, "contiguous")])
     finally:
-        blocks.halo_op = halo
+        sparse.halo_op = halo
 
 
 def test_a_wrong_token_behind_a_cut_is_found(rank_pool):

@@ -29,8 +29,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from ds_ring.masks.mask_mod import ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreMod
 from ds_ring.runtime.autograd import latent_attention_op, ring_attention_op
 from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.latents import LatentKernel

@@ -27,7 +27,7 @@ from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.scan import neighbours_of
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.sequence_runs import SequenceRuns, sequence_runs
-from ds_ring.simulation.scan import virtual_halo, virtual_scan
+from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan.advice import latents_on_the_wire

@@ -30,7 +30,7 @@ from ds_ring import (
     shard_sequence,
     sparse,
 )
-from ds_ring.runtime import blocks, selection
+from ds_ring.runtime import selection
 from ds_ring.runtime.trace import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.sequence_runs import of_blocks
@@ -128,9 +128,9 @@ def gathered(found: Results, layout: Any, mesh: RingMesh) -> Results:
 def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
     """The largest error of each result, by case."""
     mesh, errors, x = RingMesh.from_world(world_size), {}, moba_inputs()
-    halo, places = blocks.halo_op, selection._SelectedPass._places
+    halo, places = sparse.halo_op, selection._SelectedPass._places
     if fault == "cut":  # what lies on other ranks is left out of the means
-        blocks.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
+        sparse.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
     elif fault == "future":  # tokens of the own block behind the query are seen
 
         def all_of_them(self: Any, *given: Any) -> Tensor:
@@ -153,7 +153,7 @@ def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
                 errors[f"{name} {size} {k} {key}"] = relative_error(found[key], want)
         return errors
     finally:
-        blocks.halo_op, selection._SelectedPass._places = halo, places  # type: ignore[method-assign]
+        sparse.halo_op, selection._SelectedPass._places = halo, places  # type: ignore[method-assign]
         mesh.close()
 
 

@@ -41,10 +41,10 @@ def test_a_wrong_result_would_be_seen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check does not go through what it checks: keys of another seed are an error of order 1."""
-    from ds_ring.simulation import oracle
+    from ds_ring.simulation import simulate
 
     monkeypatch.setattr(
-        oracle, "_read", lambda source, name, head, at: _of_another_seed(source, name, head, at)
+        simulate, "_read", lambda source, name, head, at: _of_another_seed(source, name, head, at)
     )
     (row,) = rows_of(capsys, "--ring-sizes", "2", "--check", "20")
     assert row["errors"]["out"] > 0.1

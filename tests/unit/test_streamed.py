@@ -14,8 +14,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import expand_ranges
 from ds_ring.runtime.kernels import get_kernel
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.oracle import exact_rows
 from ds_ring.simulation.rank import put_rows
+from ds_ring.simulation.simulate import exact_rows
 from tests.cases import document_ids
 from tests.reference import relative_error
 

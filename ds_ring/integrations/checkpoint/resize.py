@@ -25,10 +25,10 @@ from deepspeed.checkpoint import ds_to_universal
 
 from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
+    FolderLocks,
     files_in,
     record_files,
     tag_in,

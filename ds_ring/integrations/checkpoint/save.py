@@ -33,11 +33,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.config.json_text import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
-from ds_ring.integrations.checkpoint.lock import FolderLocks
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     FileRecord,
+    FolderLocks,
     Storage,
     files_in,
     is_folder,

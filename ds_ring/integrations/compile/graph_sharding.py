@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
-from ds_ring.integrations.compile.graph_attention import is_tensor
-from ds_ring.integrations.compile.graph_masks import name_of
+from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow

@@ -31,8 +31,8 @@ from ds_ring.integrations.deepspeed.batch import (
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.masks.catalog import Causal, Chunked, Tree
 from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
 from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange

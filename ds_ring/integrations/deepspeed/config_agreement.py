@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ring.config.deepspeed_file import SP_KEY
+from ds_ring.config.json_text import SP_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
 from ds_ring.health.joining import leave_on_error

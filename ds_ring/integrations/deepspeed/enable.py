@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ring.config.deepspeed_file import SECTION
+from ds_ring.config.json_text import SECTION
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding

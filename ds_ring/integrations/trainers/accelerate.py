@@ -23,7 +23,7 @@ from deepspeed.comm.utils import get_world_size_from_launcher
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
-from ds_ring.config.deepspeed_file import SECTION, SP_KEY
+from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.trainers.adapter import ACCELERATE

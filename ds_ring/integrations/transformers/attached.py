@@ -46,9 +46,13 @@ from ds_ring.integrations.transformers.families import (
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
 from ds_ring.integrations.transformers.images import image_encoders, images_feature
-from ds_ring.integrations.transformers.indexed import IndexedLayer, selects_keys
-from ds_ring.integrations.transformers.indexed_blocks import BlockIndexedLayer, chosen_mask, selects_blocks
-from ds_ring.integrations.transformers.key_terms import KeyTerms
+from ds_ring.integrations.transformers.indexed import (
+    BlockIndexedLayer,
+    IndexedLayer,
+    chosen_mask,
+    selects_blocks,
+    selects_keys,
+)
 from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
@@ -68,7 +72,7 @@ from ds_ring.integrations.transformers.recurrent_parts import (
     told_sharding,
     wrap_functions,
 )
-from ds_ring.integrations.transformers.relative_bias import around_bias
+from ds_ring.integrations.transformers.score_terms import KeyTerms, around_bias
 from ds_ring.integrations.transformers.written_out import (
     Family,
     around_attention,

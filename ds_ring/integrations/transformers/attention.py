@@ -40,9 +40,8 @@ from ds_ring.integrations.transformers.images import (
     image_encoders,
     refuse_unknown_encoder,
 )
+from ds_ring.integrations.transformers.indexed import ChosenMask
 from ds_ring.integrations.transformers.indexed import attend as attend_to_chosen
-from ds_ring.integrations.transformers.indexed_blocks import ChosenMask
-from ds_ring.integrations.transformers.key_terms import TermsMask
 from ds_ring.integrations.transformers.latents import Latents
 from ds_ring.integrations.transformers.layer_masks import (
     LayerMask,
@@ -53,10 +52,10 @@ from ds_ring.integrations.transformers.layer_masks import (
 )
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.recurrent_parts import attends_recurrently, is_recurrent
-from ds_ring.integrations.transformers.relative_bias import RelativeBias
+from ds_ring.integrations.transformers.score_terms import RelativeBias, TermsMask
 from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
+from ds_ring.masks.mask_mod import Softcap, with_key_terms
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Softcap, with_key_terms
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +94,7 @@ def attention(
         )
     sinks, cap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
     chosen: Tensor | None = kwargs.pop("indices", None)
-    blocks = kwargs.pop("block_indices", None)  # of indexed_blocks.py, so positions
+    blocks = kwargs.pop("block_indices", None)  # of indexed.py, so positions
     chosen = blocks if chosen is None else chosen
     terms: TermsMask | None = None
     if isinstance(attention_mask, ChosenMask):

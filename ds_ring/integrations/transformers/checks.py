@@ -16,8 +16,7 @@ from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.compressed import compresses
-from ds_ring.integrations.transformers.indexed import selects_keys
-from ds_ring.integrations.transformers.indexed_blocks import selects_blocks
+from ds_ring.integrations.transformers.indexed import selects_blocks, selects_keys
 from ds_ring.integrations.transformers.recurrent_parts import (
     attends_recurrently,
     convolves_locally,

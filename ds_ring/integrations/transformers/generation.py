@@ -42,8 +42,8 @@ from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
 from ds_ring.integrations.transformers.ring_cache import RingCache
+from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreFunction
 from ds_ring.module import RingAttention
 from ds_ring.runtime.autograd import replicated_attention_op
 from ds_ring.runtime.exchange import Exchange, agree

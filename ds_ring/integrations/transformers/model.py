@@ -294,8 +294,8 @@ TABLE = PatchTable(
         "generator": "transformers.GenerationMixin",
         "layer": "torch.nn.Module",
         "latent": "",  # one of many classes; latents.py looks for the method
-        "biased": "",  # relative_bias.py looks for the method
-        "terms": "",  # key_terms.py looks for the method
+        "biased": "",  # score_terms.py looks for the method
+        "terms": "",  # score_terms.py looks for the method
         "masking": "",  # attached.py looks for the method
         "head": "torch.nn.Linear",
         "checkpointed": _PRETRAINED,

@@ -33,8 +33,8 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentB
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
+from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, ScoreFunction
 
 # Of an attention module, and what the bias is multiplied by after it was added: the bias of a pair.
 Bias = Callable[[Any, float], ScoreFunction]

@@ -1,20 +1,79 @@
-"""Name kernels: one hop's attention, forward and backward. Their rows stand in `ds_ring/registry.py`."""
+"""Name kernels: one hop's attention, forward and backward. Their rows stand in `ds_ring/registry.py`.
+
+The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They stand in
+`rates.json` beside this file, which `tools/bench_gpu.py --write-rates` writes on a machine with the device,
+in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
+
+[Note: which kernel auto is]
+With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
+Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
+FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
+all else it takes the kernel of the device's row in the registry. The log says which, and why.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Scores
 from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
 from ds_ring.runtime.kernels.interface import Kernel, KernelNeeds
-from ds_ring.runtime.kernels.rates import fastest, rates_of
+
+RATES = Path(__file__).with_name("rates.json")
+# A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
+FORWARD, BACKWARD = 4.0, 10.0
+
+RatesByTile = Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+class Fastest(NamedTuple):
+    """Hold a kernel, and why it was taken."""
+
+    kernel: str
+    why: str
+
+
+def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
+    """Return what was measured of the current device, by kind of tile and kernel; empty if nothing was."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return _all_rates(path).get(torch.cuda.get_device_name(), {})
+
+
+@lru_cache(maxsize=1)
+def _all_rates(path: Path) -> dict[str, RatesByTile]:
+    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:
+    """Return the kernel that takes the least time for both passes of a pair; None without two to compare.
+
+    Args:
+        rates: of a device.
+        kind: `Pattern.tile_kind`.
+        able: names of the kernels that can do what is asked.
+    """
+    measured = rates.get(kind, {})
+    seconds = {
+        name: FORWARD / measured[name][0] + BACKWARD / measured[name][1] for name in able if name in measured
+    }
+    if len(seconds) < 2:
+        return None
+    first, second, *_ = sorted(seconds, key=lambda name: seconds[name])
+    return Fastest(
+        first, f"{seconds[second] / seconds[first]:.2f} times as fast as {second!r} on {kind} tiles, measured"
+    )
+
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 
@@ -29,7 +88,7 @@ def get_kernel(
 
     Args:
         name: of a row of `KERNELS`, or "auto": the fastest by measured rates, and without them what
-            [Note: which kernel auto is] in `rates.py` says; where scores are changed and that one cannot, the
+            [Note: which kernel auto is] says; where scores are changed and that one cannot, the
             reference.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
-from ds_ring.masks.triangulation import triangulated
 from ds_ring.runtime.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 

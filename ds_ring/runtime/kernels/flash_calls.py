@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.tiles import Axis, IntArray, Tiles
-from ds_ring.masks.triangulation import trimmed
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
 
 # [Note: fewer calls]

@@ -23,8 +23,8 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as ba
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.errors import RingShapeError
+from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.score_mod import Scores
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.block_mask import (
     BandTensors,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_ring.masks.score_mod import Scores
+from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 

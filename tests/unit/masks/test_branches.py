@@ -24,18 +24,23 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
-from ds_ring.masks.branches import LARGEST_LABEL, Branch, equal_labels, product, subtract, union
-from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.layer_patterns import covers
-from ds_ring.masks.partitions import (
+from ds_ring.masks.branches import (
+    LARGEST_LABEL,
+    Branch,
     Primitive,
     Remainder,
     Residue,
     Segment,
     Table,
+    equal_labels,
     in_range,
     labelled,
+    product,
+    subtract,
+    union,
 )
+from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.layer_patterns import covers
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.runtime.block_mask import hop_mask

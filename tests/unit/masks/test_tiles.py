@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_ring.masks.cuts import triangulated, within_distances
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.masks.triangulation import triangulated, within_distances
 from tests.unit.masks.painting import paint
 
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))

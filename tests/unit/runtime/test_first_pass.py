@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
+from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import ScoreMod, Scores, Softcap
 from ds_ring.runtime import block_mask, exchange
 from ds_ring.runtime import context as context_module
 from ds_ring.runtime.autograd import ring_attention_op

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
 from ds_ring.errors import RingConfigError
+from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores, Softcap
 from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime import block_mask
 from ds_ring.runtime.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask

@@ -33,8 +33,8 @@ from ds_ring.runtime.messages import Counters, Message, check_messages
 from ds_ring.runtime.pull import SharedBuffers, give_places, kind_in_pass
 from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.schedule.lowering import head_bytes, lower_rank
-from ds_ring.schedule.places import place_buffers
 from ds_ring.schedule.plan import build_plan
+from ds_ring.schedule.steps import place_buffers
 from tests.cases import PATTERNS, layout_for
 
 MAIN, POSTING, NCCL, OTHER = 0, 1, 2, 3

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.catalog import Causal
+from ds_ring.masks.cuts import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.masks.triangulation import within_distances
 from ds_ring.registry import KERNELS as KERNEL_ROWS
 from ds_ring.registry import load
 from ds_ring.runtime.kernels import Kernel, get_kernel

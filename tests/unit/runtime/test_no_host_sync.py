@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, Documents
+from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.score_mod import Alibi, ScoreMod, Scores
 from ds_ring.runtime.context import Options, context_for, first_queries
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.kernels.flash import FlashKernel

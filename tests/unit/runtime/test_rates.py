@@ -12,8 +12,7 @@ import torch
 import tools.bench_gpu as bench_gpu
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.kernels import KernelNeeds, get_kernel
-from ds_ring.runtime.kernels.rates import fastest
+from ds_ring.runtime.kernels import KernelNeeds, fastest, get_kernel
 from tests.cases import not_one_of_three
 
 IDS = np.repeat(np.arange(4), 8)

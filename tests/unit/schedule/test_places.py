@@ -13,18 +13,20 @@ from hypothesis import strategies as st
 from ds_ring.masks.tiles import count_slots
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.places import MessageKey, Places, place_buffers
 from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
     Free,
     HeadChunk,
+    MessageKey,
     Payload,
+    Places,
     Recv,
     Schedule,
     ScheduleStep,
     Send,
+    place_buffers,
 )
 from tests.cases import PATTERNS
 

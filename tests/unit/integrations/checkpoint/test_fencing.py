@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.lock import LOCK, OWNER, FolderLocks
+from ds_ring.integrations.checkpoint.manifest import LOCK, OWNER, FolderLocks
 from ds_ring.integrations.checkpoint.save import _commit
 
 HOLD = """
 import sys
 from pathlib import Path
-from ds_ring.integrations.checkpoint.lock import FolderLocks
+from ds_ring.integrations.checkpoint.manifest import FolderLocks
 locks = FolderLocks(("run", 1))
 locks.claim(Path(sys.argv[1]))
 print("held", flush=True)

@@ -31,7 +31,7 @@ from ds_ring import (
     SlidingWindow,
     make_layout,
 )
-from ds_ring.integrations.compile import graph_rewrite
+from ds_ring.integrations.compile import backend as backend_module
 from ds_ring.integrations.compile.backend import BackendOptions, backend
 from ds_ring.schedule.grid import Grid
 
@@ -452,6 +452,6 @@ def test_a_failed_rewriting_is_an_error_and_never_a_local_attention(monkeypatch:
     def broken(*_: Any) -> int:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(graph_rewrite.Rewriting, "run", broken)
+    monkeypatch.setattr(backend_module.Rewriting, "run", broken)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a bug"):
         compiled(causal)(*qkv())

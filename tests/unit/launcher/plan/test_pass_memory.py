@@ -9,7 +9,7 @@ import torch
 from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
 from ds_ring.schedule.lowering import chunk_bytes_on, head_chunks
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.oracle import exact_rows
+from ds_ring.simulation.simulate import exact_rows
 from ds_ring_launcher.plan.model_memory import attention_alone
 from ds_ring_launcher.plan.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent

@@ -1,4 +1,4 @@
-"""T5's relative position bias on a ring: a learned number for each head and bucket of distances.
+"""Learned terms of scores, in transformers models: T5's relative position bias, and Doge's dynamic mask.
 
 [Note: a bias in bands]
 T5 (Raffel et al. 2020) adds a number to the score of a query and a key that depends on the head and on the
@@ -8,21 +8,30 @@ log-sum-exps, and the bands merge by these as the parts of any attention do. Eac
 bias [S, T] exists, and autograd gives the table its gradient. A narrow band sends few tokens. What is kept
 for the backward pass is an output for each band: up to 32 for T5, where attention without a bias keeps one.
 
-Shapes: B samples, H query heads, S local tokens, D head dim, N buckets.
+Doge adds a term of each key and K/V head to the scores. Of more keys than `keep_window_size`, a query attends
+to those with the largest terms. On a ring its `prepare_dynamic_mask` is replaced by a `KeyTerms`, which hands
+the terms on. The attention function makes them a dimension of the keys, so that they travel and get their
+gradient with them, and `ring_select` finds the largest ones.
+
+Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim, N buckets.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.indexed import selected
+from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Band
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
@@ -97,3 +106,69 @@ def around_bias(module: Any) -> Callable[..., Any]:
         return torch.zeros(1, module.n_heads, queries, keys, device=device, dtype=module.q.weight.dtype)
 
     return compute_bias
+
+
+@dataclass(frozen=True, eq=False)
+class TermsMask:
+    """The mask of a layer, and the terms of its keys; stands for a mask tensor until attention."""
+
+    mask: LayerMask | None
+    terms: Tensor  # [B, G, S]
+    most: int  # keys of a query
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.terms.shape, self.terms.shape[-1]))
+
+    # `repeat_kv` repeats the terms for the query heads of a K/V head: ring attention does that by itself.
+    def __getitem__(self, index: Any) -> TermsMask:
+        return self
+
+    def expand(self, *sizes: int) -> TermsMask:
+        return self
+
+    reshape = expand
+
+    def largest(self, sharding: BatchSharding, pattern: Pattern) -> Tensor | None:
+        """Return the keys with the largest terms [B, G, S, k] of each query; None if it sees no more."""
+        if self.most >= sharding.layout.tokens:
+            return None
+
+        def scores(samples: Any, queries: slice, terms_BSG: Tensor) -> Tensor:
+            count = len(range(*queries.indices(self.terms.shape[2])))
+            return terms_BSG.transpose(1, 2).unsqueeze(2).expand(-1, -1, count, -1)
+
+        terms_BSG = self.terms.detach().transpose(1, 2).contiguous()
+        return selected(sharding, pattern, scores, self.most, terms_BSG)
+
+
+class KeyTerms:
+    """Return a `TermsMask` in place of `prepare_dynamic_mask`.
+
+    With another attention function than the ring's, it is the layer's own.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._layer = layer
+        self._own: Callable[..., Any] = layer.prepare_dynamic_mask
+
+    def __call__(
+        self, hidden_states: Tensor, dt_states: Tensor, keep_window_size: int = 2048,
+        attention_mask: Tensor | LayerMask | None = None,
+    ) -> Any:  # fmt: skip
+        # The layer reads the same attribute to choose its attention function: engine.ring.off() changes it.
+        if self._layer.config._attn_implementation != NAME:
+            return self._own(
+                hidden_states=hidden_states,
+                dt_states=dt_states,
+                keep_window_size=keep_window_size,
+                attention_mask=attention_mask,
+            )
+        if dt_states.shape[-1] != hidden_states.shape[1] or isinstance(attention_mask, Tensor):
+            raise RingConfigError(
+                f"{type(self._layer).__name__}: expected as many keys as queries, {hidden_states.shape[1]},"
+                f" and no mask tensor, got {dt_states.shape[-1]} keys and {type(attention_mask).__name__}:"
+                " terms of keys in a cache lie on all ranks; pass use_cache=False, or generate in"
+                " engine.ring.off()"
+            )
+        return TermsMask(attention_mask, dt_states, keep_window_size)
