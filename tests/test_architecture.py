@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 LAYERS = [
-    ["errors", "registry", "replaced_file"],
+    ["errors", "registry"],
     ["masks"],
     ["config"],
     ["schedule"],

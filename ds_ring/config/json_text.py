@@ -106,6 +106,20 @@ def write_at_once(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file at once: a reader sees the old text or the new one.
+
+    For figures and pages that are renewed: a crash of the machine may lose both, which `write_at_once` does
+    not.
+
+    Raises:
+        OSError: it cannot be written; the old file stays.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
 def sync_folder(folder: Path) -> None:
     """Write the names in `folder` to the disk: a rename is lost with the power otherwise."""
     descriptor = os.open(folder, os.O_RDONLY)

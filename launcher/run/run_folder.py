@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_ring.replaced_file import replace_text
+from ds_ring.config.json_text import replace_text
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N

@@ -31,9 +31,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_ring.config.json_text import write_at_once
+from ds_ring.config.json_text import replace_text, write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
-from ds_ring.replaced_file import replace_text
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",

@@ -49,10 +49,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_ring.config.json_text import replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.replaced_file import replace_text
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Span, Trace
 

@@ -20,7 +20,7 @@ RECURRENT_FUNCTIONS = (
     "mamba_inner_fn",
     "rwkv_linear_attention",
 )
-RECURRENT_METHODS = (  # of layers that do so by themselves (recurrent_layers.py)
+RECURRENT_METHODS = (  # of layers that do so by themselves (recurrent_parts.py)
     "MiniMaxLightningAttention.forward",
     "RecurrentGemmaRglru._rnn_scan",
     "ZayaCCAProjection.forward",

@@ -2,28 +2,353 @@
 
 Owns the wrappers of `model.py`'s table, by the names of functions and methods of modeling files. A part is
 recurrent if its forward calls a function of the table, or if its class has a method of it.
+
+Of some recurrent layers, which call no kernel functions, methods compute the recurrence: Lightning attention
+(MiniMax), the RG-LRU (Recurrent Gemma), mLSTM (xLSTM), wkv (RWKV) and compressed convolutional attention
+(ZAYA). `model.py`'s table wraps the methods. On a ring a wrapper computes what the method does from the
+layer's own modules and buffers, and gets from other ranks what recurrent.py's functions get. Without a ring
+it calls the method.
+
+mLSTM and wkv keep their states as S exp(m), with the greatest exponent m in place of an overflow. The states
+of all runs are then a scan of (decay, m) in the algebra of maximum and plus, and a linear one of S.
+
+Shapes: as recurrent.py; A exponents of a state ([B, H] or [B, C]), X the rest of its shape.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ds_ring.integrations.deepspeed.batch import SHARDING
-from ds_ring.integrations.transformers import recurrent, recurrent_layers
+from ds_ring.integrations.transformers import recurrent
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS, TABLE
+from ds_ring.integrations.transformers.recurrent import (
+    Computed,
+    Original,
+    by_rows,
+    kinds_of,
+    padded,
+    recurrence,
+    refuse_states,
+    sharding_of,
+    token_before,
+    with_halo,
+)
+from ds_ring.runtime.scan import Neighbours, scan_op
+
+
+class Summary(NamedTuple):
+    """What a piece makes of the state S exp(m) before it: S exp(m + log_decay) + increment exp(greatest).
+
+    Attributes:
+        log_decay: [b, A].
+        greatest: greatest exponent of the increment, [b, A].
+        increment: [b, A, X].
+    """
+
+    log_decay: Tensor
+    greatest: Tensor
+    increment: Tensor
+
+
+Summarise = Callable[[Sequence[Tensor], bool], Summary]  # takes a piece's tensors, and whether a state comes
+# Takes the pieces' tensors and the state before them (S, m), and returns the outputs.
+Outputs = Callable[[Sequence[Tensor], tuple[Tensor, Tensor] | None], Tensor]
+
+
+def _scaled_recurrence(
+    near: Neighbours, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int
+) -> Tensor:
+    """Return the outputs of a recurrence whose states are S exp(m), as `recurrence`."""
+    batch, slots, kinds = tensors[0].shape[0], tensors[0].shape[dim], kinds_of(near)
+    last = {piece.run: piece for piece in near.pieces if piece.is_last}
+    summaries = [
+        summarise([x.narrow(dim, last[run].slot, last[run].length) for x in tensors], last[run].continues)
+        for run in range(near.own_runs)
+    ]
+    decay, greatest, increment = (torch.stack(parts) for parts in zip(*summaries, strict=True))
+    before = _greatest_before(near, decay, greatest)
+    comes = torch.tensor([last[run].continues for run in range(near.own_runs)], device=decay.device)
+    comes = comes.view(-1, *[1] * (decay.dim() - 1))
+    after = torch.where(comes, torch.maximum(before + decay, greatest), greatest)
+    move = torch.where(comes, before + decay - after, 0.0).exp()
+    wide = (*decay.shape, *[1] * (increment.dim() - decay.dim()))
+    states = scan_op(move.view(wide), increment * (greatest - after).exp().view(wide), False, near.handle)
+    outs: dict[int, Tensor] = {}
+    for (length, continues), numbers in kinds.items():
+        pieces = [near.pieces[number] for number in numbers]
+        given = [torch.cat([x.narrow(dim, piece.slot, length) for piece in pieces]) for x in tensors]
+        runs = [piece.run for piece in pieces]
+        state = (states[runs].flatten(0, 1), before[runs].flatten(0, 1)) if continues else None
+        out = call(given, state)
+        for place, number in enumerate(numbers):
+            outs[number] = out[place * batch : (place + 1) * batch]
+    whole = torch.cat([outs[number] for number in sorted(outs)], dim=dim)
+    if not any(continues for _, continues in kinds):  # every rank takes part in the backward pass of the scan
+        whole = whole + states.flatten()[:0].sum().to(whole.dtype)
+    return padded(whole, slots, dim)
+
+
+def _greatest_before(near: Neighbours, decay: Tensor, greatest: Tensor) -> Tensor:
+    """Return m before each own run [R, ...]; 0 where no state comes.
+
+    A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
+    """
+    count = len(near.runs.starts)
+    own = torch.from_numpy(near.runs.of_rank(near.mesh.sequence_rank)).to(decay.device)
+    told = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
+    places = F.one_hot(own, count).to(decay.dtype)
+    places = places.view(*places.shape, *[1] * (told.dim() - 1))
+    slots = places * told[:, None]  # [R, N, 3, ...]
+    keep = torch.ones_like(slots[:, :1, :1].flatten(1)[:, :1]).view(-1, *[1] * (slots.dim() - 1))
+    is_there, decays, maxima = scan_op(keep, slots, False, near.handle).unbind(2)  # [R, N, ...]
+    later = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], dim=1).flip(1).cumsum(1).flip(1)
+    found = torch.where(is_there > 0, maxima + later, -torch.inf).amax(dim=1)
+    return torch.where(is_there.sum(dim=1) > 0, found, 0.0)
+
+
+def wkv(
+    original: Original, time_decay: Tensor, time_first: Tensor, key: Tensor, value: Tensor,
+    state: Any = None, return_state: bool = False,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Compute RWKV's weighted averages of value [B, S, C] by exp(key); states: numerator, denominator."""
+    sharding = sharding_of({})
+    if sharding is None:
+        found: tuple[Tensor, Any] = original(time_decay, time_first, key, value, state, return_state)
+        return found
+    refuse_states("RWKV", state, return_state)
+    rate = -torch.exp(time_decay.float())  # [C]
+
+    def summarise(tensors: Sequence[Tensor], continues: bool) -> Summary:
+        key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+        tokens = key.shape[1]
+        after = torch.arange(tokens - 1, -1, -1, device=key.device, dtype=key.dtype)
+        exponents = key + after[:, None] * rate.to(key.dtype)
+        greatest = exponents.amax(dim=1)
+        weights = torch.exp(exponents - greatest[:, None])
+        state = torch.stack([(weights * value).sum(dim=1), weights.sum(dim=1)], dim=-1)
+        return Summary((tokens * rate.to(key.dtype)).expand_as(greatest), greatest, state)
+
+    def call(tensors: Sequence[Tensor], state: tuple[Tensor, Tensor] | None) -> Tensor:
+        key, value = tensors
+        if state is not None:
+            # One token stands for all before: the kernels' states are no part of their backward pass.
+            numerator, denominator = state[0].unbind(-1)
+            token = state[1] + denominator.log(), numerator / denominator
+            key, value = (
+                torch.cat([x[:, None].to(y.dtype), y], dim=1)
+                for x, y in zip(token, (key, value), strict=True)
+            )
+        out: Tensor = original(time_decay, time_first, key, value)[0]
+        return out if state is None else out[:, 1:]
+
+    return by_rows(
+        sharding, lambda near, *tensors: _scaled_recurrence(near, tensors, summarise, call, dim=1), key, value
+    ), None
+
+
+def mlstm(
+    original: Original, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, igate: Tensor,
+    fgate: Tensor, c_initial: Tensor | None = None, n_initial: Tensor | None = None,
+    m_initial: Tensor | None = None, return_last_states: bool | None = None, mode: str | None = None,
+) -> Any:  # fmt: skip
+    """Compute the mLSTM of q and k [B, H, S, K], v [B, H, S, V] and gates [B, H, S]; states [K, V + 1]."""
+    sharding = sharding_of({})
+    if sharding is None:
+        first = (c_initial, n_initial, m_initial)
+        return original(layer, query, key, value, igate, fgate, *first, return_last_states, mode)
+    refuse_states("mLSTM", c_initial, False)
+
+    def summarise(tensors: Sequence[Tensor], continues: bool) -> Summary:
+        _, key, value, igate, fgate = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
+        decays = F.logsigmoid(fgate).cumsum(dim=2)
+        decay = decays[..., -1]
+        exponents = decay[..., None] - decays + igate
+        greatest = exponents.amax(dim=2)
+        if not continues:  # the first state is 0 exp(0)
+            greatest = torch.maximum(greatest, decay)
+        weights = torch.exp(exponents - greatest[..., None])
+        with_ones = torch.cat([value, torch.ones_like(value[..., :1])], dim=3)
+        state = torch.einsum("bhl,bhlk,bhlv->bhkv", weights, key, with_ones)
+        return Summary(decay, greatest, state)
+
+    def call(tensors: Sequence[Tensor], state: tuple[Tensor, Tensor] | None) -> Tensor:
+        first = None if state is None else (state[0][..., :-1], state[0][..., -1], state[1][..., None])
+        # In this mode the kernels take any number of tokens.
+        out: Tensor = original(layer, *tensors, *(first or (None,) * 3), mode="inference")[0]
+        return out
+
+    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
+        return _scaled_recurrence(near, tensors, summarise, call, dim=2)
+
+    return by_rows(sharding, run, query, key, value, igate, fgate), None
+
+
+def lightning_attention(
+    original: Original, layer: Any, hidden_states: Tensor, position_embeddings: Any = None,
+    attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute MiniMax's linear attention, whose states [B, H, D, D] decay by a constant of each head."""
+    sharding = sharding_of(kwargs)
+    if sharding is None:
+        found: tuple[Tensor, Tensor | None] = original(
+            layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        return found
+    refuse_states("lightning attention", past_key_values, False)
+    qkv = layer.act_fn(layer.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
+    size = layer.head_dim
+    query, key, value = qkv.unflatten(2, (layer.num_attention_heads, 3 * size)).split(size, dim=3)
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        q, k, v = (x.transpose(1, 2) for x in tensors)  # [b, H, L, D]
+        state = v.new_zeros((*v.shape[:2], size, size))
+        outs, length = [], q.shape[2]
+        for first in range(0, length, layer.block_size):
+            q_, k_, v_ = (x[:, :, first : first + layer.block_size] for x in (q, k, v))
+            count = q_.shape[2]
+            scores = q_ @ k_.transpose(2, 3) * layer.diagonal_decay[:, :, :count, :count]
+            outs.append((q_ * layer.query_decay[:, :count]) @ state + scores @ v_)
+            added = (k_ * layer.key_decay[:, -count:]).transpose(2, 3) @ v_
+            state = state * torch.exp(-layer.slope_rate * count) + added
+        state = state.to(torch.promote_types(state.dtype, torch.float32))
+        rate = layer.slope_rate.to(state.dtype)  # [H, 1, 1]
+        places = torch.arange(1, length + 1, device=q.device, dtype=state.dtype)
+
+        def reach(state: Tensor) -> Tensor:
+            decayed = q.to(state.dtype) * torch.exp(-rate * places[:, None])
+            return (decayed @ state).transpose(1, 2)
+
+        transition = torch.exp(-rate * length).expand(len(q), -1, 1, 1)
+        out = torch.cat(outs, dim=2).transpose(1, 2)
+        return Computed(out, state, transition, reach if continues else None)
+
+    out = layer.norm(recurrence(sharding, (query, key, value), call, False, 1)[0].flatten(2))
+    return layer.out_proj(F.sigmoid(layer.output_gate(hidden_states)) * out), None
+
+
+def rg_lru(
+    original: Original, layer: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor,
+    recurrent_states: Tensor | None, acc_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Compute the RG-LRU's scan of [B, S, C], with a decay for each token and channel."""
+    sharding = sharding_of({})
+    if sharding is None:
+        found: tuple[Tensor, Tensor] = original(
+            layer, hidden_states, recurrent_gate, reset, recurrent_states, acc_dtype
+        )
+        return found
+    refuse_states("RG-LRU", recurrent_states, False)
+
+    def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
+        x, gate, reset = tensors
+        out, final = original(layer, x, gate, reset, None, acc_dtype)
+        final = final.to(torch.promote_types(final.dtype, torch.float32))
+        decays = (gate * ~reset).to(final.dtype).cumprod(dim=1)
+        return Computed(out, final, decays[:, -1], (lambda s: decays * s[:, None]) if continues else None)
+
+    of_tokens = hidden_states, recurrent_gate, reset.expand(len(hidden_states), -1, -1)
+    return recurrence(sharding, of_tokens, call, False, 1)
+
+
+def compressed_convolution(
+    original: Original, layer: Any, hidden_states: Tensor, past_key_values: Any = None,
+    conv_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Project to q, k and v as ZAYA: q and k through two convolutions, half of v from the token before."""
+    sharding = sharding_of({})
+    if sharding is None:
+        found: tuple[Tensor, Tensor, Tensor] = original(layer, hidden_states, past_key_values, conv_mask)
+        return found
+    refuse_states("compressed convolutional attention", past_key_values, False)
+    if conv_mask is not None:
+        hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
+    before, groups = layer.conv_kernel_size, layer.num_key_value_groups
+    query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
+
+    def run(near: Neighbours, x: Tensor) -> Tensor:
+        return with_halo(
+            near, x, before, lambda x: F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0))
+        )
+
+    mixed = by_rows(sharding, run, torch.cat([query, key], dim=-1).transpose(1, 2)).transpose(1, 2)
+    heads = (-1, layer.head_dim)
+    of_query, of_key = (x.unflatten(2, heads) for x in mixed.split([query.shape[2], key.shape[2]], dim=2))
+    of_heads = key.unflatten(2, heads).repeat_interleave(groups, dim=2)
+    mean = (query.unflatten(2, heads) + of_heads) * 0.5
+    first = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))[0, 0]
+    delayed = by_rows(
+        sharding, lambda near, x: token_before(near, x, first), layer.v_proj_delayed(hidden_states)
+    )
+    value = torch.cat([layer.v_proj_current(hidden_states), delayed], dim=-1).unflatten(2, heads)
+    return of_query + mean, of_key + mean.unflatten(2, (-1, groups)).mean(dim=3), value
+
+
+def token_shift(original: Original, x: Tensor) -> Tensor:
+    """Shift [B, S, C] by a token, as RWKV's `time_shift`."""
+    sharding = sharding_of({})
+    if sharding is None:
+        found: Tensor = original(x)
+        return found
+    return by_rows(sharding, lambda near, x: token_before(near, x, x.new_zeros(x.shape[2])), x)
+
+
+def convolution_module(original: Original, x: Tensor) -> Tensor:
+    """Convolve [B, C, S] by an nn.Conv1d that is called by itself.
+
+    It pads both sides, and the layer takes the first S results; or the layer has padded x in front.
+    """
+    sharding = sharding_of({})
+    if sharding is None:
+        found: Tensor = original(x)
+        return found
+    module: nn.Conv1d = original.__self__  # type: ignore[attr-defined]
+    before = module.dilation[0] * (module.kernel_size[0] - 1)
+    if module.padding[0]:
+        return by_rows(sharding, lambda near, x: with_halo(near, x, before, original), x)
+
+    def convolve(x: Tensor) -> Tensor:
+        return F.pad(original(x), (before, 0))
+
+    return by_rows(sharding, lambda near, x: with_halo(near, x, before, convolve), x[:, :, before:])
+
+
+def ngrams(original: Original, layer: Any, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+    """Embed tokens [B, S] with those before them (Qwen 4), which are end tokens where a document begins."""
+    sharding = sharding_of({})
+    if sharding is None:
+        found: Tensor = original(layer, input_ids, past_key_values)
+        return found
+    refuse_states("n-gram embedding", past_key_values, False)
+
+    def embed(ids: Tensor) -> Tensor:  # [B, 1, L] of ids + 1; 0 for no token
+        tokens = torch.where(ids == 0, layer.eos_token_id, ids - 1)[:, 0]
+        out: Tensor = original(layer, tokens, None)
+        return out.transpose(1, 2)
+
+    def run(near: Neighbours, ids: Tensor) -> Tensor:
+        kinds_of(near)
+        return with_halo(near, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
+
+    return by_rows(sharding, run, input_ids.long())
+
 
 _WRAPPERS = (
     recurrent.convolution, recurrent.delta_rule, recurrent.delta_rule, recurrent.mamba2, recurrent.mamba1,
-    recurrent.not_fused, recurrent.not_fused, recurrent_layers.wkv,
-    recurrent_layers.lightning_attention, recurrent_layers.rg_lru, recurrent_layers.compressed_convolution,
-    recurrent_layers.mlstm, recurrent_layers.ngrams,
+    recurrent.not_fused, recurrent.not_fused, wkv,
+    lightning_attention, rg_lru, compressed_convolution,
+    mlstm, ngrams,
 )  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Any]] = dict(
     zip((*RECURRENT_FUNCTIONS, *RECURRENT_METHODS), _WRAPPERS, strict=True)
@@ -100,10 +425,10 @@ def own_modules(part: nn.Module) -> dict[nn.Module, tuple[str, Callable[..., Any
     found: dict[nn.Module, tuple[str, Callable[..., Any]]] = {}
     for child in part.children():
         if isinstance(child, nn.ZeroPad2d) and tuple(child.padding) == (0, 0, 1, -1):
-            found[child] = "shift", recurrent_layers.token_shift
+            found[child] = "shift", token_shift
     name = _CONVOLUTIONS.get(type(part).__name__)
     if name is not None:
-        found[getattr(part, name)] = "convolution", recurrent_layers.convolution_module
+        found[getattr(part, name)] = "convolution", convolution_module
     return found
 
 
