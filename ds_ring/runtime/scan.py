@@ -349,15 +349,16 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
         return dx.movedim(0, dim).contiguous()
 
 
-@halo_op.register_fake
-def _(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor:
-    runs = object_of(handle, Neighbours).own_runs
-    return x.new_empty((*x.shape[:dim], runs, before + after, *x.shape[dim + 1 :]))
-
-
-@halo_backward_op.register_fake
-def _(grad: Tensor, dim: int, before: int, after: int, slots: int, handle: int) -> Tensor:
-    return grad.new_empty((*grad.shape[:dim], slots, *grad.shape[dim + 2 :]))
+halo_op.register_fake(
+    lambda x, dim, before, after, handle: x.new_empty(
+        (*x.shape[:dim], object_of(handle, Neighbours).own_runs, before + after, *x.shape[dim + 1 :])
+    )
+)
+halo_backward_op.register_fake(
+    lambda grad, dim, before, after, slots, handle: grad.new_empty(
+        (*grad.shape[:dim], slots, *grad.shape[dim + 2 :])
+    )
+)
 
 
 def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -553,14 +554,10 @@ def _exclusive_scan(
         near.swap(sends, receives)
 
 
-@scan_op.register_fake
-def _(transition: Tensor, increment: Tensor, matrix: bool, handle: int) -> Tensor:
-    return increment.new_empty(increment.shape)
-
-
-@scan_backward_op.register_fake
-def _(grad: Tensor, transition: Tensor, states: Tensor, matrix: bool, handle: int) -> tuple[Tensor, Tensor]:
-    return transition.new_empty(transition.shape), grad.new_empty(grad.shape)
+scan_op.register_fake(lambda transition, increment, *_: increment.new_empty(increment.shape))
+scan_backward_op.register_fake(
+    lambda grad, transition, *_: (transition.new_empty(transition.shape), grad.new_empty(grad.shape))
+)
 
 
 def _setup_scan(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -57,6 +57,7 @@ from ds_ring.runtime.context import (
 )
 from ds_ring.runtime.exchange import Exchange, walk_owners
 from ds_ring.runtime.kernels.interface import each_tile
+from ds_ring.runtime.kernels.reference import weights_of
 from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.messages import Message
@@ -687,7 +688,7 @@ class _SelectedPass:
             for block in self.blocks(rows):
                 _, _, v, scores = self._scores(block, rows)
                 part_lse = scores.logsumexp(-1)
-                weights = _weights(scores, part_lse)
+                weights = weights_of(scores, part_lse)
                 part = (weights.view(len(v), -1, v.shape[1]) @ v).view(*part_lse.shape, -1)
                 merge_(out[block.where], lse[block.where], part.unsqueeze(0), part_lse.unsqueeze(0))
             return ()
@@ -711,7 +712,7 @@ class _SelectedPass:
                 q, k, v, scores = self._scores(block, rows)
                 grad = grad_out[block.where][0].to(self.dtype)
                 grad_of_group = grad.reshape(len(v), -1, v.shape[-1])
-                weights = _weights(scores, lse[block.where][0])
+                weights = weights_of(scores, lse[block.where][0])
                 products = (grad_of_group @ v.mT).view_as(weights)
                 of_scores = weights * (products - delta[block.where][0].unsqueeze(-1)) * self.scale
                 of_group, weights = (x.view(len(k), -1, k.shape[1]) for x in (of_scores, weights))
@@ -736,11 +737,6 @@ class _SelectedPass:
             for x in totals
         )
         return dq.to(self.q.dtype), dk, dv
-
-
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse); 0 where a row sees nothing at all."""
-    return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
 @lru_cache(maxsize=16)

@@ -47,7 +47,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ds_ring.masks.tiles import SlotRanges, count_slots, part_of
+from ds_ring.masks.tiles import SlotRanges, count_slots, locate_ranges, part_of
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, StagePlan
 from ds_ring.schedule.steps import (
     RESULTS,
@@ -278,7 +278,7 @@ class _Direction:
         """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
         buffer = self._new(self.payload, slots)
         self.came[buffer] = batch
-        parts.append((buffer, coming.in_payload(slots)))
+        parts.append((buffer, locate_ranges(slots, coming.held)))
         return Recv(self.payload, buffer, sender, coming.origin, slots)
 
     def _post_gradients(self, hop: int) -> list[Send | Recv]:
@@ -292,7 +292,7 @@ class _Direction:
             steps.append(self._send(found, leaving, leaving.goes_to, leaving.sums_on))
         if here is not None and len(here.sums_in):
             buffer = self._new(Payload.GRADIENTS, here.sums_in)
-            self.partial = buffer, here.in_payload(here.sums_in)
+            self.partial = buffer, locate_ranges(here.sums_in, here.held)
             steps.append(Recv(Payload.GRADIENTS, buffer, here.came_from, here.origin, here.sums_in))
         if leaving is not None:
             self.returning.append((leaving, self.gradients.pop(leaving.hop)))
@@ -387,7 +387,7 @@ class _Direction:
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None
     ) -> Send:
         """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
-        part = slots if hop_plan.hop == 0 else hop_plan.in_payload(slots)
+        part = slots if hop_plan.hop == 0 else locate_ranges(slots, hop_plan.held)
         kept = self.buffers[buffer].payload
         payload = payload or (self.payload if kept is Payload.KEYS else kept)
         packed = self._new(payload, slots)  # used if the slots are not contiguous in memory

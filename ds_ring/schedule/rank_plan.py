@@ -41,7 +41,6 @@ from ds_ring.masks.tiles import (
     SlotRanges,
     Tiles,
     count_slots,
-    locate_ranges,
     no_slots,
     subtract_slots,
 )
@@ -132,10 +131,6 @@ class HopPlan:
     def ends_here(self) -> SlotRanges:
         """Return the slots of the origin's shard whose gradients return from here to the origin."""
         return subtract_slots(self.held, self.sums_on)
-
-    def in_payload(self, part: SlotRanges) -> SlotRanges:
-        """Return a part of `held` as ranges of the packed payload."""
-        return locate_ranges(part, self.held)
 
     @property
     def pairs(self) -> int:

@@ -119,7 +119,6 @@ def _found(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
 
 
 GIB = 2**30
-MOSTLY = 0.5  # of the peak: what takes more is named
 
 
 class LatentAdvice(NamedTuple):

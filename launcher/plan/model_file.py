@@ -292,19 +292,6 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     )
 
 
-def said_of_layers(hf_config: str | None, layers: int) -> tuple[Pattern | None, ...]:
-    """Return what a model says of each of its layers, None where nobody knows.
-
-    Args:
-        hf_config: a config.json, or its text; None for a model of which the sizes are known only.
-        layers: of the model.
-
-    Raises:
-        RingConfigError: layers that no pattern stands for, or a file that leaves them open.
-    """
-    return (None,) * layers if hf_config is None else said_by(with_layer_types(hf_config))
-
-
 def with_layer_types(path_or_text: str) -> dict[str, Any]:
     """Return a config.json with its `layer_types`, which transformers fills in where the file has none.
 

@@ -37,11 +37,6 @@ def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
     return tuple(result)
 
 
-def line_bytes(world_size: int) -> int:
-    """Return the longest line of a rank: one that waits for every second rank names them all."""
-    return 16384 + 16 * world_size
-
-
 @lru_cache(maxsize=4096)
 def ranks_of(ranges: Ranges) -> frozenset[int]:
     """Return the ranks of some ranges; ranks of one group share one set."""

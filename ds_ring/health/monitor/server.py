@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .failure_detector import FailureDetector, Fault, line_bytes
+from .failure_detector import FailureDetector, Fault
 from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
 
 EMPTY_S = 1.0  # end the process if no rank was connected for this time
@@ -79,7 +79,8 @@ class Server:
         self._listen(True)
         self.ranks: dict[int, Client] = {}
         self.strangers: dict[Client, None] = {}  # oldest first
-        self.line_bytes = line_bytes(detector.world_size)
+        # One that waits for every second rank names them all.
+        self.line_bytes = 16384 + 16 * detector.world_size
         self.told, self.empty_s = False, EMPTY_S
 
     def serve(self) -> None:

@@ -37,7 +37,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     unfinished_tags,
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
-from ds_ring.integrations.checkpoint.resize import is_universal, ranks_of, stage_of
+from ds_ring.integrations.checkpoint.resize import ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
@@ -95,7 +95,7 @@ def load_checkpoint(
         return None, None
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
         _require_latest(Path(load_dir), chosen)
-    universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
+    universal = any(together(lambda: (Path(load_dir, chosen) / "zero").is_dir()))
     kind = {"checkpoint.universal": SimpleNamespace(around_load=universal)}
     # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
     with weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):

@@ -44,11 +44,6 @@ SUFFIX = "-universal"
 _ADAM = {"exp_avg", "exp_avg_sq"}  # what the universal form has beside the weights and the step
 
 
-def is_universal(folder: Path) -> bool:
-    """Return whether the checkpoint in `folder` is one for any number of ranks."""
-    return (folder / "zero").is_dir()
-
-
 def ranks_of(folder: Path) -> int:
     """Return how many ranks saved the optimizer states in `folder`; 0 if there are none (ZeRO 0)."""
     name = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
@@ -89,8 +84,9 @@ def resize_checkpoint(
     root = Path(directory)
     tag = tag_in(root, tag)
     folder, manifest = root / tag, verify_checkpoint(root, tag)
-    if is_universal(folder) or not ranks_of(folder):
-        kind = "a universal one" if is_universal(folder) else "one without ZeRO's optimizer states (ZeRO 0)"
+    universal = (folder / "zero").is_dir()
+    if universal or not ranks_of(folder):
+        kind = "a universal one" if universal else "one without ZeRO's optimizer states (ZeRO 0)"
         raise RingCheckpointError(
             f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it as"
             " it is"

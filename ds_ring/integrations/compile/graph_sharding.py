@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -182,9 +182,7 @@ def place_op(
     return torch.tensor([registered.placed(parts).handle], dtype=torch.int64)
 
 
-@place_op.register_fake
-def _(positions: Tensor, *_: Any) -> Tensor:
-    return torch.empty(1, dtype=torch.int64, device="cpu")
+place_op.register_fake(lambda positions, *_: torch.empty(1, dtype=torch.int64, device="cpu"))
 
 
 # [Note: what may replace a mask]
@@ -239,9 +237,7 @@ def needs_backend_op(position_ids: Tensor) -> Tensor:
     )
 
 
-@needs_backend_op.register_fake
-def _(position_ids: Tensor) -> Tensor:
-    return torch.empty_like(position_ids)
+needs_backend_op.register_fake(torch.empty_like)
 
 
 # Rotary embeddings that depend on the length take the greatest position. In a graph this is a maximum over a
@@ -266,9 +262,7 @@ def greatest_position_op(local: Tensor, source: int) -> Tensor:
     return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size)).amax(dim=0)
 
 
-@greatest_position_op.register_fake
-def _(local: Tensor, source: int) -> Tensor:
-    return torch.empty_like(local)
+greatest_position_op.register_fake(lambda local, source: torch.empty_like(local))
 
 
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:

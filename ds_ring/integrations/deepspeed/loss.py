@@ -137,9 +137,7 @@ def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
     return _of_all_ranks(local, mesh).sum(dim=0)
 
 
-@sequence_sum_op.register_fake
-def _(local: Tensor, mesh: int) -> Tensor:
-    return torch.empty_like(local)
+sequence_sum_op.register_fake(lambda local, mesh: torch.empty_like(local))
 
 
 def _keep_mesh(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -159,6 +157,4 @@ def sequence_max_op(local: Tensor, mesh: int) -> Tensor:
     return _of_all_ranks(local, mesh).amax(dim=0)
 
 
-@sequence_max_op.register_fake
-def _(local: Tensor, mesh: int) -> Tensor:
-    return torch.empty_like(local)
+sequence_max_op.register_fake(lambda local, mesh: torch.empty_like(local))

@@ -123,7 +123,7 @@ class Flash(Executor):
         view = _packed if call.q_ends else _tokens_first
         left, right = _window(call)
         out, lse, *_ = self._operators.flash_forward(
-            views.once(view, (q,), call.q_rows), *_both(k, v, view, call.k_rows),
+            views.once(view, (q,), call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
             *_lengths(call, q), 0.0, call.is_causal, False,
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
@@ -140,7 +140,7 @@ class Flash(Executor):
         grad_out, q, out, lse = views.once(_rows_of, queries, view, rows, call.bias, bool(call.q_ends))
         left, right = _window(call)
         dq, dk, dv = self._operators.flash_backward(
-            grad_out, q, *_both(k, v, view, keys), out, lse,
+            grad_out, q, view(k, keys), view(v, keys), out, lse,
             *_lengths(call, q), 0.0, call.is_causal,
             lse, lse,  # in the place of Philox, which nobody reads
             scale=scale, window_size_left=left, window_size_right=right,
@@ -164,7 +164,8 @@ class Cudnn(Executor):
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._operators.cudnn_forward(
-            views.once(_heads_first, (q,), call.q_rows), *_both(k, v, _heads_first, call.k_rows),
+            views.once(_heads_first, (q,), call.q_rows),
+            _heads_first(k, call.k_rows), _heads_first(v, call.k_rows),
             None, True, 0.0, call.is_causal, False, scale=scale,
         )  # fmt: skip
         # [B, H, S, 1] in torch 2.13
@@ -179,7 +180,7 @@ class Cudnn(Executor):
         rows, keys = call.q_rows, call.k_rows
         grad_out, q, out, lse = views.once(_rows_of, queries, _heads_first, rows, call.bias, False)
         found = self._operators.cudnn_backward(
-            grad_out, q, *_both(k, v, _heads_first, keys), out,
+            grad_out, q, _heads_first(k, keys), _heads_first(v, keys), out,
             lse.unsqueeze(-1), lse, lse, None, None, None,
             rows.length, keys.length, 0.0, call.is_causal, scale=scale,
         )  # fmt: skip
@@ -213,10 +214,6 @@ def _rows_of(
 ) -> OfQueries:  # fmt: skip
     lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
     return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
-
-
-def _both(k: Tensor, v: Tensor, view: Callable[..., Tensor], rows: Rows) -> tuple[Tensor, Tensor]:
-    return view(k, rows), view(v, rows)
 
 
 def _tokens_first(x: Tensor, rows: Rows) -> Tensor:

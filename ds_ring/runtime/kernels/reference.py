@@ -15,7 +15,7 @@ from ds_ring.masks.tiles import Tiles
 from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
 
 
-def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
     """Return exp(scores - lse); 0 where a row sees nothing at all."""
     # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
@@ -37,7 +37,7 @@ class ReferenceKernel:
             heads = tile.heads(q.shape[1] // k.shape[1])
             _, scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
             lse = torch.logsumexp(scores, dim=-1)
-            yield PartialOut(heads, tile.q_rows, _weights(scores, lse) @ v_t, lse)
+            yield PartialOut(heads, tile.q_rows, weights_of(scores, lse) @ v_t, lse)
 
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
@@ -49,7 +49,7 @@ class ReferenceKernel:
             products, scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
             q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
             # With the global lse these are this tile's columns of the whole softmax.
-            weights = _weights(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
+            weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
             # With the global out this is the sum over all keys, which no tile could form by itself.
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             if grad_lse is not None:
