@@ -576,7 +576,7 @@ class _SelectedPass:
         self.queries = int(choosing[-1]) + 1 if len(choosing) else 0
         self.q, self.k, self.v = q, self._by_token(k), self._by_token(v)
         # What this rank's queries chose of each rank, and what the queries of each rank chose here, as bits.
-        self.wanted = [_packed(self._wanted(owner)) for owner in range(self.size)]
+        self.wanted = [self._wanted(owner) for owner in range(self.size)]
         self.asked = self.wanted
         if self.exchange is not None:
             self.asked = self.exchange.all_to_all(self.wanted, mesh.ring_group)
@@ -604,13 +604,15 @@ class _SelectedPass:
         return torch.where((local >= 0) & (local < self.slots), local, self.slots)
 
     def _wanted(self, owner: int) -> Tensor:
-        """Return which slots of a shard this rank's queries chose, bool [N, S]."""
+        """Return which slots of a shard this rank's queries chose, as bits: uint8 [N, ceil(S / 8)]."""
         wanted = self.chosen.new_zeros((len(self.chosen), self.slots + 1), dtype=torch.bool)
         step = max(BLOCK, KEYS // self.block)
         for first in range(0, self.queries, step):
             places = self._places(slice(None), slice(first, min(first + step, self.queries)))
             wanted.scatter_(1, self._local(places, owner).flatten(1), True)
-        return wanted[:, : self.slots]
+        bits = wanted[:, : self.slots].to(torch.uint8)
+        bits = torch.nn.functional.pad(bits, (0, -self.slots % 8)).unflatten(1, (-1, 8))
+        return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
     def _index(self, bits: Tensor) -> Tensor:
         shifted = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -742,12 +744,6 @@ class _SelectedPass:
 @lru_cache(maxsize=16)
 def _slots_by_position(layout: Layout, device: torch.device) -> Tensor:
     return torch.from_numpy(layout.slots_by_position()).to(device)
-
-
-def _packed(bits: Tensor) -> Tensor:
-    """Return bool [N, n] as bits, uint8 [N, ceil(n / 8)]."""
-    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8))
-    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
 def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int) -> None:

@@ -514,11 +514,15 @@ class PairLayout(Layout):
         return cls(slots * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts)
 
     def runs(self, ring_rank: int) -> IntArray:
-        pads = [one.local_tokens - one.valid_tokens(rank) for rank in range(ring_rank) for one in self._both]
+        pads = [
+            one.local_tokens - one.valid_tokens(rank)
+            for rank in range(ring_rank)
+            for one in (self.queries, self.keys)
+        ]
         padding = self.queries.tokens + self.keys.tokens + sum(pads)  # its first position
         found = []
         for part in range(self.parts):
-            for one, first in zip(self._both, (0, self.queries.tokens), strict=True):
+            for one, first in zip((self.queries, self.keys), (0, self.queries.tokens), strict=True):
                 size, runs = one.part_slots(self.parts), one.runs(ring_rank)
                 # places in each run at which the part begins and ends
                 before = np.cumsum(runs[:, 2]) - runs[:, 2]
@@ -528,10 +532,6 @@ class PairLayout(Layout):
                 found += [mine[high > low], np.array([[padding, 1, fill]])[: min(fill, 1)]]
                 padding += fill
         return np.concatenate(found)
-
-    @property
-    def _both(self) -> tuple[Layout, Layout]:
-        return self.queries, self.keys
 
     def pattern_between(self, pattern: Pattern) -> Pattern:
         """Return the pattern over the positions of this layout that stands for one between the sequences.

@@ -10,7 +10,6 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from copy import copy
 from functools import partial
 from types import FunctionType
@@ -376,7 +375,10 @@ class FlexKernel:
         lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
         if grad_lse is not None:
             grad_lse = _part(grad_lse, mask.q_rows)
-        with torch.autocast(q.device.type, enabled=False), _autograd():
+        # The ring's operators run below autograd, which must record here: a recomputed hop is differentiated,
+        # and so is a score_mod, for its joint graph.
+        below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with torch.autocast(q.device.type, enabled=False), below, torch.enable_grad():
             dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
         first, length = mask.k_rows
         if slots < first + length:  # the key that `_part` has added
@@ -550,14 +552,3 @@ def _marked(tensors: HopTensors) -> HopTensors:
         _dynamic(table.counts, 2)
         _dynamic(table.blocks, 2, 3)
     return tensors
-
-
-@contextmanager
-def _autograd() -> Iterator[None]:
-    """Let autograd record: the ring's operators run below it.
-
-    A recomputed hop is differentiated, and so is a score_mod, for its joint graph.
-    """
-    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with below, torch.enable_grad():
-        yield
