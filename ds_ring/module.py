@@ -118,7 +118,8 @@ def ring_attention(
     why, sharded = None, isinstance(queries, str) and queries == "sharded"
     if not sharded or q_positions is not None:
         latents = up_projection is not None
-        why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents)
+        payloads = gradient_payload, kv_payload
+        why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents, payloads)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload, kv_payload)
     if key_layout is not None:
         if torch.compiler.is_compiling():

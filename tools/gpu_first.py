@@ -46,7 +46,7 @@ def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -
     """Return the errors of self-sending rings."""
     with self_group(shape.device):
         way = "NCCL" if shape.device == "cuda" else "copies in this process: gloo cannot send to itself"
-        kinds = [(0, "as_is"), (1 << 40, "as_is"), (0, "float8")]  # stage_bytes, kv_payload
+        kinds = [(most, payload) for payload in ("as_is", "float8") for most in (0, 1 << 40)]
         ways = [(size, kernel, *kind) for size in sizes for kernel in kernels for kind in kinds]
         rows = [self_ring_row(shape, tokens, *way) for way in ways]
     return [{"messages by": way} | row for row in rows]

@@ -127,8 +127,8 @@ def kind_of(like: Pair, slots: int, payload: Payload, dtype: torch.dtype) -> Buf
 # [Note: float8 rows] A row of K (or V) of one token and head is rounded to float8 (e4m3fn; Micikevicius et
 # al. 2022, FP8 formats) after a division by a power of two: the smallest one that brings its largest
 # magnitude to at most 448. The power's exponent is kept as a byte, as in the OCP Microscaling formats (there
-# for 32 elements, here for a row). The division is exact, so each element is rounded once: by at most 1/16 of
-# its magnitude, or 2^-10 times the power.
+# for 32 elements, here for a row). The division of float32 and narrower ones is exact, so each element is
+# rounded once: by at most 1/16 of its magnitude, or 2^-10 times the power. (float64 is float32 before that.)
 FLOAT8, MOST_FLOAT8 = torch.float8_e4m3fn, 448.0
 BIAS = 127  # of the exponents of float32
 NOT_FINITE = -128  # exponent whose power is infinite
@@ -146,12 +146,10 @@ def pack_scaled(first: Tensor, second: Tensor, rows: Tensor) -> None:
     Args:
         first, second: [B, G, slots, D] and [B, G, slots, E].
         rows: [slots, B, G, D + E + 2] of bytes, written to: the elements, then the exponents of both powers.
-            Rows with an infinity or a NaN become infinities and NaN.
+            Rows with an infinity or a NaN become infinities and NaN, of any sign.
     """
-    pieces = zip(
-        *(x.split(ROWS_AT_ONCE, dim) for x, dim in ((first, 2), (second, 2), (rows, 0))), strict=True
-    )
-    for *tensors, into in pieces:
+    sides = (first, 2), (second, 2), (rows, 0)
+    for *tensors, into in zip(*(x.split(ROWS_AT_ONCE, dim) for x, dim in sides), strict=True):
         start = 0
         for number, x in enumerate(tensors):
             end, x = start + x.shape[3], x.permute(2, 0, 1, 3)
@@ -167,15 +165,21 @@ def pack_scaled(first: Tensor, second: Tensor, rows: Tensor) -> None:
 
 def unpack_scaled(rows: Tensor, first: Tensor, second: Tensor) -> None:
     """Write the K and V that `pack_scaled` rounded, as its arguments."""
-    start = 0
-    for number, target in enumerate((first, second)):
-        end, target = start + target.shape[3], target.permute(2, 0, 1, 3)
-        exponents = rows[..., number - 2 : number - 1 or None].view(torch.int8)
-        elements, start = rows[..., start:end].view(FLOAT8), end
-        if target.dtype == torch.float16:  # has not all of these powers
-            target.copy_(elements.float().mul_(_power_of_two(exponents, torch.float32)))
-        else:
-            target.copy_(elements).mul_(_power_of_two(exponents, target.dtype))
+    pieces = zip(
+        *(x.split(ROWS_AT_ONCE, dim) for x, dim in ((rows, 0), (first, 2), (second, 2))), strict=True
+    )
+    for given, *tensors in pieces:
+        start = 0
+        for number, target in enumerate(tensors):
+            end, target = start + target.shape[3], target.permute(2, 0, 1, 3)
+            exponents = given[..., number - 2 : number - 1 or None].view(torch.int8)
+            elements, start = given[..., start:end].view(FLOAT8), end
+            if target.dtype == torch.float16:  # has not all of these powers; 65504 would round up to infinity
+                wide, most = _power_of_two(exponents, torch.float32), torch.finfo(torch.float16).max
+                found = elements.float().mul_(wide)
+                target.copy_(torch.where(wide.isfinite(), found.clamp(-most, most), found))
+            else:
+                target.copy_(elements).mul_(_power_of_two(exponents, target.dtype))
 
 
 class Block:
@@ -318,7 +322,8 @@ def _pack(rows: Tensor, keys: Pair, step: Send | Accumulate) -> None:
     first, second, _ = keys
     if len(step.ranges) > FEW_RANGES:
         index = slot_index(step.part, rows.device)
-        pack_scaled(first.index_select(2, index), second.index_select(2, index), rows)
+        for some, into in zip(index.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True):
+            pack_scaled(first.index_select(2, some), second.index_select(2, some), into)
         return
     offset = 0
     for start, end in step.ranges:

@@ -73,7 +73,7 @@ def why_not_this_derivative() -> str | None:
 
 
 def why_not_these_queries(
-    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool = False
+    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool, payloads: tuple[str, str]
 ) -> str | None:
     """Return why the `queries` argument cannot be honoured beside the others; None if it can."""
     if not isinstance(queries, str) or queries not in QUERIES:
@@ -87,6 +87,11 @@ def why_not_these_queries(
         return (
             'queries="replicated" sends no K/V: expected no up_projection, got one; expand k and v on their'
             " rank and leave it out"
+        )
+    if queries == "replicated" and payloads != ("float32", "as_is"):
+        return (
+            'queries="replicated" sends neither K/V nor their gradients: expected gradient_payload "float32"'
+            f' and kv_payload "as_is", got {shown(payloads[0])} and {shown(payloads[1])}; leave them out'
         )
     if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
         return (

@@ -87,7 +87,7 @@ def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
 
 
 def zero(*given: Any) -> None:
-    """Write zeros to some slots of tensors; arguments as of `see_no_key`."""
+    """Write zeros to some slots of tensors; the last two arguments are the first slot and the end."""
     *tensors, start, end = given
     for x in tensors:
         x[:, :, start:end].zero_()
@@ -133,7 +133,8 @@ class Total:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: returns what is written to, uninitialised: tensors [B, H, S, ...] without lse; and more.
+        results: returns what is written to, uninitialised: a sequence that begins with the result tensors
+            [B, H, S, ...], without lse.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.

@@ -29,7 +29,7 @@ from ds_ring.masks.tiles import SlotRanges, Tiles, count_slots
 
 
 class Payload(Enum):
-    """What a message carries: two tensors, side by side for each token."""
+    """What a message carries: two tensors, side by side for each token, and those of SCALED with scales."""
 
     KEYS = "keys"  # in the dtype of the inputs
     SCALED = "scaled keys"  # in float8 with a scale for each row while in flight
@@ -58,7 +58,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]."""
+    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]; SCALED has D + E + 2 bytes."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -290,7 +290,7 @@ def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
 
 
 def _message(step: Send | Recv) -> str:
-    return f"{'K' if step.payload is Payload.KEYS else 'G'}{step.origin}[{count_slots(step.slots)}]"
+    return f"{'K' if step.payload.names == 'K/V' else 'G'}{step.origin}[{count_slots(step.slots)}]"
 
 
 NEVER = 1 << 60

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.masks.tiles import IntArray, progressions_at
-from ds_ring.runtime.buffers import Buffers, halves
+from ds_ring.runtime.buffers import Buffers, halves, pack_scaled
 from ds_ring.runtime.device import HOST, Streams
 from ds_ring.runtime.kernels import Kernel
 from ds_ring.runtime.kernels.cpu import drop_kept
@@ -254,8 +254,14 @@ class VirtualExchange:
     def look_up(self, message: Message) -> None:
         """Fill a message with the keys and values of its tokens."""
         tokens, runs = self._tokens_of(message)
-        for name, part in zip("kv", self._halves(message), strict=True):
+        rows, sizes, parts = message.tensor, self.source.geometry, self._halves(message)
+        if scaled := message.dtype == torch.uint8:
+            shape = rows.shape[1], rows.shape[2], rows.shape[0]
+            parts = [torch.empty(*shape, sizes.width(name), dtype=sizes.dtype) for name in "kv"]
+        for name, part in zip("kv", parts, strict=True):
             self.source.fill(name, tokens.heads, runs, part)
+        if scaled:
+            pack_scaled(parts[0], parts[1], rows)
 
     def _halves(self, message: Message) -> Sequence[Tensor]:
         return halves(message.tensor, self.source.geometry.head_dim)[:2]

@@ -111,6 +111,7 @@ def simulate(
     chunk_bytes: int | None = None,
     prune: bool = True,
     gradient_payload: str = "float32",
+    kv_payload: str = "as_is",
     ranks_per_node: int | None = None,
     stage_bytes: int | Literal["auto"] = 0,
     ranks: Iterable[int] | None = None,
@@ -130,7 +131,8 @@ def simulate(
         scale: of the scores; None is 1 / sqrt(D).
         kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
         chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
-        prune, gradient_payload: as in the JSON; "bfloat16" rounds each rank's part of dK and dV once.
+        prune, gradient_payload, kv_payload: as in the JSON. The memory that is measured counts one message
+            more for K and V in "float8".
         ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
             travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
         stage_bytes: most bytes of K and V that are computed with at once, as in the JSON; 0: hop by hop.
@@ -145,7 +147,7 @@ def simulate(
     """
     source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload, stage_bytes)
+    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload, stage_bytes, kv_payload)
     width = sizes.width("k") + sizes.width("v")
     shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
     flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
@@ -165,6 +167,7 @@ def simulate(
             kv_heads=sizes.kv_heads,
             prune=prune,
             gradient_payload=options.gradient_payload,
+            kv_payload=options.kv_payload,
             ranks_per_node=ranks_per_node,
             stage_shards=stage_shards(options.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
         ),
@@ -282,6 +285,7 @@ def _options(
     chunk_bytes: int | None,
     gradient_payload: str,
     stage_bytes: int | Literal["auto"],
+    kv_payload: str,
 ) -> Options:
     """Return the options of a real call, checked."""
     if chunk_bytes is not None:
@@ -298,6 +302,7 @@ def _options(
         chunk_bytes=chunk_bytes,
         gradient_payload=gradient_payload,
         stage_bytes=stage_bytes,
+        kv_payload=kv_payload,
     )
 
 

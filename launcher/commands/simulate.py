@@ -104,6 +104,8 @@ def _row(
         kernel_options=config.kernel_options,
         chunk_bytes=options.chunk_bytes,
         prune=config.prune,
+        gradient_payload=config.gradient_payload,
+        kv_payload=config.kv_payload,
         stage_bytes=config.stage_bytes,
     )
     busiest = max(result.memory.values(), key=lambda memory: memory.peak_bytes)

@@ -127,6 +127,8 @@ def plan_of(candidate: TuningCandidate, request: TuningRequest, tokens: int, pat
         query_heads=request.heads // size,
         kv_heads=request.kv_heads // size,
         prune=request.base.prune,
+        gradient_payload=request.base.gradient_payload,
+        kv_payload=request.base.kv_payload,
     )
 
 

@@ -90,7 +90,7 @@ def test_what_a_gpu_runs_first_goes_on_where_it_stopped(
     assert "expected errors below 1e-05" in told.err and len(calls) > 3
     assert first.main([*command, "ring", "merge", "probes"]) == 0
     told = capsys.readouterr()
-    assert "A ring that sends to itself: 6 rows" in told.out and "Merge:" not in told.out
+    assert "A ring that sends to itself: 8 rows" in told.out and "Merge:" not in told.out
     assert "copies in this process: gloo cannot send to itself" in told.out
     assert first.main([*command, "merge", "host", "--minutes", "0"]) == 1
     assert "host: not reached; call again" in capsys.readouterr().err

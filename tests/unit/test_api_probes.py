@@ -517,6 +517,7 @@ CALLS: dict[str, Call] = {
             "threads": Argument((0, -1, True, "1", 2.0, 10**9, Hostile()), (1, None)),
             "prune": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
+            "kv_payload": Argument(NO_NAME, ("as_is",)),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
             "stage_bytes": Argument(
                 tuple(x for x in NO_COUNT if type(x) is not int or x), (0, "auto", 1, 1 << 30)

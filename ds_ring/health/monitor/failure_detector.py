@@ -237,7 +237,10 @@ class FailureDetector:
                 return
 
     def _look_at_broken(self, now: float) -> None:
-        """Where a collective that is not ours has failed, blame who left first, else who never joined."""
+        """Where a collective that is not ours has failed, blame who left first, else who never joined.
+
+        A rank that has not joined is blamed `GRACE_S` after the last one did: ranks join at about one time.
+        """
         if self._broken is None or now < max(self._broken[0], self._last_join + GRACE_S):
             return
         cause, self._broken = self._broken[1], None

@@ -15,7 +15,7 @@ from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
 from ds_ring.schedule.plan import one_way, stage_sizes
-from ds_ring.schedule.steps import Accumulate, Compute, Payload, Send
+from ds_ring.schedule.steps import Accumulate, Compute, Payload, Send, format_schedule
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,8 @@ def test_keys_that_travel_in_float8_are_expanded_before_they_are_read(more: dict
             read = {chunk.steps.buffers[x.buffer].payload for x in steps if isinstance(x, Compute)}
             sent = {x.payload for x in steps if isinstance(x, Send)} - {Payload.GRADIENTS, Payload.PARTS}
             assert read == {Payload.KEYS} and sent == {Payload.SCALED}
+    text = format_schedule(lower_rank(plan.rank(1), backward=False))
+    assert "K1[" in text and "G" not in text
 
 
 def test_stages_are_few_and_end_with_a_short_one() -> None:
