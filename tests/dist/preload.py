@@ -11,7 +11,9 @@ import gc
 import importlib
 import os
 import sys
+from pathlib import Path
 
+from tests.dist.monitors import Monitors
 from tests.dist.rank_process import RANK_ENVIRONMENT
 
 os.environ.update(RANK_ENVIRONMENT)  # DeepSpeed looks for its accelerator when it is imported
@@ -29,6 +31,8 @@ _MODULES = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "setuptools",
+    "distutils.unixccompiler",  # with it, where Python has none of its own; by torch's C++ extensions
+    "encodings.idna",  # when a first address is looked up
     "transformers.models.llama.modeling_llama",
     "ds_ring",
     "ds_ring.integrations.deepspeed.initialize",
@@ -43,6 +47,9 @@ for _module in _MODULES:
 for _name in getattr(sys.modules.get("ds_ring"), "__all__", ()):  # it imports them when they are asked for
     with contextlib.suppress(Exception):
         getattr(sys.modules["ds_ring"], _name)
+with contextlib.suppress(ImportError):
+    joining = importlib.import_module("ds_ring.health.joining")
+    setattr(joining, "start_monitor", Monitors(str(Path(joining.failure_detector.__file__).parent)).start)  # noqa: B010
 gc.collect()
 gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with the server
 # The ranks end when the server has ended: without a second or more of tearing torch down.

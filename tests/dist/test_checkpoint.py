@@ -169,6 +169,7 @@ def test_four_ranks_and_two_replicas_take_the_same_one(rank_pool, tmp_path):
 
 
 @pytest.mark.parametrize("pattern", [MODEL, SHARD], ids=["model", "optimizer"])
+@pytest.mark.day("zero1-optimizer")
 def test_deepspeed_itself_loads_a_flipped_bit(whole, copied, rank_pool, pattern):
     """Why all this: the same damage, without our checks, is loaded without a word."""
     path = one(copied / NEWER, pattern)
@@ -202,6 +203,7 @@ def test_a_rank_killed_in_mid_save(whole, tmp_path, rank_pool, where):
     assert (unused in results[0].logged) == (where != "latest")
 
 
+@pytest.mark.day("zero1")
 def test_a_rank_killed_while_the_newest_is_written_anew(whole, copied, rank_pool):
     """`latest` names the very tag that was being written: the one of before is there, and whole."""
     outcomes = run_ranks_collect(die_in_mid_save, 2, whole.config, str(copied), 4, "shard", grace_s=2)
@@ -243,6 +245,7 @@ def check_refusals(found, error: str, *says: str) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("damage", ["optimizer shard truncated", "bit of the model", "manifest removed"])
+@pytest.mark.covering(1)
 def test_a_damaged_tag_asked_for_is_an_error_on_every_rank(whole, copied, rank_pool, damage):
     says = DAMAGE[damage](copied)
     found = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, NEWER])
@@ -250,6 +253,7 @@ def test_a_damaged_tag_asked_for_is_an_error_on_every_rank(whole, copied, rank_p
 
 
 @pytest.mark.alone
+@pytest.mark.day("zero3")
 def test_no_checkpoint_that_verifies(whole, copied, rank_pool):
     says = DAMAGE["bit of the optimizer"](copied)
     one(copied / OLDER, MODEL).unlink()
@@ -258,17 +262,20 @@ def test_no_checkpoint_that_verifies(whole, copied, rank_pool):
 
 
 @pytest.mark.alone
+@pytest.mark.day("zero1")
 def test_ranks_that_ask_for_different_tags(whole, copied, rank_pool):
     found = refused(rank_pool, load_refused, whole.config, str(copied), [NEWER, OLDER])
     check_refusals(found, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
 
 
 @pytest.mark.alone
+@pytest.mark.day("zero1")
 def test_a_tag_that_is_not_there(whole, copied, rank_pool):
     found = refused(rank_pool, load_refused, whole.config, str(copied), ["best", "best"])
     check_refusals(found, "RingCheckpointMissingError", "best: expected the folder", f"{OLDER} are there")
 
 
+@pytest.mark.day("zero3")
 def test_the_comparison_sees_a_lost_optimizer_state(whole, copied, rank_pool):
     options = {"load_optimizer_states": False}
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(copied), STEPS, None, options):
@@ -276,6 +283,7 @@ def test_the_comparison_sees_a_lost_optimizer_state(whole, copied, rank_pool):
         assert resumed.losses != whole.losses[4:]
 
 
+@pytest.mark.day("zero1")
 def test_an_empty_folder_is_deepspeeds_none(whole, tmp_path, rank_pool):
     for resumed in rank_pool(2).run(load_and_train, whole.config, str(tmp_path), 1):
         assert (resumed.folder, resumed.state) == ("", None)
@@ -283,6 +291,7 @@ def test_an_empty_folder_is_deepspeeds_none(whole, tmp_path, rank_pool):
 
 
 @pytest.mark.alone
+@pytest.mark.day("zero1")
 def test_hosts_that_do_not_share_the_folder(whole, tmp_path, rank_pool):
     folders = [str(tmp_path / name) for name in ("a", "b")]
     found = refused(rank_pool, save_refused, whole.config, folders)
@@ -310,6 +319,7 @@ def test_a_writer_in_the_background_is_refused(rank_pool):
 
 
 @pytest.mark.alone
+@pytest.mark.day("zero3")
 def test_a_universal_checkpoint_is_made_and_loaded(whole, copied, rank_pool):
     """The manifest does not disturb DeepSpeed's converter."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]

@@ -13,9 +13,9 @@ import pytest
 from tests.dist.deepspeed_ranks import Run, Size, json_config, train_alone, train_on_ring
 from tests.machine import skip_without
 
-STEPS = 5
+STEPS = 3
 EVEN = Size(hidden=32, layers=2, tokens=64, samples=2)
-RAGGED = Size(hidden=48, layers=3, tokens=83, samples=4)
+RAGGED = Size(hidden=48, layers=2, tokens=83, samples=4)
 
 # (ranks in the world, ranks in a ring)
 MESHES = {"ring2": (2, 2), "ring4": (4, 4), "data2xring2": (4, 2)}
@@ -106,7 +106,7 @@ def test_low_precision_keeps_the_scale(rank_pool, precision):
     config = json_config(2, EVEN.samples, 1, **{precision: settings})
     runs = rank_pool(2).run(train_on_ring, EVEN, config, 3)
     expected = alone(EVEN)
-    check_parity(runs, expected._replace(losses=expected.losses[:3]), loss_error=1e-2, gradient_error=5e-2)
+    check_parity(runs, expected, loss_error=1e-2, gradient_error=5e-2)
 
 
 def train_without_fp16(rank, world_size, *arguments):

@@ -51,7 +51,7 @@ def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zyg
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in mid 64 MB", "kill in a small hop", "exception")
+@pytest.mark.day("kill in a small hop", "exception")
 def test_one_sided_pulls_as_well(zygote_of: Callable[[str], Zygote], kind: str) -> None:
     verdict = play(zygote_of("attention"), kind, "attention", 0, transport="pull")
     assert not verdict.wrong, verdict.wrong

@@ -15,7 +15,7 @@ from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
 
-VOCABULARY, PROMPT, NEW = 61, 37, 12
+VOCABULARY, PROMPT, NEW = 61, 37, 8
 # Weights so large that attention decides on the next token; no word ends a text unless a call says so.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sampled": GREEDY | {"do_sample": True, "top_k": 20},
     "padded on the left": GREEDY | {"padding": (0, 11, 4)},
     "beams": GREEDY | {"num_beams": 3, "num_return_sequences": 2},
-    "ended": {"max_new_tokens": 40, "eos_token_id": list(range(0, VOCABULARY, 3)), "pad_token_id": 0},
+    "ended": {"max_new_tokens": 24, "eos_token_id": list(range(0, VOCABULARY, 3)), "pad_token_id": 0},
     "in chunks": GREEDY | {"prefill_chunk_size": 16, "padding": (0, 18, 4)},
     "one token": GREEDY | {"tokens": 1},
 }

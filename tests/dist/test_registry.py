@@ -128,7 +128,7 @@ def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, flo
 
 
 @pytest.mark.parametrize("ring_size", RANKS)
-@pytest.mark.day("2", "4")
+@pytest.mark.day("4")
 def test_every_mask_is_its_formula(rank_pool: Callable[[int], RankPool], ring_size: int) -> None:
     chosen = cases(ring_size)
     found = rank_pool(ring_size).run(errors, chosen, timeout_s=3600 if WHOLE else 280)[0]

@@ -71,10 +71,10 @@ def parity(
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-@pytest.mark.day("1-511", "2-500", "4-511")
+@pytest.mark.day("2-500", "4-511")
 def test_float32_is_within_1e_5_of_float64(rank_pool: Pool, ring_size: int, tokens: int) -> None:
     shape, dense, layouts = (
-        Shape(tokens=tokens),
+        Shape(batch=1, query_heads=4, tokens=tokens),
         ("causal", "full"),
         CHUNKS if tokens % 2 or ring_size == 8 else LAYOUTS,
     )
@@ -94,7 +94,7 @@ def test_every_pattern_is_within_1e_5_of_float64(
 
 
 @pytest.mark.parametrize(("ring_size", "layouts"), [(1, CHUNKS), (3, ("zigzag",)), (3, CHUNKS), (8, CHUNKS)])
-@pytest.mark.day("1-layouts0", "3-layouts1")
+@pytest.mark.day("3-layouts1")
 def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int, layouts: tuple[str, ...]) -> None:
     errors = rank_pool(ring_size).run(parity, SMALL, torch.bfloat16, layouts=layouts)[0]
     assert max(errors.values()) < 1e-2, errors
@@ -102,7 +102,7 @@ def test_bfloat16_is_within_1e_2(rank_pool: Pool, ring_size: int, layouts: tuple
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
-    errors = rank_pool(2).run(parity, Shape(tokens=130), dtype, KINDS, CHUNKS)[0]
+    errors = rank_pool(2).run(parity, Shape(tokens=130), dtype, KINDS, CHUNKS[1:])[0]
     assert max(errors.values()) < (1e-12 if dtype == torch.float64 else 2e-3), errors
 
 
@@ -117,23 +117,27 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:
-    errors = rank_pool(3).run(parity, Shape(tokens=130), torch.float32, KINDS, CHUNKS, **options)[0]
+    shape = Shape(batch=1, tokens=130)
+    errors = rank_pool(3).run(parity, shape, torch.float32, KINDS, CHUNKS[1:], **options)[0]
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.parametrize("patterns", [KINDS, tuple(PATTERNS)], ids=["kinds", "all"])
 @pytest.mark.parametrize(
     ("world_size", "layouts"), [(2, ("zigzag", "auto")), (4, ("auto",)), (4, ("zigzag",))]
 )
-@pytest.mark.day("4-layouts1")
-def test_ulysses_around_the_ring(rank_pool: Pool, world_size: int, layouts: tuple[str, ...]) -> None:
-    options = {"layouts": layouts, "ulysses_size": 2}
+@pytest.mark.day("4-layouts1-kinds")
+def test_ulysses_around_the_ring(
+    rank_pool: Pool, world_size: int, layouts: tuple[str, ...], patterns: tuple[str, ...]
+) -> None:
+    options = {"patterns": patterns, "layouts": layouts, "ulysses_size": 2}
     errors = rank_pool(world_size).run(parity, Shape(tokens=203), torch.float32, **options)[0]
     assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("patterns", [KINDS, tuple(PATTERNS)], ids=["kinds", "all"])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-@pytest.mark.day("1-kinds", "5-kinds")  # test_patterns.py draws 1 and 5 tokens of every pattern
+@pytest.mark.day("1-kinds")  # test_patterns.py draws 1 and 5 tokens of every pattern
 def test_fewer_tokens_than_ranks(rank_pool: Pool, tokens: int, patterns: tuple[str, ...]) -> None:
     shape = Shape(batch=1, tokens=tokens)
     errors = rank_pool(4).run(parity, shape, torch.float32, patterns, CHUNKS)[0]
@@ -236,7 +240,7 @@ MOST_SENT = {"full": 1.0, "window": 0.6, "dilated": 0.4, "documents, causal": 0.
 
 
 @pytest.mark.parametrize("pattern_name", PATTERNS)
-@pytest.mark.day(*KINDS)
+@pytest.mark.day("full", "dilated", "documents, causal")
 def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: str) -> None:
     dtype = torch.bfloat16  # what travels forward and what comes home are of other dtypes then
     results = rank_pool(4).run(bytes_on_the_wire, pattern_name, dtype)

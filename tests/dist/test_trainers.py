@@ -26,6 +26,7 @@ from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_conf
 from tests.dist.harness import RankPool
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
+STEPS = 2  # of TRL's trainers
 RING_KEYS = ("sequence_parallel_size", "ring_attention")
 
 Entries = list[dict[str, Any]]
@@ -303,7 +304,7 @@ def rows_and_models(method: str, trained: Any, more: dict[str, Any]) -> tuple[li
 def run_trl(
     rank: int, world_size: int, method: str, model: str, config: str, ring: bool, more: dict[str, Any]
 ) -> Entries:
-    """What a trainer of TRL's logs in three steps, with the completions that it sampled."""
+    """What a trainer of TRL's logs in two steps, with the completions that it sampled."""
     deepspeed = start_deepspeed()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     from accelerate.state import AcceleratorState, GradientState
@@ -329,7 +330,7 @@ def run_trl(
         trained.config.num_labels, trained.config.pad_token_id = 1, text.tokenizer().pad_token_id
         trained = AutoModelForSequenceClassification.from_config(trained.config)
     settings = {
-        "per_device_train_batch_size": 4, "max_steps": 3, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1,
+        "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-2, "bf16": False, "logging_steps": 1,
         "report_to": [], "disable_tqdm": True, "save_strategy": "no",
     } | more  # fmt: skip
     rows, given = rows_and_models(method, trained, settings)
@@ -384,7 +385,7 @@ def difference(got: list[Entries], expected: Entries) -> float:
     """
     found = [0.0]
     for entries in got:
-        assert len(entries) == len(expected) == 3
+        assert len(entries) == len(expected) == STEPS
         for one, other in zip(entries, expected, strict=True):
             assert one.keys() == other.keys() >= {"loss", "grad_norm"}
             assert one.get("completions") == other.get("completions")
