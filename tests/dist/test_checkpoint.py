@@ -318,7 +318,6 @@ def test_a_writer_in_the_background_is_refused(rank_pool):
     check_refusals(found, "RingConfigError", "writes on in the background", "decoupled")
 
 
-@pytest.mark.alone
 @pytest.mark.day("zero3")
 def test_a_universal_checkpoint_is_made_and_loaded(whole, copied, rank_pool):
     """The manifest does not disturb DeepSpeed's converter."""

@@ -9,7 +9,7 @@ import pytest
 from tests.dist.campaign import Zygote, play
 from tests.dist.faults import KINDS, WHILE_STARTING
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 # With its ZeRO stage; `tools/fault_campaign.py --mode outside` has all kinds at all stages.
 OUTSIDE_THE_RING = (
@@ -43,6 +43,13 @@ def zygote_of() -> Iterator[Callable[[str], Zygote]]:
         zygote.close()
 
 
+def test_a_job_without_ranks_ends(zygote_of: Callable[[str], Zygote]) -> None:
+    """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
+    for mode in ("attention", "outside"):
+        assert zygote_of(mode).run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
+
+
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order")
 def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zygote], kind: str) -> None:
@@ -50,6 +57,7 @@ def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zyg
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.day("kill in a small hop", "exception")
 def test_one_sided_pulls_as_well(zygote_of: Callable[[str], Zygote], kind: str) -> None:
@@ -57,6 +65,7 @@ def test_one_sided_pulls_as_well(zygote_of: Callable[[str], Zygote], kind: str) 
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", IN_TRAINING)
 @pytest.mark.night
 def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
@@ -64,6 +73,7 @@ def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygot
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", list(WHILE_STARTING)[::2])  # the campaign has all
 @pytest.mark.night
 def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
@@ -74,6 +84,7 @@ def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
     assert not verdict.wrong, verdict.wrong
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stage"), OUTSIDE_THE_RING)
 @pytest.mark.day("kill in a collective of the script-0")
 def test_a_rank_that_fails_outside_the_ring_is_named(
