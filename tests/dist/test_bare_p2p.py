@@ -32,8 +32,6 @@ from ds_ring.runtime.messages import Message
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
 
-pytestmark = pytest.mark.alone
-
 Pool = Callable[[int], RankPool]
 HANGS_S = 4.0  # nobody answers for so long: it never will
 LARGE = 16 << 20  # floats: 64 MiB
@@ -59,6 +57,7 @@ def send_then_receive(rank: int, world_size: int) -> None:
     dist.recv(torch.ones(1), 1 - rank)
 
 
+@pytest.mark.alone
 @pytest.mark.night
 def test_bare_blocking_sends_deadlock_at_one_element() -> None:
     assert [one.status for one in outcomes(send_then_receive, timeout_s=HANGS_S)] == ["hung", "hung"]
@@ -121,6 +120,7 @@ def write_while_sending(rank: int, world_size: int) -> float:
     return float(x.mean())
 
 
+@pytest.mark.alone
 def test_bare_a_buffer_that_is_written_while_it_travels_arrives_mixed(rank_pool: Pool) -> None:
     """Zeros were sent; how many ones arrive is a matter of luck, but some do."""
     assert rank_pool(2).run(write_while_sending)[1] > 0.0
@@ -134,6 +134,7 @@ def killed_in_the_middle(rank: int, world_size: int) -> None:
     dist.recv(x, 0)
 
 
+@pytest.mark.alone
 @pytest.mark.night
 def test_bare_a_peer_that_stops_is_waited_for_without_end() -> None:
     assert outcomes(killed_in_the_middle, timeout_s=HANGS_S)[1].status == "hung"
@@ -212,6 +213,7 @@ def written_while_travelling(rank: int, world_size: int) -> str:
     return type(error_of(pending.wait)).__name__
 
 
+@pytest.mark.alone
 def test_ours_notices_a_buffer_that_is_written_while_it_travels(rank_pool: Pool) -> None:
     assert rank_pool(2).run(written_while_travelling) == [RingBufferError.__name__, "NoneType"]
 
@@ -225,6 +227,7 @@ def stopped(rank: int, world_size: int) -> tuple[str, int | None]:
     return type(error).__name__, getattr(error, "peer", None)
 
 
+@pytest.mark.alone
 def test_ours_names_a_peer_that_stops() -> None:
     survivor = run_ranks_collect(stopped, 2, timeout_s=8, silent=[0])[1]
     assert survivor.value == (RingPeerError.__name__, 0), survivor
@@ -248,6 +251,7 @@ def fails_in_the_middle(rank: int, world_size: int) -> tuple[str, bool]:
     return "nothing", False
 
 
+@pytest.mark.alone
 def test_ours_tells_the_others_when_a_pass_fails() -> None:
     found = [one.value for one in run_ranks_collect(fails_in_the_middle, 2, timeout_s=20)]
     assert found == [("RingPeerError", True), ("ZeroDivisionError", True)], found

@@ -146,7 +146,7 @@ def compiled_block(
 
 @pytest.mark.parametrize("inner", [("aot_eager",), ("inductor",)], ids="-".join)
 @pytest.mark.parametrize(("world_size", "ulysses_size"), [(3, 1), (2, 2)])
-@pytest.mark.day("3-1-aot_eager", "2-2-aot_eager")
+@pytest.mark.day("2-2-aot_eager")
 def test_a_transformer_block_is_one_graph_with_eager_gradients(
     rank_pool: Pool, world_size: int, ulysses_size: int, inner: tuple[str, ...]
 ) -> None:

@@ -20,8 +20,6 @@ import torch.distributed as dist
 from ds_ring.errors import RingShapeError
 from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
 
-pytestmark = pytest.mark.alone
-
 Pools = Callable[[int], RankPool]
 
 

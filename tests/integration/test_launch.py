@@ -198,7 +198,7 @@ def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:
     [("deepspeed", MEET), ("torchrun", MEET), ("torchrun", REPORT)],
     ids=["deepspeed", "torchrun", "torchrun-report"],
 )
-@pytest.mark.night  # by day agents of two hosts meet in test_one_lost_host_ends_the_others, ranks by mpirun below
+@pytest.mark.night  # by day the agents of two hosts meet in test_one_lost_host_ends_the_others
 def test_two_nodes_without_ssh(workplace: Workplace, engine: str, script: str, unused_port: int) -> None:
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh: false\n"
     master = f"master_address: 127.0.0.1\nmaster_port: {unused_port}\n"

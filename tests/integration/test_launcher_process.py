@@ -18,8 +18,6 @@ from ds_ring_launcher.run import process
 from ds_ring_launcher.run.job import Invocation
 from ds_ring_launcher.run.process import GRACE_SECONDS
 
-pytestmark = pytest.mark.alone
-
 SCRIPT = "train.py"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -119,6 +117,7 @@ def test_signal_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.alone
 def test_second_signal_does_not_wait_for_the_grace(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
 
