@@ -143,7 +143,13 @@ def test_heads_of_their_own_and_multiplicities(kernel: Kernel, pattern: Pattern,
         assert relative_error(got, expected) < 5e-6
 
 
-@pytest.mark.parametrize("side", [1, 127, 128, 129, 255, 256, 257, 383, 500, 640, 1000, 4096, 4500])
+@pytest.mark.parametrize(
+    "side",
+    [
+        *(1, 127, 128, 129, 255, 256, 257, 383, 500, 640, 1000, 2300),  # 2048 is a block
+        *(pytest.param(side, marks=pytest.mark.night) for side in (4096, 4500)),
+    ],
+)
 @pytest.mark.parametrize("below", [True, False])
 def test_small_triangles_compute_little_more_than_the_pairs(side: int, below: bool) -> None:
     bounds = (0, UNBOUNDED) if below else (-UNBOUNDED, 0)
