@@ -84,7 +84,7 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.day("torchrun")
+@pytest.mark.day("mpirun")  # which starts without torch; by torchrun with two hosts, below
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
     require_engine(engine)
     status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")
@@ -158,6 +158,9 @@ def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace) -> None
     )
     assert status == 0, output
     assert "going on without node-1: ssh ended with status 255: ssh: connect to host node-1" in output
+    assert "attempt 1 failed: rank 1 on node-1 was lost" in output, output
+    assert events(workplace) == [("start", 1), ("fault", 1), ("end", 1), ("start", 2), ("end", 2)]
+    assert "strikes now" in (workplace.folder / "run/attempt-1/rank-1.log").read_text()
     start = RunFolder(workplace.folder / "run").events()[3]
     assert (start["event"], start["hosts"], start["sequence_parallel_size"]) == ("start", {"node-0": 1}, 1)
     assert (workplace.folder / "rank-1-of-2.json").read_text() == "2"
