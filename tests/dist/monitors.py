@@ -18,6 +18,7 @@ import selectors
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +51,19 @@ def serve(folder: str) -> None:
 
 
 class Monitors:
-    """The process, as its parent and the parent's forks see it."""
+    """The process, as its parent and the parent's forks see it.
 
-    def __init__(self, folder: str) -> None:
+    Args:
+        folder: of the monitor.
+        otherwise: `start_monitor` itself, which says what is wrong where no fork answers.
+    """
+
+    def __init__(self, folder: str, otherwise: Callable[[str, int, float, str], int]) -> None:
         command = [sys.executable, "-I", "-S", __file__, folder]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         self._process = process  # whose pipe every fork holds
+        self._otherwise = otherwise
         self._address = b"\0" + process.stdout.readline().strip()
 
     def start(self, host: str, world_size: int, heartbeat_timeout_s: float, secret: str) -> int:
@@ -67,7 +74,14 @@ class Monitors:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(self._address)
             connection.sendall(json.dumps(settings).encode() + b"\n")
-            return int(connection.makefile().readline())
+            port = connection.makefile().readline()
+        return int(port) if port else self._otherwise(host, world_size, heartbeat_timeout_s, secret)
+
+    def close(self) -> None:
+        """End the process; monitors go on until their ranks are gone."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(_TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.errors import RingShapeError
+from ds_ring.health.monitor import failure_detector
+from tests.dist import light_ranks
 from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
+from tests.dist.monitors import Monitors
 
 Pools = Callable[[int], RankPool]
 
@@ -136,6 +139,30 @@ def test_the_server_has_one_thread(rank_pool: Pools) -> None:
     rank_pool(1).run(draws)
     server = getattr(forkserver._forkserver, "_forkserver_pid")  # noqa: B009 (unknown to the stubs)
     assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+
+
+def monitors_are_forked(rank: int, world_size: int) -> bool:
+    from ds_ring.health import joining
+
+    return isinstance(getattr(joining.start_monitor, "__self__", None), Monitors)
+
+
+def test_monitors_of_ranks_are_forks_of_a_process_that_ends_with_its_parent(
+    rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `start_monitor` of ds_ring starts one: ranks join it; and that says what is wrong where none starts."""
+    assert rank_pool(1).run(monitors_are_forked) == [True]
+    monitors = Monitors(str(Path(failure_detector.__file__).parent), lambda *settings: -len(settings))
+    monkeypatch.setattr(light_ranks, "start_monitor", monitors.start)
+    for _ in range(2):
+        with light_ranks.LightRanks(2, 2.0) as ranks:
+            ranks.join()
+    assert monitors.start("192.0.2.1", 2, 2.0, "ab") == -4  # no address of this machine
+    with light_ranks.LightRanks(1, 2.0) as ranks:  # it goes on all the same
+        ranks.join()
+    monitors.close()
+    with pytest.raises(ConnectionRefusedError):
+        monitors.start("127.0.0.1", 2, 2.0, "ab")
 
 
 def test_calls_on_a_pool_are_cheap_and_so_is_a_fresh_pool(rank_pool: Pools) -> None:
