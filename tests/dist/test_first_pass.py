@@ -16,7 +16,7 @@ from ds_ring.runtime.context import Options, context_for
 from ds_ring.runtime.kernels.cpu import CpuKernel
 from tests.dist.harness import RankPool
 
-HOP_S, SKEW_S = 1.0, 2.5
+HOP_S, SKEW_S = 0.6, 1.5
 
 
 def passes(rank: int, world_size: int) -> tuple[float, str]:
