@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,66 +30,55 @@ IN_TRAINING = (
 
 
 @pytest.fixture(scope="module")
-def zygote_of() -> Iterator[Callable[[str], Zygote]]:
-    running: dict[str, Zygote] = {}
-
-    def get(mode: str) -> Zygote:
-        if mode not in running:
-            running[mode] = Zygote(mode)
-        return running[mode]
-
-    yield get
-    for zygote in running.values():
-        zygote.close()
+def zygote() -> Iterator[Zygote]:
+    """One for all modes, with what the last of them imports."""
+    made = Zygote("outside")
+    yield made
+    made.close()
 
 
-def test_a_job_without_ranks_ends(zygote_of: Callable[[str], Zygote]) -> None:
+def test_a_job_without_ranks_ends(zygote: Zygote) -> None:
     """And the imports, which take seconds, are over when tests begin for which the other worker waits."""
-    for mode in ("attention", "outside"):
-        assert zygote_of(mode).run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
+    assert zygote.run({"world_size": 0, "deadline_s": 1.0}) == {"exits": []}
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.day("kill in mid 64 MB", "stop in a small hop", "swapped order")
-def test_every_survivor_names_the_culprit_in_time(zygote_of: Callable[[str], Zygote], kind: str) -> None:
-    verdict = play(zygote_of("attention"), kind, "attention", 0)
+def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, kind: str) -> None:
+    verdict = play(zygote, kind, "attention", 0)
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.day("kill in a small hop", "exception")
-def test_one_sided_pulls_as_well(zygote_of: Callable[[str], Zygote], kind: str) -> None:
-    verdict = play(zygote_of("attention"), kind, "attention", 0, transport="pull")
+def test_one_sided_pulls_as_well(zygote: Zygote, kind: str) -> None:
+    verdict = play(zygote, kind, "attention", 0, transport="pull")
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", IN_TRAINING)
 @pytest.mark.night
-def test_in_a_training_step_under_deepspeed_too(zygote_of: Callable[[str], Zygote], kind: str) -> None:
-    verdict = play(zygote_of("deepspeed"), kind, "deepspeed", 0)
+def test_in_a_training_step_under_deepspeed_too(zygote: Zygote, kind: str) -> None:
+    verdict = play(zygote, kind, "deepspeed", 0)
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", list(WHILE_STARTING)[::2])  # the campaign has all
 @pytest.mark.night
-def test_a_rank_that_fails_while_the_mesh_is_made_is_named(
-    zygote_of: Callable[[str], Zygote], kind: str
-) -> None:
+def test_a_rank_that_fails_while_the_mesh_is_made_is_named(zygote: Zygote, kind: str) -> None:
     """The others waited there for half an hour."""
-    verdict = play(zygote_of("attention"), kind, "attention", 0)
+    verdict = play(zygote, kind, "attention", 0)
     assert not verdict.wrong, verdict.wrong
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("kind", "stage"), OUTSIDE_THE_RING)
 @pytest.mark.day("kill in a collective of the script-0")
-def test_a_rank_that_fails_outside_the_ring_is_named(
-    zygote_of: Callable[[str], Zygote], kind: str, stage: int
-) -> None:
+def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, stage: int) -> None:
     """gloo's RuntimeError named nobody."""
-    verdict = play(zygote_of("outside"), kind, "outside", stage)
+    verdict = play(zygote, kind, "outside", stage)
     assert not verdict.wrong, verdict.wrong
