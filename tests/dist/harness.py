@@ -11,12 +11,12 @@ Owns the processes: start, deadline, stack dump, end. What a rank does in its pr
     rank_pool(4).run(shard_sum, 2.0)                         # the same on ranks that stay alive (a fixture)
     rank_pool(4).collect(shard_sum, 2.0)[3].error_type       # "" or "RingShapeError": for tests of errors
 
-Ranks are forked from one server process that has imported torch already: a rank costs milliseconds. A pool
-is replaced after any call in which a rank did not return, after a test that failed (conftest.py), and when its
-ranks have many threads. What a call leaves behind in the process (caches, defaults, patched modules) stays for
-the next call on that pool; process groups are removed and the seed is set to 0. A test is skipped where every
-rank says that its machine lacks something. The output of ranks goes to a file, and into the report when
-something fails.
+Ranks are forked from one server process that has imported torch already: a rank costs milliseconds. The monitors
+of their meshes are forked from another one (monitors.py). A pool is replaced after any call in which a rank did
+not return, after a test that failed (conftest.py), and when its ranks have many threads. What a call leaves behind
+in the process (caches, defaults, patched modules) stays for the next call on that pool; process groups are removed
+and the seed is set to 0. A test is skipped where every rank says that its machine lacks something. The output of
+ranks goes to a file, and into the report when something fails.
 """
 
 from __future__ import annotations
