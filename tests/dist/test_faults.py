@@ -67,8 +67,8 @@ def test_in_a_training_step_under_deepspeed_too(zygote: Zygote, kind: str) -> No
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", list(WHILE_STARTING)[::2])  # the campaign has all
-@pytest.mark.night
+@pytest.mark.parametrize("kind", WHILE_STARTING)
+@pytest.mark.day("kill before it connects")
 def test_a_rank_that_fails_while_the_mesh_is_made_is_named(zygote: Zygote, kind: str) -> None:
     """The others waited there for half an hour."""
     verdict = play(zygote, kind, "attention", 0)
