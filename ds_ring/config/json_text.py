@@ -1,4 +1,4 @@
-"""Read a DeepSpeed JSON strictly, and say where it is broken; write small files that survive a crash.
+"""Read a DeepSpeed JSON strictly, and say where it is broken; write small files at once.
 
 DeepSpeed itself reads with hjson, which takes comments and trailing commas that every other reader of the
 same file (Accelerate, Transformers, the launcher, an editor) refuses, and answers a missing file with
@@ -6,6 +6,9 @@ same file (Accelerate, Transformers, the launcher, an editor) refuses, and answe
 
 Our section is found inside the whole JSON, and what breaks a ring beside it is refused: the keys of the top
 level. The model of the section (section.py) comes as an argument.
+
+A small file is written beside its place and renamed, so a reader sees the old text or the new one.
+`write_at_once` also keeps one of them through a crash of the machine; `replace_text` is cheaper and does not.
 """
 
 from __future__ import annotations
@@ -109,8 +112,8 @@ def write_at_once(path: Path, text: str) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file at once: a reader sees the old text or the new one.
 
-    For figures and pages that are renewed: a crash of the machine may lose both, which `write_at_once` does
-    not.
+    For figures and pages that are renewed: after a crash of the machine both texts may be lost. What must not
+    be lost is written by `write_at_once`.
 
     Raises:
         OSError: it cannot be written; the old file stays.

@@ -9,9 +9,8 @@ The buffers of a pass lie in memory that the other ranks of the ring can read, a
 that it sends to, once its buffers are written, (2) waits for READY of every rank that it receives from,
 copies the messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to.
 After that its buffers may be written again. So a batch is over exactly where it is over with messages, and
-all rules of
-[Note: rules of the exchange] hold. At most one signal of a kind is in flight from one rank to another, so
-signals are matched by order, and no rank waits to send one.
+all rules of [Note: rules of the exchange] hold. At most one signal of a kind is in flight from one rank to
+another, so signals are matched by order, and no rank waits to send one.
 """
 
 from __future__ import annotations

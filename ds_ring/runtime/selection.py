@@ -403,11 +403,11 @@ def _walk_tokens(best: _Best, scores_fn: ScoresFunction, keys: Tensor, context: 
         return torch.from_numpy(expand_ranges(ranges)).to(keys.device) if len(ranges) else None
 
     def arriving(hop: int) -> int:
-        plan = hops[hop] if hop < len(hops) else None
+        plan = _at(hops, hop)
         return 0 if plan is None else len(expand_ranges(plan.held))
 
     def merge(hop: int, arrived: Tensor) -> None:
-        plan = hops[hop] if hop < len(hops) else None
+        plan = _at(hops, hop)
         if plan is not None:
             positions = layout.positions(plan.origin)
             held = positions if hop == 0 else positions[expand_ranges(plan.held)]
@@ -453,6 +453,10 @@ def _walk_blocks(
                     merge_best(_Best(*(x[..., rows, :] for x in best)), scores, positions)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
+
+
+def _at(hops: Sequence[HopPlan | None], hop: int) -> HopPlan | None:
+    return hops[hop] if hop < len(hops) else None
 
 
 def _keep_best(best: _Best, scores_fn: ScoresFunction, tiles: Tiles, keys: Tensor, held: Tensor) -> None:

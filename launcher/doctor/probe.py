@@ -73,7 +73,11 @@ def look(request: Answer) -> Answer:
 def remove_marks(request: Answer) -> None:
     """Remove this host's mark; once every host has looked."""
     for folder in request["folders"]:
-        Path(folder, f"{_MARK}{request['token']}-{request['index']}").unlink(missing_ok=True)
+        _mark(folder, request).unlink(missing_ok=True)
+
+
+def _mark(folder: str, request: Answer) -> Path:
+    return Path(folder, f"{_MARK}{request['token']}-{request['index']}")
 
 
 def _marked_folders(request: Answer) -> dict[str, str]:
@@ -82,7 +86,7 @@ def _marked_folders(request: Answer) -> dict[str, str]:
     for folder in request["folders"]:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            Path(folder, f"{_MARK}{request['token']}-{request['index']}").touch()
+            _mark(folder, request).touch()
             found[folder] = ""
         except OSError as error:
             found[folder] = str(error.strerror or error)

@@ -238,7 +238,7 @@ def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, flo
     zero, model, hardware = setting.zero, setting.model, setting.hardware
     moved, adam_s = 0, 0.0
     if setting.checkpointing and setting.offload_checkpoints:
-        moved += 2 * model.layers * (step.layer_input_bytes + step._kept_bytes)
+        moved += 2 * model.layers * step.checkpoint_bytes
     moved += 2 * model.attention_layers * step.offloaded_bytes
     share = zero.share(model.parameters)
     if zero.offload_optimizer:

@@ -220,6 +220,11 @@ class TrainingStep:
         return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
 
     @property
+    def _attention_here(self) -> int:
+        """Return what a layer's attention keeps on the device between its passes."""
+        return self.attention_bytes - self.offloaded_bytes
+
+    @property
     def _results_bytes(self) -> int:
         here = self.tokens
         return here.inside * here.heads * (self.model.head_dim * self.zero.element_bytes + FLOAT)
@@ -252,6 +257,11 @@ class TrainingStep:
         return self.tokens.outside * self.model.hidden * self.zero.element_bytes
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Return what a layer keeps for the backward pass under checkpointing."""
+        return self.layer_input_bytes + self._kept_bytes
+
+    @property
     def logits(self) -> int:
         """Return the elements of the local logits that are there at once."""
         tokens = self.tokens.outside
@@ -271,7 +281,7 @@ class TrainingStep:
         if not attention:
             others = self.beside_bytes * layers // self.model.layers
             return layers * (2 * self.norm_bytes + self.mlp_bytes) + others
-        return min(layers, self.model.attention_layers) * (self.attention_bytes - self.offloaded_bytes)
+        return min(layers, self.model.attention_layers) * self._attention_here
 
     def moments(self) -> list[MemoryMoment]:
         """Return every moment that can be the highest, in the order of a step."""
@@ -300,9 +310,7 @@ class TrainingStep:
         waiting = min(layers, 1 if self.checkpointing else self.model.attention_layers)
         host = {
             "states on the host": self.zero.host(self.model),
-            "checkpoints on the host": layers * (self.layer_input_bytes + self._kept_bytes)
-            if offloaded
-            else 0,
+            "checkpoints on the host": layers * self.checkpoint_bytes if offloaded else 0,
             "attention on the host": waiting * self.offloaded_bytes,
         }
         if self.host_is_device:
@@ -360,7 +368,7 @@ class TrainingStep:
                 saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_beside
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
                 same = self.keeps_attention == 1 and self.heads_here is None and attention > 0
-                attention += self.attention_bytes - self.offloaded_bytes - (self._kept_bytes if same else 0)
+                attention += self._attention_here - (self._kept_bytes if same else 0)
             mlp = self._mlp(made, saved, attention)
             yield self._moment(f"MLP of the {name} layer, backward", mlp, left)
             inside = self._attention(made + self.model.mlp_parameters, saved, attention)

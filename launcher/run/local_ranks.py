@@ -80,7 +80,7 @@ def run_ranks(
                 # No grace: all have ended by now, or the run has failed.
                 process.kill()
                 process.join()
-        return [pickle.loads(Path(folder, f"answer{rank}").read_bytes()) for rank in range(processes)]
+        return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
 
 
 def _start(parent: int, told: bytes) -> None:
@@ -103,6 +103,10 @@ def _not_heard_by_children() -> Iterator[None]:
         yield
     finally:  # what came meanwhile is heard now
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _answer(folder: str, rank: int) -> Path:
+    return Path(folder, f"answer{rank}")
 
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
@@ -161,7 +165,7 @@ def _rank(
         timeout=timedelta(seconds=deadline_s),
     )
     try:
-        Path(folder, f"answer{rank}").write_bytes(pickle.dumps(work(*arguments)))
+        _answer(folder, rank).write_bytes(pickle.dumps(work(*arguments)))
         dist.barrier()
     except RingError as error:
         Path(folder, f"error{rank}").write_text(str(error))

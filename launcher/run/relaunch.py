@@ -44,6 +44,7 @@ from .run_folder import (
     exits_of,
     faults_of,
     newest_checkpoint,
+    silent_ranks,
 )
 from .start import start
 
@@ -154,9 +155,7 @@ def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
         rank, code = left[0]
         host = host_of(rank, hosts)
         return Culprit("unknown", rank, host, f"rank {rank} on {host} left with status {code}")
-    # Silent ranks began and did not say how they ended: killed, stopped, or cut off.
-    began = {int(path.name[5:-4]) for path in folder.glob("rank-*.log")}
-    silent = sorted(began - {fault.rank for fault in faults_of(folder)} - set(exits_of(folder)))
+    silent = silent_ranks(folder)
     if silent and len(silent) < sum(host.slots for host in hosts):
         host = host_of(silent[0], hosts)
         what = f"rank {silent[0]} on {host} was lost (killed, stopped or cut off): it said nothing"

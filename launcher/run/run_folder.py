@@ -138,6 +138,12 @@ def exits_of(folder: Path) -> dict[int, int]:
     return {one["rank"]: one["status"] for one in found if _is_whole(one, "rank", "status")}
 
 
+def silent_ranks(folder: Path) -> list[int]:
+    """Return the ranks that began and did not say how they ended: killed, stopped, or cut off."""
+    began = {int(path.name[5:-4]) for path in folder.glob("rank-*.log")}
+    return sorted(began - {fault.rank for fault in faults_of(folder)} - set(exits_of(folder)))
+
+
 def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
     """Return the latest figures of each rank that has written some."""
     return {one["rank"]: one for one in _files(folder, "metrics") if _is_whole(one, "rank")}

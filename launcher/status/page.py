@@ -182,14 +182,14 @@ def page_of(status: RunStatus) -> str:
     age = status.age_seconds
     figures = "" if age is None else f" The latest figures were {seconds_text(age)} old then."
     missing = status.attempts[-1].missing if status.attempts else {}
-    gone = "".join(f"<li>{escape(plain(f'{name}: {why}'))}</li>" for name, why in missing.items())
+    gone = "".join(f"<li>{_html(f'{name}: {why}')}</li>" for name, why in missing.items())
     return "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<title>{name}: {state}</title><style>{_STYLE}</style></head><body>",
-            f'<h1>{name} <span class="state {state}">{state}</span></h1><p>{escape(plain(status.why))}</p>',
+            f'<h1>{name} <span class="state {state}">{state}</span></h1><p>{_html(status.why)}</p>',
             f'<p class="soft">Written {written}, <span id="age" data-at="{status.at:.0f}"'
             f' data-live="{int(live)}"></span>.{figures}</p>',
             _tiles(status),
@@ -214,8 +214,7 @@ def _tiles(status: RunStatus) -> str:
         "attempts": str(len(status.attempts)),
     }
     cells = (
-        f'<div class="tile"><b>{escape(plain(value))}</b><span>{what}</span></div>'
-        for what, value in tiles.items()
+        f'<div class="tile"><b>{_html(value)}</b><span>{what}</span></div>' for what, value in tiles.items()
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
 
@@ -244,15 +243,17 @@ def _table(table: StatusTable) -> str:
     first = "".join(f'<th class="{kind}">{head}</th>' for kind, head in zip(kinds, heads, strict=True))
     body = ""
     for row in table.rows:
-        cells = (
-            f'<td class="{kind}">{escape(plain(cell))}</td>' for kind, cell in zip(kinds, row, strict=True)
-        )
+        cells = (f'<td class="{kind}">{_html(cell)}</td>' for kind, cell in zip(kinds, row, strict=True))
         body += f"<tr>{''.join(cells)}</tr>"
     left = f'<p class="soft">{table.left_out:,} more are in ds-ring status --json.</p>' * bool(table.left_out)
     return (
         f'<h2>{table.title}</h2><div class="wide"><table><thead><tr>{first}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>{left}"
     )
+
+
+def _html(text: str) -> str:
+    return escape(plain(text))
 
 
 # The launcher renews `launcher.json` and `status.html` each minute, and after every event of the run. An

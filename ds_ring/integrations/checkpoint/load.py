@@ -29,6 +29,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     earlier_tags,
     faults_of,
     files_in,
+    is_universal,
     read_latest,
     require_folder,
     require_plain_tag,
@@ -95,7 +96,7 @@ def load_checkpoint(
         return None, None
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
         _require_latest(Path(load_dir), chosen)
-    universal = any(together(lambda: (Path(load_dir, chosen) / "zero").is_dir()))
+    universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
     kind = {"checkpoint.universal": SimpleNamespace(around_load=universal)}
     # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
     with weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):

@@ -363,12 +363,17 @@ def earlier_tags(root: Path, tag: str) -> list[str]:
     return sorted(kept, key=ages.__getitem__, reverse=True)
 
 
+def is_universal(folder: Path) -> bool:
+    """Return whether the checkpoint in `folder` is one for any number of ranks."""
+    return (folder / "zero").is_dir()
+
+
 def unfinished_tags(root: Path) -> list[str]:
     """Return folders with a checkpoint's files and no manifest; universal checkpoints have none either."""
     return [
         folder.name
         for folder in _folders(root)
-        if not (folder / MANIFEST).exists() and not (folder / "zero").is_dir() and any(folder.glob("*.pt"))
+        if not (folder / MANIFEST).exists() and not is_universal(folder) and any(folder.glob("*.pt"))
     ]
 
 

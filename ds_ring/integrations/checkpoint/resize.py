@@ -30,6 +30,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     LATEST_UNIVERSAL,
     FolderLocks,
     files_in,
+    is_universal,
     record_files,
     tag_in,
     verify_checkpoint,
@@ -84,7 +85,7 @@ def resize_checkpoint(
     root = Path(directory)
     tag = tag_in(root, tag)
     folder, manifest = root / tag, verify_checkpoint(root, tag)
-    universal = (folder / "zero").is_dir()
+    universal = is_universal(folder)
     if universal or not ranks_of(folder):
         kind = "a universal one" if universal else "one without ZeRO's optimizer states (ZeRO 0)"
         raise RingCheckpointError(

@@ -17,7 +17,6 @@ import torch
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, paused
@@ -42,6 +41,7 @@ from ds_ring.integrations.transformers.families import (
     LossGuard,
     check_outputs,
     pooled_token,
+    pools_the_last_token,
     router_loss,
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_feature
@@ -146,7 +146,7 @@ class Attached:
         for module, unexpanded in latents.items():
             expand = {"latents": SimpleNamespace(around_forward=unexpanded)}
             self.changes += TABLE.apply(expand, session, latent=module)
-        head, pools = tiled_head(model, session), isinstance(model, GenericForSequenceClassification)
+        head, pools = tiled_head(model, session), pools_the_last_token(model)
         tiled = None if head is None else head.feature(model, session)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
@@ -253,7 +253,7 @@ class Attached:
             mask = {"chosen blocks.mask": SimpleNamespace(around_forward=chosen_mask)}
             TABLE.apply(mask, self.session, masking=module)
         is_biased = hasattr(module, "has_relative_attention_bias") and hasattr(module, "compute_bias")
-        if is_biased and not self.rewritten:  # as T5
+        if is_biased and not self.rewritten:  # as T5's; adds a bias or zeros in its place
             bias = {
                 "relative bias": SimpleNamespace(around_forward=around_bias(module)),
                 "relative bias.on": SimpleNamespace(around_forward=True),

@@ -32,6 +32,11 @@ from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
 # Shapes: B samples, S local tokens, L labels.
 
 
+def pools_the_last_token(model: nn.Module) -> bool:
+    """Return whether a model is a classifier that reads the last token."""
+    return isinstance(model, GenericForSequenceClassification)
+
+
 def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
     """Return the hooks of a classifier and its `score`: every rank gets the logits of the last token."""
     signature = inspect.signature(model.forward)
@@ -80,7 +85,7 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
             not isinstance(value, Tensor)
             or value.ndim < 2
             or name in ("image_hidden_states", "encoder_last_hidden_state")  # of this rank's other tokens
-            or (name == "logits" and isinstance(model, GenericForSequenceClassification))
+            or (name == "logits" and pools_the_last_token(model))
         ):
             continue
         classifies = value.ndim == 2 and type(model).__name__.endswith("ForSequenceClassification")

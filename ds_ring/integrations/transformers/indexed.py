@@ -1,17 +1,17 @@
 """Attention over keys that an indexer selects, in transformers models: single keys, or blocks of them.
 
 Single keys are selected by DeepSeek-V3.2 and its relatives; here their own indexers meet the keys of all
-ranks. The indexer runs as it is, with its projections,
-norms, rotary embedding and formula; only its keys are replaced, by an object that stands for the keys of all
-ranks (`KeysOfAllRanks`). What the indexer does with them is noted and done again with each shard that
-arrives (`ring_select`). Another formula than those of `_NOTED` is refused by name. The positions that it
-returns reach `attention.py` as `indices`, which attends to them (`selected_attention`).
+ranks. The indexer runs as it is, with its projections, norms, rotary embedding and formula; only its keys are
+replaced, by an object that stands for the keys of all ranks (`KeysOfAllRanks`). What the indexer does with
+them is noted and done again with each shard that arrives (`ring_select`). Another formula than those of
+`_NOTED` is refused by name. The positions that it returns reach `attention.py` as `indices`, which attends to
+them (`selected_attention`).
 
 Blocks are selected by Qwen 4, MiniMax M3 and GLM-5.3; here is what takes the place of such an indexer's
-forward on a ring. It computes with the indexer's own
-projections, norms and rotary embedding. The tokens of a block may lie on two ranks: the block's owner, which
-has its first token, gets the others by `halo`. Blocks begin with each document, as they do where it stands
-alone. `ring_select` chooses blocks, and `attention.py` attends to the tokens of these.
+forward on a ring. It computes with the indexer's own projections, norms and rotary embedding. The tokens of a
+block may lie on two ranks: the block's owner, which has its first token, gets the others by `halo`. Blocks
+begin with each document, as they do where it stands alone. `ring_select` chooses blocks, and `attention.py`
+attends to the tokens of these.
 
 transformers computes indexers without a gradient, so there is none here.
 
@@ -299,13 +299,17 @@ def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
     return in_order(chosen, [list(group.rows) for group in sharding.groups] or [[]])
 
 
+def _rotary(indexer: nn.Module) -> Callable[..., Any]:
+    function: Callable[..., Any] = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    return function
+
+
 def qwen4(indexer: Any, sharding: BatchSharding, hidden_states: Tensor, cos_sin: Sequence[Tensor]) -> Tensor:
     """Return the tokens [B, S, k] that Qwen 4's indexer selects: of whole blocks, and of a query's last one.
 
     Keys of blocks are means of their tokens' keys.
     """
-    size, dim = indexer.compress_ratio, indexer.index_head_dim
-    rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    size, dim, rotary = indexer.compress_ratio, indexer.index_head_dim, _rotary(indexer)
     cos, sin = (x.expand(len(hidden_states), -1, -1) for x in cos_sin)
     both = indexer.index_qk_proj(hidden_states).unflatten(2, (-1, dim))
     queries, raw_keys = both.split([indexer.index_n_heads, indexer.index_kv_heads], dim=2)
@@ -347,8 +351,7 @@ def minimax_m3(
         )
     queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
     keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
-    rotary = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
-    queries, keys = rotary(queries, keys, *(x[..., :dim] for x in cos_sin))
+    queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
     keys = keys.squeeze(1)  # [B, S, D]
 
     def scores(of_samples: Tensor, slots: slice, tokens: Tensor) -> Tensor:

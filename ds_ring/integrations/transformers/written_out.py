@@ -138,6 +138,10 @@ def _decoder(positions: str, attention: str = "", pairs: bool = True) -> Family:
     return Family(attention, positions=positions, numbered=_embedded, pairs=pairs)
 
 
+def _numbered_by_ids(positions: str) -> Family:
+    return Family(positions=positions, numbered=_by_ids, pairs=True)
+
+
 # By model type, those that tests compare with one process.
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
@@ -159,7 +163,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_neox_japanese": Family("GPTNeoXJapaneseAttention"),
     "gptj": Family("GPTJAttention"),
-    "m2m_100": Family(positions="M2M100SinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True),
+    "m2m_100": _numbered_by_ids("M2M100SinusoidalPositionalEmbedding"),
     "marian": _decoder("MarianSinusoidalPositionalEmbedding"),
     "mbart": _decoder("MBartLearnedPositionalEmbedding"),
     "megatron-bert": Family("MegatronBertSelfAttention"),
@@ -179,12 +183,8 @@ FAMILIES: Mapping[str, Family] = {
         "RoFormerSelfAttention", positions="RoFormerSinusoidalPositionalEmbedding", numbered=_rotary_rows
     ),
     "stablelm": Family(),
-    "seamless_m4t": Family(
-        positions="SeamlessM4TSinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True
-    ),
-    "seamless_m4t_v2": Family(
-        positions="SeamlessM4Tv2SinusoidalPositionalEmbedding", numbered=_by_ids, pairs=True
-    ),
+    "seamless_m4t": _numbered_by_ids("SeamlessM4TSinusoidalPositionalEmbedding"),
+    "seamless_m4t_v2": _numbered_by_ids("SeamlessM4Tv2SinusoidalPositionalEmbedding"),
     "t5": Family(pairs=True),
     "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention", pairs=False),
     "umt5": Family(pairs=True),
