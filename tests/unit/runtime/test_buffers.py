@@ -46,17 +46,23 @@ def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest
         for width in (7, 20)
     )
     k[0, 0, 3, 0] = 448.0  # the largest one of float8
+    k[0, 0, 0, :3] = torch.tensor([1.0, 1.5 * 2**-18, 0.0])  # the second one is below the least of float8
+    k[0, 0, 0, 3:] = 0.0
     k[1, 0, 2, 0] = 65000.0  # rounds to 65536, which float16 does not have
     rows = torch.full((5, 2, 3, 7 + 20 + 2), 99, dtype=torch.uint8)
     pack_scaled(k, v, rows)
     found = torch.empty_like(k), torch.empty_like(v)
     unpack_scaled(rows, *found)
+    most = torch.finfo(dtype).max
     for x, got in zip((k, v), found, strict=True):
         x, got = x.double(), got.double()
         power = 2.0 ** torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448))
+        want = (x / power).nan_to_num().float().to(torch.float8_e4m3fn).double() * power
+        assert torch.equal(got, want.clamp(-most, most).to(dtype).double())
         ulp = torch.finfo(torch.float16).smallest_normal * 2**-10 if dtype == torch.float16 else 0.0
         assert ((x - got).abs() <= torch.maximum(x.abs() / 16, power * 2**-10) + ulp).all()
-        assert (got == 0)[:, :, 4].all() and not (x == got)[:, :, :4].all()
+        assert (got == 0)[:, :, 4].all() and not torch.equal(x, got)
+    assert found[0][0, 0, 0, :3].tolist() == [1.0, 2**-17, 0.0], "rounded to 2^-9 of the power 2^-8"
     assert found[0][0, 0, 3, 0] == 448.0 and found[0].isfinite().all()
     v[1, 1, 1, 1], k[0, 1, 2, 3] = torch.inf, torch.nan
     pack_scaled(k, v, rows)
