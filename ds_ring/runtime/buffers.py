@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -112,6 +113,19 @@ class BufferKind(NamedTuple):
         found = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
         assert found is not None, "dense as it was made"
         return found
+
+
+@cache
+def payload_dtypes(
+    keys: torch.dtype, sums: torch.dtype | None, parts: torch.dtype | None
+) -> Mapping[Payload, torch.dtype]:
+    """Return the dtype of each payload: of K and V, of sums of dK and dV, and as the kernel returns those.
+
+    A forward pass has no `sums` and no `parts`.
+    """
+    found = {Payload.KEYS: keys, Payload.SCALED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
+    backward = {Payload.GRADIENTS: sums, Payload.PARTS: parts}
+    return found | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
 
 def kind_of(like: Pair, slots: int, payload: Payload, dtype: torch.dtype) -> BufferKind:
@@ -362,10 +376,7 @@ class RingBuffers:
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = {Payload.KEYS: shard.first.dtype, Payload.SCALED: torch.uint8}
-        self._dtypes[Payload.ROUNDED] = torch.bfloat16
-        if home is not None and parts_dtype is not None:
-            self._dtypes |= {Payload.GRADIENTS: home.dtype, Payload.PARTS: parts_dtype}
+        self._dtypes = payload_dtypes(shard.first.dtype, None if home is None else home.dtype, parts_dtype)
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
 

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingMismatchError
-from ds_ring.runtime.buffers import Block, BufferKind, Buffers, Pair, PreparedPass, kind_of, some_heads
+from ds_ring.runtime.buffers import (
+    Block,
+    BufferKind,
+    Buffers,
+    Pair,
+    PreparedPass,
+    kind_of,
+    payload_dtypes,
+    some_heads,
+)
 from ds_ring.runtime.exchange import Exchange, Route
 from ds_ring.runtime.kernels.interface import Kernel
 from ds_ring.runtime.merge import accumulator_dtype
@@ -178,10 +187,8 @@ def kind_in_pass(
     """Return the kind of a buffer of a pass, as `RingBuffers` makes it."""
     sums = accumulator_dtype(q.dtype)
     parts = k.dtype if parts_wait(kernel, q.dtype, sums) else sums
-    dtypes = {Payload.KEYS: k.dtype, Payload.GRADIENTS: sums, Payload.PARTS: parts}
-    dtypes |= {Payload.SCALED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
     first, second = some_heads(chunk.kv_heads, k, v)
-    return kind_of(Pair(first, second), slots, payload, dtypes[payload])
+    return kind_of(Pair(first, second), slots, payload, payload_dtypes(k.dtype, sums, parts)[payload])
 
 
 def give_places(

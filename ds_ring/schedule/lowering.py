@@ -213,7 +213,7 @@ class _Direction:
         own = plan.at(0)
         assert own is not None, "a rank always has its own shard"
         self.own = own
-        self.payload = Payload.SCALED if plan.scaled else Payload.KEYS  # of keys that travel
+        self.payload = _keys_payload(plan)
         self.keys = SHARD  # buffer of the current keys, as they travel
         self.read = SHARD  # buffer of the same keys as the kernel reads them
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
@@ -374,9 +374,10 @@ class _Direction:
                 steps += [Accumulate(self.keys, one, part, self.came[one]), Free(one)]
         self.read = self.keys
         if self.plan.scaled:
-            self.read = _new_buffer(self.buffers, Payload.KEYS, slots)
+            expand = _expand(self.buffers, self.keys, self.came[self.keys])
+            steps.append(expand)
+            self.read = expand.buffer
             self.came[self.read] = self.came[self.keys]
-            steps.append(Accumulate(self.read, self.keys, np.array([[0, slots]]), self.came[self.keys]))
         return steps
 
     def _drop_keys(self) -> list[Free]:
@@ -404,6 +405,17 @@ def _new_buffer(buffers: list[Buffer], payload: Payload, slots: int) -> int:
     return len(buffers) - 1
 
 
+def _keys_payload(plan: DirectionPlan) -> Payload:
+    """Return what keys that travel are."""
+    return Payload.SCALED if plan.scaled else Payload.KEYS
+
+
+def _expand(buffers: list[Buffer], scaled: int, needs: int) -> Accumulate:
+    """Return the step that writes the keys of a SCALED buffer to a new one, which the kernel reads."""
+    slots = buffers[scaled].slots
+    return Accumulate(_new_buffer(buffers, Payload.KEYS, slots), scaled, np.array([[0, slots]]), needs)
+
+
 class _Stages:
     """Track the stages of a pass; see [Note: stages] in `rank_plan.py`."""
 
@@ -412,7 +424,7 @@ class _Stages:
         own = plan.at(0)
         assert own is not None, "a rank always has its own shard"
         self.own = own
-        self.payload = Payload.SCALED if plan.scaled else Payload.KEYS  # of keys that travel
+        self.payload = _keys_payload(plan)
         self.shard = SHARD  # the own keys as they are sent
         self.sent_until = max((plan.direction.stage(one.hop) for one in plan.direct_sends), default=0) - 1
         self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
@@ -489,10 +501,9 @@ class _Stages:
             steps.append(Free(self.keys))
         self.keys, self.coming = self.coming, None
         if self.plan.scaled and self.keys is not None:
-            slots = self.buffers[self.keys].slots
-            read = self._new(Payload.KEYS, slots)
-            steps += [Accumulate(read, self.keys, np.array([[0, slots]]), number), Free(self.keys)]
-            self.keys = read
+            expand = _expand(self.buffers, self.keys, number)
+            steps += [expand, Free(self.keys)]
+            self.keys = expand.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
         steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
         if number == self.sent_until and self.shard != SHARD:

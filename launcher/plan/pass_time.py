@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.masks.cuts import triangulated
-from ds_ring.masks.tiles import Tiles, count_slots
+from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
@@ -212,7 +212,7 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
-            sizes = (count_slots(post.slots) * shape.bytes_of(post.payload) for post in posted)
+            sizes = (post.count * shape.bytes_of(post.payload) for post in posted)
             slots[id(chunk.steps)] = sum(sizes)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     return shape.batch * heads

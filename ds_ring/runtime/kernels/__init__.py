@@ -28,6 +28,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
 from ds_ring.runtime.kernels.interface import Kernel, KernelNeeds
 
+__all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
+
 RATES = Path(__file__).with_name("rates.json")
 # A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
 FORWARD, BACKWARD = 4.0, 10.0
@@ -74,8 +76,6 @@ def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | Non
         first, f"{seconds[second] / seconds[first]:.2f} times as fast as {second!r} on {kind} tiles, measured"
     )
 
-
-__all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 
 _log = logging.getLogger(__name__)
 
