@@ -183,6 +183,13 @@ def attend(
     return out
 
 
+def _in_generation(name: str) -> RingConfigError:
+    return RingConfigError(
+        f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
+        " lies on all ranks; generate in engine.ring.off()"
+    )
+
+
 class IndexedLayer:
     """Provide the hooks of a layer and of its indexer."""
 
@@ -201,10 +208,7 @@ class IndexedLayer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sharding, name = self._sharding, type(indexer).__name__
         if isinstance(sharding, CachedSharding) or kwargs.get("past_key_values") is not None:
-            raise RingConfigError(
-                f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
-                " lies on all ranks; generate in engine.ring.off()"
-            )
+            raise _in_generation(name)
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
             raise RingPatternError(
@@ -454,10 +458,7 @@ class BlockIndexedLayer:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
         if isinstance(sharding, CachedSharding):
-            raise RingConfigError(
-                f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
-                " lies on all ranks; generate in engine.ring.off()"
-            )
+            raise _in_generation(name)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise RingPatternError(
                 f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
