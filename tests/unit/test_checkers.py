@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -31,6 +34,7 @@ from tools import (
     check_training,
     fault_campaign,
     pass_traffic,
+    raise_coverage,
     ring_flash_attn_tests,
     soak,
 )
@@ -389,3 +393,21 @@ def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.Mo
     monkeypatch.setattr(FlashKernel, "few_parts", False)
     at_once, at_once_back, _ = pass_traffic.traffic_of(7, given, 512)
     assert at_once.bytes > 80 * elements and at_once_back.bytes > backward.bytes + 35 * elements
+
+
+# --- refusals that no test triggers ----------------------------------------------------------------
+
+
+def test_a_raise_that_nothing_reaches_is_listed(tmp_path: Path) -> None:
+    """A child of the command refuses one pattern: its statement is reached, the other ones are listed."""
+    path, record = "ds_ring/masks/catalog.py", tmp_path / "record"
+    child = "import ds_ring\ntry: ds_ring.Slices(3)\nexcept ds_ring.RingError: pass"
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    tool = [sys.executable, raise_coverage.__file__, "--record", str(record), "--", sys.executable, "-c"]
+    done = subprocess.run([*tool, command], capture_output=True, text=True, timeout=60)
+    lines = {place.rpartition(":")[2] for place in raise_coverage.statements() if place.startswith(path)}
+    reached = {place.rpartition(":")[2] for place in record.read_text().split() if place.startswith(path)}
+    listed = re.findall(r"^  (\d+): raise", done.stdout.partition(f"{path}\n")[2].partition(".py\n")[0], re.M)
+    assert len(reached) == 1 and reached < lines
+    assert set(listed) == lines - reached
+    assert done.returncode == 1 and done.stderr == ""
