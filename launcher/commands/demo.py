@@ -87,8 +87,10 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
 def _write_inputs(folder: Path, steps: int) -> Path:
     """Write what the training needs; return the cluster YAML."""
+    from ds_ring.config.json_text import replace_text
+
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "ds_config.json").write_text(json.dumps(_DS_CONFIG, indent=2) + "\n")
+    replace_text(folder / "ds_config.json", json.dumps(_DS_CONFIG, indent=2) + "\n")
     arguments = ["--steps", steps, "--evaluate_every", 0, "--output", str(folder)]
     cluster = {
         "engine": "deepspeed",
@@ -102,5 +104,5 @@ def _write_inputs(folder: Path, steps: int) -> Path:
         "environment": {"KINETO_LOG_LEVEL": 99, "TORCH_CPP_LOG_LEVEL": "ERROR"},  # no lines of the profiler
     }
     path = folder / "demo.yaml"
-    path.write_text(json.dumps(cluster, indent=2) + "\n")  # JSON is YAML
+    replace_text(path, json.dumps(cluster, indent=2) + "\n")  # JSON is YAML
     return path

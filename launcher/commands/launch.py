@@ -48,7 +48,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..cluster import checks
     from ..cluster.cluster_file import read_cluster
     from ..run import process, relaunch
-    from ..run.job import Job, raise_file_limit
+    from ..run.job import FOLDER, Job, raise_file_limit
     from ..run.start import start
 
     cluster = read_cluster(options.config)
@@ -65,10 +65,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     told = checks.secret_for(cluster)
 
     if options.dry_run:
-        # Named and not made: the script that is printed makes it.
-        folder = Path(tempfile.gettempdir()) / f"ds-ring-{port}"
         attempt = None if cluster.run_folder is None else cluster.run_folder / "attempt-1"
-        _print(Job(cluster, node_rank, port, folder, caller, extra_args, told, attempt))
+        _print(Job(cluster, node_rank, port, FOLDER, caller, extra_args, told, attempt))
         return 0
 
     raise_file_limit()

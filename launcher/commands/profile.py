@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -243,9 +244,8 @@ def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folde
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # To find a full or read-only disk now, not after minutes of measuring.
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise RingConfigError(
             f"--output: expected a folder that can be written, got {folder}: {error.strerror};"
@@ -313,11 +313,13 @@ def _write(
     options: argparse.Namespace, job: ProfileJob, runs: list[RingRun], timelines: list[Timeline], folder: Path
 ) -> list[Path]:
     """Write the files."""
+    from ds_ring.config.json_text import replace_text
+
     from ..profile.pictures import draw_memory, draw_steps, draw_timeline
     from ..profile.timeline import chrome_trace
 
     trace = folder / "trace.json"
-    trace.write_text(json.dumps(chrome_trace(timelines, job.title)) + "\n")
+    replace_text(trace, json.dumps(chrome_trace(timelines, job.title)) + "\n")
     if options.no_pictures:
         return [trace]
     memory, steps, timeline = (folder / name for name in PICTURES)

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from ds_ring.config.json_text import replace_text, replaced
+
 from .lm_compare import Comparison
 
 MIB = 2**20
@@ -59,7 +61,7 @@ class Report:
     def write(self, folder: Path) -> None:
         """log.json and training.png."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        replace_text(folder / "log.json", json.dumps(asdict(self), indent=1) + "\n")
         draw(self, folder / "training.png")
 
 
@@ -86,7 +88,8 @@ def draw(report: Report, path: Path) -> None:
         _draw_comparison(report.comparison, memory_axes)
     else:
         _draw_resident(report, memory_axes)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as file:
+        figure.savefig(file, dpi=120, format=path.suffix[1:])
     plt.close(figure)
 
 

@@ -12,10 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ds_ring.config.json_text import replace_text
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.steps import format_schedule
 
-from ..profile.pictures import DPI, draw_timeline, new_figure
+from ..profile.pictures import draw_timeline, new_figure, save_figure
 from ..profile.plan_picture import draw_plan
 from .measure import DRAWN_RING, DemoRings
 
@@ -46,7 +47,7 @@ def write_report(path: Path, log: Mapping[str, Any], found: DemoRings, ds_config
     """
     with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder:
         pictures = dict(_pictures(Path(folder), log, found))
-    path.write_text(_page(log, found, ds_config, pictures))
+    replace_text(path, _page(log, found, ds_config, pictures))
     return path
 
 
@@ -74,7 +75,7 @@ def _draw_loss(losses: list[float], path: Path) -> None:
     axes.plot(range(1, len(losses) + 1), losses, color=_COLOURS["ring"])
     axes.set(xlabel="step", ylabel="loss per byte, nats", ylim=(0, None))
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _draw_memory(found: DemoRings, path: Path) -> None:
@@ -95,7 +96,7 @@ def _draw_memory(found: DemoRings, path: Path) -> None:
     axes.set_ylim(0, 1.12 * max(max(peaks.values()) for peaks in found.peaks_bytes.values()) / MIB)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _page(

@@ -357,7 +357,7 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     if wrong:
         return [Finding("ring", NOT_LOOKED_AT, f"mend first: {', '.join(wrong)}")]
     path = job.folder / "doctor.yaml"
-    path.touch(mode=0o600)  # it has the values of variables
+    path.touch(mode=0o600, exist_ok=False)  # it has the values of variables
     path.write_text(yaml.safe_dump(_cluster_of_self_test(job)))
     command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(path)]
     if not job.cluster.is_local and not job.cluster.reaches_out:

@@ -86,7 +86,7 @@ def _marked_folders(request: Answer) -> dict[str, str]:
     for folder in request["folders"]:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            _mark(folder, request).touch()
+            _mark(folder, request).touch(exist_ok=False)  # a planted link is not followed
             found[folder] = ""
         except OSError as error:
             found[folder] = str(error.strerror or error)

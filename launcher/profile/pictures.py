@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ds_ring.config.json_text import replaced
 from ds_ring.errors import RingConfigError
 from ds_ring.simulation.rank import COMPONENTS, RankMemory
 
@@ -112,6 +113,13 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a picture in the format of its name's ending."""
+    path = Path(path)
+    with replaced(path) as file:
+        figure.savefig(file, dpi=DPI, format=path.suffix[1:] or "png")
+
+
 def draw_memory(runs: Sequence[RingRun], title: str, path: Path) -> None:
     """Draw stacked bars of the peak, one for each ring size and kind, with the 1/P line.
 
@@ -140,7 +148,7 @@ def draw_memory(runs: Sequence[RingRun], title: str, path: Path) -> None:
     axes.set_axisbelow(True)
     axes.set_title(_wrapped("Memory of the rank that needs most", title), fontsize=10)
     _memory_legend(figure, shown_parts(bars), kinds, f"1/P from ring {line.ring_size}")
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _stack(axes: Any, bar: Bar, place: float, width: float, hatch: str) -> None:
@@ -215,7 +223,7 @@ def draw_steps(runs: Sequence[RingRun], title: str, path: Path) -> None:
             axes.set_xlabel("step (a hop of a group of heads)")
     figure.suptitle(_wrapped("Memory at the peak of every step", title), fontsize=10)
     _memory_legend(figure, [name for name in LABELS if name in parts], [], None)
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _mark_phases(axes: Any, phases: Sequence[str], top: float) -> None:
@@ -246,7 +254,7 @@ def draw_timeline(timelines: Sequence[Timeline], title: str, path: Path) -> None
     handles.append(Patch(facecolor=BACKWARD_SHADE, edgecolor="#999999", label="backward"))
     figure.suptitle(_wrapped("Who does what when", title), fontsize=10)
     figure.legend(handles=handles, loc="outside right upper", fontsize=9)
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)
 
 
 def _timeline_panel(axes: Any, timeline: Timeline) -> None:

@@ -17,7 +17,7 @@ from ds_ring.masks.tiles import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan
 
-from .pictures import DPI, new_figure
+from .pictures import new_figure, save_figure
 
 _MOST_NAMED = 12  # hops in the legend of a large ring
 
@@ -133,4 +133,4 @@ def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
         ncols=min(6, len(named)),
     )
     figure.suptitle("\n".join(textwrap.fill(line, 110) for line in title.split("\n")))
-    figure.savefig(path, dpi=DPI)
+    save_figure(figure, path)

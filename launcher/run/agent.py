@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from . import process
-from .job import Invocation, own_programs_first, raise_file_limit
+from .job import FOLDER, Invocation, own_programs_first, raise_file_limit
 
-# Stands in a request for the folder that the agent makes; no path of a real file begins with it.
-FOLDER = Path("/ds-ring-agent-folder")
 BEAT_SECONDS = 5.0
 # So that a launcher that is stopped for a while (Ctrl-Z), or a network that is out, does not end a run.
 SILENCE_SECONDS = 300.0

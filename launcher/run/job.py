@@ -19,6 +19,10 @@ from .run_folder import FOLDER_VARIABLE
 if TYPE_CHECKING:
     from ..cluster.cluster import Cluster
 
+# Stands for a folder that is made where the ranks start: by the agent of a host, or by a dry run's script. No
+# path of a real file begins with it.
+FOLDER = Path("/ds-ring-agent-folder")
+_SHELL_FOLDER = "ds_ring_folder"
 LOOPBACK = "127.0.0.1"
 RANK_MODULE = "ds_ring_launcher.run.rank"  # runs the script in each rank, where there is a run_folder
 SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
@@ -50,15 +54,21 @@ class Invocation:
         """Return the same as a shell script, with the names of private variables and not their values."""
         lines = []
         if FOLDER_VARIABLE in self.environment:
-            lines.append(f"mkdir -p {shlex.quote(self.environment[FOLDER_VARIABLE])}")
-        for path, text in self.files.items():
-            lines.append(f"mkdir -p {shlex.quote(str(path.parent))}")
-            lines.append(f"cat > {shlex.quote(str(path))} <<'EOF'\n{text}EOF")
+            lines.append(f"mkdir -p {_quoted(self.environment[FOLDER_VARIABLE])}")
+        if self.files:  # in a folder that nobody else can write to ([Note: planted links] in json_text.py)
+            lines.append(f'{_SHELL_FOLDER}="$(mktemp -d "${{TMPDIR:-/tmp}}/ds-ring-XXXXXXXX")" || exit')
+        lines += [f"cat > {_quoted(str(path))} <<'EOF'\n{text}EOF" for path, text in self.files.items()]
         lines += [
-            _private_line(name) if name in self.private else f"export {name}={shlex.quote(value)}"
+            _private_line(name) if name in self.private else f"export {name}={_quoted(value)}"
             for name, value in sorted(self.environment.items())
         ]
-        return "\n".join([*lines, f"exec {shlex.join(self.argv)}"])
+        return "\n".join([*lines, f"exec {' '.join(map(_quoted, self.argv))}"])
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a shell script, FOLDER in it as the shell's variable."""
+    parts = (shlex.quote(part) if part else "" for part in word.split(str(FOLDER)))
+    return f'"${_SHELL_FOLDER}"'.join(parts) or "''"
 
 
 def _private_line(name: str) -> str:

@@ -19,6 +19,8 @@ import traceback
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from ds_ring.config.json_text import append_text
+
 from .job import raise_file_limit
 from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
@@ -130,6 +132,11 @@ def _copy_output(log: Path) -> None:
     # what ends the rank, so that its last words arrive, and end with their writers.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
     together = os.path.sameopenfile(1, 2)  # one terminal, say: one process, which keeps the order of lines
+    try:
+        append_text(log, "")  # `tee` would follow a link that somebody has put there
+    except OSError as error:
+        print(f"ds-ring: {log}: expected a file to write to, got {error.strerror}; no log", file=sys.stderr)
+        return
     for descriptors in [(1, 2)] if together else [(1,), (2,)]:
         tee = subprocess.Popen(
             ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=descriptors[0], stderr=subprocess.DEVNULL

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config.json_text import read_object
+from ds_ring.config.json_text import read_object, replace_text
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
 
@@ -382,7 +382,7 @@ class _RelaunchedRun:
         hosts = hosts_for(presence.hosts, ring.world_size)
         say(f"{ring.world_size} ranks are left, {ring.sequence_size} of which share a sequence")
         path = attempt / CONFIG
-        path.write_text(json.dumps(ring.config, indent=2) + "\n", encoding="utf-8")
+        replace_text(path, json.dumps(ring.config, indent=2) + "\n")
         changed = {
             "hosts": hosts,
             "deepspeed_config": path,

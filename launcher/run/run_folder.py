@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config.json_text import replace_text
+from ds_ring.config.json_text import append_text, replace_text
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N
@@ -101,8 +101,7 @@ class RunFolder:
         """Append a line to attempts.jsonl; a full disk must not end a run."""
         line = json.dumps({"event": event, "attempt": attempt, "at": time.time(), **more}) + "\n"
         try:
-            with open(self.path / ATTEMPTS, "a", encoding="utf-8") as file:
-                file.write(line)
+            append_text(self.path / ATTEMPTS, line)
         except OSError:
             pass
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from ..cluster import checks
 from ..engines.engine import ssh_command
 from . import process
-from .agent import BEAT_SECONDS, END, END_AFTER_FAULT, FOLDER
-from .job import Invocation, Job
+from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
+from .job import FOLDER, Invocation, Job
 from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, few, say
 
 

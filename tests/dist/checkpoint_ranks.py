@@ -139,14 +139,20 @@ class Planted:
 
 
 def save_on(
-    rank: int, world_size: int, config: dict[str, Any], folder: str, tag: str, most_bytes: int = 0
+    rank: int,
+    world_size: int,
+    config: dict[str, Any],
+    folder: str,
+    tag: str,
+    most_bytes: int = 0,
+    background: bool = False,
 ) -> Refused:
     """Save at step 0; with `most_bytes` no file of rank 1 may become longer."""
     engine, limits = start_engine(config), resource.getrlimit(resource.RLIMIT_FSIZE)
     if most_bytes and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
     try:
-        return _refused(lambda: engine.save_checkpoint(folder, tag))
+        return _refused(lambda: engine.save_checkpoint(folder, tag, background=background))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,15 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.integrations.checkpoint.manifest import MANIFEST, files_in, record_files, write_manifest
+from ds_ring.integrations.checkpoint.manifest import (
+    MANIFEST,
+    OWNER,
+    files_in,
+    read_latest,
+    record_files,
+    verify_checkpoint,
+    write_manifest,
+)
 from tests.dist.checkpoint_ranks import (
     SIZE,
     Planted,
@@ -140,6 +149,35 @@ def test_a_second_job_in_the_same_folder_is_refused(rank_pool, tmp_path):
             assert (tmp_path / "latest").read_text() == "second"
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
+    """Of every name that a save writes to: what they lead to stays as it is."""
+    victim, folder = tmp_path / "victim", tmp_path / "checkpoints"
+    victim.write_text("precious")
+    folder.mkdir()
+    names = (OWNER, "zero_to_fp32.py", "zero_to_torch.py")
+    for name in names if background else ("latest", *names):  # read_latest follows none
+        (folder / name).symlink_to(victim)
+    found = rank_pool(2).run(save_on, config(1), str(folder), "tag", background=background)
+    assert [one.error for one in found] == ["", ""], found
+    deadline = time.monotonic() + 20
+    while read_latest(folder) != "tag" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert victim.read_text() == "precious"
+    assert not [path for path in folder.rglob("*") if path.is_symlink()]
+    assert os.access(folder / "zero_to_fp32.py", os.X_OK)
+    verify_checkpoint(folder)
+
+    (tmp_path / "elsewhere").mkdir()
+    for name in (".saving", ".saving.reports"):
+        (folder / f".new{name}").symlink_to(tmp_path / "elsewhere")
+        found = rank_pool(2).run(save_on, config(1), str(folder), "new", background=background)
+        (folder / f".new{name}").unlink()
+        if background or name == ".saving":
+            check(found, "rank 0: ", "File exists")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def reseal(folder: Path) -> None:

@@ -22,7 +22,7 @@ from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, process, start
-from ds_ring_launcher.run.job import Invocation, Job
+from ds_ring_launcher.run.job import FOLDER, Invocation, Job
 from tests.clock import unqueued_seconds
 
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
@@ -372,7 +372,7 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
         assert one.environment == {"NCCL_DEBUG": "WARN", "A": "it's 2 words", "DS_RING_SECRET": secret}
         assert f"--node{'_' if engine == 'deepspeed' else '-'}rank={rank}" in one.argv
         assert not any("2 words" in argument or secret in argument for argument in one.argv)
-        assert all(str(path).startswith(str(agent.FOLDER)) for path in one.files)
+        assert all(str(path).startswith(str(FOLDER)) for path in one.files)
     command = ssh_command("node-1", cluster.ssh_port)
     assert command[-2] == "node-1" and command[2:4] == ["-p", "2222"]
     assert command[-1].endswith("-m ds_ring_launcher.run.agent")

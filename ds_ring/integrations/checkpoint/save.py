@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,8 +176,10 @@ def exchange_reports(
     except Exception as error:  # a full disk, say
         report = {"fault": f"rank {storage.rank}: {type(error).__name__}: {error}"}
     part = folder / f".{storage.rank}"
-    with suppress(OSError):  # no room: what is cut short is a report as well, and nobody waits for it
-        part.write_text(json.dumps(report))
+    flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    # No room: what is cut short is a report as well, and nobody waits for it.
+    with suppress(OSError), open(os.open(part, flags), "wb") as file:
+        file.write(json.dumps(report).encode())
     part.rename(folder / f"{storage.rank}.json")
     if not storage.leads:
         if "fault" in report:
@@ -303,7 +305,7 @@ def _reports_of(hidden: Path) -> Path:
     return hidden.with_name(f"{hidden.name}.reports")
 
 
-def _make_room(root: Path, hidden: Path, locks: FolderLocks, reporting: Iterable[int]) -> None:
+def _make_room(root: Path, hidden: Path, locks: FolderLocks, reporting: Sequence[int]) -> None:
     """Create and lock the folders that DeepSpeed writes into, before any rank is in a barrier of its own.
 
     The ranks that report later get a file each, since a disk may be full by then.
@@ -314,9 +316,10 @@ def _make_room(root: Path, hidden: Path, locks: FolderLocks, reporting: Iterable
         if is_folder(folder):
             shutil.rmtree(folder)  # of a save that was cut short
     hidden.mkdir()
+    if reporting:
+        _reports_of(hidden).mkdir()
     for rank in reporting:
-        _reports_of(hidden).mkdir(exist_ok=True)
-        (_reports_of(hidden) / f".{rank}").touch()
+        (_reports_of(hidden) / f".{rank}").touch(exist_ok=False)
 
 
 class _Writes:
@@ -339,7 +342,9 @@ class _Writes:
         """Record what is written. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
         features = {
             "checkpoint.files": SimpleNamespace(around_save=self._save),
-            "checkpoint.script": SimpleNamespace(around_save=lambda copy, path: self._try(path, copy, path)),
+            "checkpoint.script": SimpleNamespace(
+                around_save=lambda copy, path: self._try(path, _copy_scripts, copy, path, self.folder)
+            ),
             "checkpoint.swapped": SimpleNamespace(
                 around_save=lambda copy, *args, **options: self._try(str(args[1]), copy, *args, **options)
             ),
@@ -362,6 +367,18 @@ class _Writes:
             return write(*args, **options)
         except Exception as error:  # torch names a full disk by a RuntimeError; pickling raises what it likes
             self.fault = f"{path}: cannot be written: {type(error).__name__}: {error}"
+
+
+def _copy_scripts(copy: Callable[[str], object], folder: str, hidden: Path) -> None:
+    """Let DeepSpeed copy its recovery scripts, but not through links in `folder` ([Note: planted links])."""
+    work = hidden / ".scripts"
+    work.mkdir()
+    try:
+        copy(str(work))
+        for script in work.iterdir():
+            os.replace(script, Path(folder, script.name))
+    finally:
+        shutil.rmtree(work)
 
 
 def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -> None:

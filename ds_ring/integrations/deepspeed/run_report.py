@@ -49,7 +49,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from ds_ring.config.json_text import replace_text
+from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -245,8 +245,7 @@ class RunHistory:
                 self._every *= 2
                 replace_text(self._path, "".join(self._lines))
             else:
-                with open(self._path, "a", encoding="utf-8") as file:
-                    file.write(self._lines[-1])
+                append_text(self._path, self._lines[-1])
 
 
 def attempt_folder() -> Path | None:
