@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, ItemsView, ValuesView
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +27,11 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
+from ds_ring.integrations.deepspeed.outputs import Gather, is_number, whole_output
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.shard import gather_sequence
 from ds_ring.schedule.layout import Layout
 
-ONLY_LOSS = "ds_ring_only_loss"  # argument of a forward pass: nothing but the loss will be read
 _ITEMS = "num_items_in_batch"
 # What TRL's fused head returns for each label: one fewer than tokens where it shifts the labels itself.
 _OF_LABELS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -123,7 +122,7 @@ class WholeBatches:
         self._session, self._module = session, module
         self.share = session.mesh.data_size / session.gradient_divisor
         self._parameters = inspect.signature(module.forward).parameters
-        self._outermost: tuple[nn.Module, BatchSharding, bool, bool, Tensor | None] | None = None
+        self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None] | None = None
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -134,7 +133,6 @@ class WholeBatches:
         if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
         given = self._named(args, kwargs)
-        only_loss = bool(given.pop(ONLY_LOSS, False))
         items = given.pop(_ITEMS, None)
         batch = {key: x for key, x in given.items() if isinstance(x, Tensor) and x.ndim > 0}
         flushed, left_B1 = self._flushed(_without_borders(batch))
@@ -146,7 +144,7 @@ class WholeBatches:
             items = torch.as_tensor(items)
             local[_ITEMS] = items.to(self._session.device) * self.share
         shifts = "labels" in given and "shift_labels" not in given
-        self._outermost = module, self._session.batches.current, only_loss, shifts, left_B1
+        self._outermost = module, self._session.batches.current, shifts, left_B1
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
@@ -154,35 +152,26 @@ class WholeBatches:
         """Gather the outputs of the call that sharded the batch."""
         if self._outermost is None or self._outermost[0] is not module:
             return None
-        _, sharding, only_loss, shifts, left_B1 = self._outermost
+        _, sharding, shifts, left_B1 = self._outermost
         self._outermost = None
         if output is None:  # the call failed
             return None
-        whole = partial(_whole, self._session, sharding, left_B1)
-        if isinstance(output, OrderedDict):
-            if isinstance(output.get("loss"), Tensor):
-                output["loss"] = self.shown(output["loss"])
-            if only_loss:
-                return type(output)(loss=output["loss"])
-            later: dict[str, Callable[[Any], Any]] = {name: whole for name in output if name != "loss"}
-            if sharding.encoder is not None:
-                of_encoder = partial(_whole, self._session, sharding.encoder, None)
-                later |= {name: of_encoder for name in later if name.startswith("encoder_")}
-            if shifts and "log_probs" in output:
-                later |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS if name in output}
-            parts = {
-                "whole_batches.later": SimpleNamespace(after_forward=later),
-                "whole_batches.outputs": SimpleNamespace(after_forward=_class_of(type(output))),
-            }
-            DEEPSPEED.apply(parts, self._session, output=output)
-            return output
-        if isinstance(output, Tensor) and output.ndim < 2:
+        if is_number(output) and _ITEMS not in self._parameters:
             raise RingConfigError(
-                f"{type(self._module).__name__}: expected logits or a ModelOutput, got a tensor"
-                f" {list(output.shape)}, which it computed of this rank's tokens: let the module return"
-                " logits, and compute the loss from them in the script"
+                f"{type(self._module).__name__}: expected logits, or a loss of a forward that names"
+                f" {_ITEMS} among its parameters, got a tensor {list(output.shape)}, which it computed of"
+                " this rank's tokens: let the module return logits, and compute the loss from them in the"
+                f" script; or divide the sum of the loss by {_ITEMS}, labels being shift_labels"
             )
-        return whole(output)
+        whole = partial(_whole, self._session, sharding, left_B1)
+        by_name: dict[str, Gather] = {}
+        if sharding.encoder is not None:
+            of_encoder = partial(_whole, self._session, sharding.encoder, None)
+            names = output if isinstance(output, dict) else ()
+            by_name = {name: of_encoder for name in names if name.startswith("encoder_")}
+        if shifts and isinstance(output, dict) and "log_probs" in output:
+            by_name |= {name: lambda x: whole(x)[:, :-1] for name in _OF_LABELS}
+        return whole_output(output, self.shown, whole, by_name)
 
     @property
     def layout(self) -> Layout:
@@ -284,11 +273,9 @@ def _rolled(x: Tensor, by_B1: Tensor) -> Tensor:
     return x.gather(1, places_BT.view(*places_BT.shape, *[1] * (x.ndim - 2)).expand_as(x))
 
 
-def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None, output: Any) -> Any:
-    """Return the whole sequence of a local result, or of each in a tuple. Collective."""
-    if isinstance(output, tuple | list):
-        return type(output)(_whole(session, sharding, left_B1, one) for one in output)
-    if not isinstance(output, Tensor) or output.ndim < 2 or output.shape[1] != sharding.local_tokens:
+def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None, output: Tensor) -> Tensor:
+    """Return the whole sequence of a local result; another tensor as it is. Collective."""
+    if output.ndim < 2 or output.shape[1] != sharding.local_tokens:
         return output
     if sharding.mesh is not session.mesh:
         raise RingShapeError(
@@ -299,43 +286,3 @@ def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
     whole = gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
     return whole if left_B1 is None else _rolled(whole, -left_B1)
-
-
-class _ReadLater:
-    """Make whole what is read of a ModelOutput, when it is read: logits of a long text fill a memory."""
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        if name[0] != "_" and name in (later := super().__getattribute__("_later")):
-            value = later.pop(name)(value)
-            setattr(self, name, value)
-        return value
-
-    def __getitem__(self, key: Any) -> Any:
-        names = _names(self)
-        if isinstance(key, str):
-            if key not in names:
-                raise KeyError(key)
-            return getattr(self, key)
-        return tuple(self[name] for name in names[key]) if isinstance(key, slice) else self[names[key]]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in _names(self) else default
-
-    def items(self) -> ItemsView[str, Any]:
-        return {name: self[name] for name in _names(self)}.items()
-
-    def values(self) -> ValuesView[Any]:
-        return dict(self.items()).values()
-
-    def to_tuple(self) -> tuple[Any, ...]:
-        return tuple(self.values())
-
-
-def _names(output: Any) -> list[str]:
-    return list(OrderedDict.keys(output))
-
-
-@cache
-def _class_of(kind: Any) -> Any:
-    return type(f"Whole{kind.__name__}", (_ReadLater, kind), {})

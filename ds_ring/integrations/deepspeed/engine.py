@@ -95,10 +95,6 @@ _ROWS = (
         options=("prepend",)),
     Patch("engine", "after_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
         options=("always_call",)),
-    Patch("output._later", "after_forward", "added", "whole_batches.later",
-        "what gathers each output", when="ds_ring.enable()"),
-    Patch("output.__class__", "after_forward", "set", "whole_batches.outputs",
-        "gathers logits when they are read", when="ds_ring.enable()"),
 )  # fmt: skip
 
 DEEPSPEED = PatchTable(
@@ -113,6 +109,5 @@ DEEPSPEED = PatchTable(
         "layer": "torch.nn.Module",
         "tensor": "torch.Tensor",
         "sampler": "torch.utils.data.RandomSampler",
-        "output": "",
     },
 )

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import get_sampler
+from accelerate.data_loader import DataLoaderShard, IterableDatasetShard, get_sampler
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import broadcast_object_list, recursively_apply
+from accelerate.utils import broadcast_object_list, find_batch_size, recursively_apply
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.utils import get_world_size_from_launcher
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 
 from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
@@ -169,7 +169,10 @@ class _OnARing(Accelerator):  # type: ignore[misc]
             seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
             order = SimpleNamespace(in_loader=torch.Generator().manual_seed(seed[0]))
             ACCELERATE.apply({"one order": order}, sampler=sampler)
-        return super().prepare_data_loader(data_loader, *args, **kwargs)
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if isinstance(prepared, DataLoaderShard) and isinstance(prepared.dataset, IterableDataset):
+            _count_last_batch(prepared)
+        return prepared
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         prepared: tuple[Any, ...] = super()._prepare_deepspeed(*args)
@@ -187,6 +190,53 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         if reduction == "sum" and self.state.process_index % self.sequence_ranks:
             tensor = recursively_apply(torch.zeros_like, tensor, error_on_other_type=True)
         return super().reduce(tensor, reduction, scale)
+
+
+def _count_last_batch(loader: Any) -> None:
+    """Let a loader of a stream say how many samples its last batch has, for `gather_for_metrics`."""
+    base = loader.base_dataloader
+    features = {"last batch": SimpleNamespace(in_loader=_LastBatch(base, loader))}
+    if isinstance(base.dataset, IterableDatasetShard):  # one of several replicas
+        if base.num_workers:
+            return  # they read the samples, and accelerate says that the caller has to know their number
+        features["last batch.counted"] = SimpleNamespace(in_loader=_Counted(base.dataset.dataset))
+    ACCELERATE.apply(features, loader=loader, shard=base.dataset)
+
+
+class _LastBatch:
+    """Read a stream, and say how many samples its last batch has, as accelerate's dispatcher does."""
+
+    def __init__(self, base: Any, loader: Any) -> None:
+        self._base, self._loader = base, loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_base"), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batch, shard = None, self._base.dataset
+        for batch in self._base:
+            yield batch
+        samples = find_batch_size(batch)
+        if isinstance(shard, IterableDatasetShard):  # fills the last batch of all replicas up
+            samples = shard.dataset.number % (shard.batch_size * shard.num_processes)
+        found = SimpleNamespace(in_loader=samples or 0)
+        ACCELERATE.apply({"last batch.samples": found}, loader=self._loader)
+
+
+class _Counted:
+    """Count the samples of a stream while it is read."""
+
+    def __init__(self, samples: Any) -> None:
+        self._samples, self.number = samples, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_samples"), name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.number = 0
+        for sample in self._samples:
+            self.number += 1
+            yield sample
 
 
 class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]

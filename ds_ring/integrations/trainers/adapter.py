@@ -62,6 +62,20 @@ ACCELERATE = PatchTable(
             "one order on all ranks", when="it has none and there is one replica",
         ),
         Patch(
+            "loader.base_dataloader", "in_loader", "set", "last batch",
+            "counts the samples of its last batch, as accelerate's dispatcher does",
+            when="the data set is iterable",
+        ),
+        Patch(
+            "loader.remainder", "in_loader", "set", "last batch.samples",
+            "their number: gather_for_metrics leaves out what fills a batch up",
+            when="the data set is iterable and was read to its end",
+        ),
+        Patch(
+            "shard.dataset", "in_loader", "set", "last batch.counted",
+            "counts its samples", when="the data set is iterable and there are several replicas",
+        ),
+        Patch(
             "scheduler.replicas", "at_initialize", "added", "number of replicas",
             "the steps of one call of step",
         ),
@@ -73,6 +87,8 @@ ACCELERATE = PatchTable(
         "accelerator": "accelerate.Accelerator",
         "accelerator.dataloader_config": "accelerate.utils.DataLoaderConfiguration",
         "parallel": "accelerate.parallelism_config.ParallelismConfig",
+        "loader": "accelerate.data_loader.DataLoaderShard",
+        "shard": "accelerate.data_loader.IterableDatasetShard",
         "sampler": "torch.utils.data.RandomSampler",
         "scheduler": "accelerate.scheduler.AcceleratedScheduler",
     },
@@ -101,8 +117,33 @@ TRAINER = PatchTable(
             "an evaluation that reads nothing but the loss gathers no logits",
             when="transformers.trainer is imported",
         ),
+        Patch(
+            "trainer.compute_loss", "around_loss", "wrapped", "only the loss.call",
+            "leaves out all but the loss; taken back after the step",
+            when="an evaluation reads nothing but the loss",
+        ),
+        Patch(
+            "transformers.trainer.Trainer.store_flos", "at_enable", "wrapped", "flops",
+            "adds the operations of all ranks, each of which has counted its sequence's whole batch",
+            when="transformers.trainer is imported",
+        ),
+        Patch(
+            "trainer.current_flos", "around_call", "set", "flops.share",
+            "this rank's share of its replica's operations", when="they are added",
+        ),
+        *(
+            Patch(
+                f"transformers.trainer.Trainer.{method}", "at_enable", "wrapped", "evaluation steps",
+                "counts the steps of an evaluation by processes", when="transformers.trainer is imported",
+            )
+            for method in ("evaluate", "predict")
+        ),
+        Patch(
+            "transformers.trainer.speed_metrics", "around_call", "wrapped", "evaluation steps.speeds",
+            "counts them by replicas; taken back after the evaluation",
+        ),
     ],
-    classes={"arguments": "transformers.TrainingArguments"},
+    classes={"arguments": "transformers.TrainingArguments", "trainer": "transformers.trainer.Trainer"},
 )  # fmt: skip
 
 TRL = PatchTable(

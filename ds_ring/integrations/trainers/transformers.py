@@ -7,6 +7,7 @@ but the loss gather no logits.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,6 @@ from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import undo
-from ds_ring.integrations.deepspeed.enable import ONLY_LOSS
 from ds_ring.integrations.trainers.adapter import TRAINER
 
 BACKEND = "ds_ring"  # of ParallelismConfig
@@ -101,13 +101,36 @@ def _count_replicas(args: Any, ranks: int) -> None:
 def enable_trainer() -> None:
     """Replace what Trainer works out from the number of processes; once, when it has been imported."""
 
-    size, loss = (
-        SimpleNamespace(
-            at_enable=lambda total, trainer, args: total(trainer, args) // trainer.accelerator.sequence_ranks
-        ),
-        SimpleNamespace(at_enable=_reading_the_loss),
-    )
-    TRAINER.apply({"batch size": size, "only the loss": loss})
+    def batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
+        return total(trainer, args) // int(trainer.accelerator.sequence_ranks)
+
+    features = {
+        "batch size": batch_size, "only the loss": _reading_the_loss, "flops": _of_each_replica,
+        "evaluation steps": _counting_steps,
+    }  # fmt: skip
+    TRAINER.apply({name: SimpleNamespace(at_enable=part) for name, part in features.items()})
+
+
+def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
+    """Add up the operations of a ring's ranks to those of its replica: each has counted the whole batch."""
+    share = trainer.current_flos / trainer.accelerator.sequence_ranks
+    TRAINER.apply({"flops.share": SimpleNamespace(around_call=share)}, trainer=trainer)
+    store(trainer)
+
+
+def _counting_steps(evaluate: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluate; the steps of the logs are those of replicas."""
+
+    def by_replica(
+        speeds: Callable[..., Any], name: str, start: float, num_samples: Any = None, **counts: Any
+    ) -> Any:
+        if num_samples is not None and "num_steps" in counts:
+            batch = trainer.args.eval_batch_size * trainer.accelerator.num_processes
+            counts["num_steps"] = math.ceil(num_samples / batch)
+        return speeds(name, start, num_samples=num_samples, **counts)
+
+    with TRAINER.applied({"evaluation steps.speeds": SimpleNamespace(around_call=by_replica)}):
+        return evaluate(trainer, *args, **kwargs)
 
 
 def _reading_the_loss(
@@ -119,7 +142,14 @@ def _reading_the_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    """Evaluate a batch; where nothing but the loss is asked for, leave out what else was computed."""
     # Trainer walks over all outputs before it drops them: logits would be gathered.
-    if prediction_loss_only and all(inputs.get(name) is not None for name in trainer.label_names):
-        inputs = {**inputs, ONLY_LOSS: True}
-    return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
+    if not prediction_loss_only:
+        return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
+
+    def alone(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = compute_loss(*args, **kwargs)
+        return (found[0], {}) if isinstance(found, tuple) else found
+
+    with TRAINER.applied({"only the loss.call": SimpleNamespace(around_loss=alone)}, trainer=trainer):
+        return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS
 from ds_ring.integrations.deepspeed.enable import whole_batches_of
+from ds_ring.integrations.deepspeed.outputs import LocalOutput
 from ds_ring.integrations.trainers.adapter import TRL
 from ds_ring.schedule.layout import Layout
 
@@ -34,12 +34,12 @@ _IMAGES = ("pixel", "image", "spatial_shapes", "token_type_ids")  # in the names
 _NOT_OF_BACKBONES = (*LABEL_KEYS, "num_items_in_batch")
 
 
-class _Output(OrderedDict[str, Any]):
-    """Hold what was computed of local tokens, as the output of a pass, which is not gathered."""
+class _Output(LocalOutput):
+    """Hold what was computed of local tokens."""
 
     def __getattr__(self, name: str) -> Any:  # ZeRO 3's hooks read outputs as those of transformers
         if name == _FOUND:
-            return OrderedDict.__getitem__(self, _FOUND)
+            return self[_FOUND]
         raise AttributeError(name)
 
 

@@ -1,0 +1,249 @@
+"""Every number that transformers' Trainer logs on a ring, against one process without one.
+
+Owns Trainer with models and losses of one's own; scripts and TRL's trainers are test_trainers.py's. No key of a log is
+left out: what is a time is held to what it counts (`check_logs`).
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.dist.deepspeed_ranks import start_deepspeed
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
+RING_KEYS = ("sequence_parallel_size", "ring_attention")
+
+Logs = list[dict[str, Any]]
+
+# What two runs cannot have in common, and why. A rate times its runtime is a count, which is compared.
+TIMES = {
+    r"(\w+_)?runtime": "seconds of a run",
+    r"\w+_model_preparation_time": "seconds that the engine took to start",
+    r"step_time": "seconds of a step",
+    r"profiling/.*": "seconds of a function",
+}
+RATES = r"(\w+)_(samples|steps|tokens)_per_second"
+
+
+def check_logs(got: Logs, expected: Logs, rel: float = 2e-5) -> float:
+    """Compare all keys of all logs; return the greatest difference, relative above 0.01."""
+    worst = 0.0
+    assert len(got) == len(expected) > 0
+    for one, other in zip(got, expected, strict=True):
+        assert one.keys() == other.keys(), f"keys {sorted(one.keys() ^ other.keys())} of {other}"
+        for key, value in other.items():
+            rate = re.fullmatch(RATES, key)
+            if rate:
+                counts = [entry[key] * entry[f"{rate[1]}_runtime"] for entry in (one, other)]
+                assert counts[0] == pytest.approx(counts[1], rel=0.05, abs=0.05), f"{key}: {one}, {other}"
+            elif any(re.fullmatch(pattern, key) for pattern in TIMES):
+                assert one[key] > 0
+            elif isinstance(value, int | float):
+                worst = max(worst, abs(one[key] - value) / max(abs(value), 1e-2))
+                assert one[key] == pytest.approx(value, rel=rel, abs=rel * 1e-2), f"{key}: {one}, {other}"
+            else:
+                assert one[key] == value, key
+    return worst
+
+
+class Both(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclass
+class Fields:
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    loss: Tensor
+    logits: Tensor
+
+
+class Attributes:
+    def __init__(self, loss: Tensor, logits: Tensor) -> None:
+        self.loss, self.logits = loss, logits
+
+
+FORMS: dict[str, Any] = {
+    "ModelOutput": lambda found: found,
+    "dict": lambda found: {"loss": found.loss, "logits": found.logits},
+    "tuple": lambda found: (found.loss, found.logits),
+    "list": lambda found: [found.loss, found.logits],
+    "named tuple": lambda found: Both(found.loss, found.logits),
+    "dataclass": lambda found: Fields(found.loss, found.logits),
+    "frozen dataclass": lambda found: Frozen(found.loss, found.logits),
+    "attributes": lambda found: Attributes(found.loss, found.logits),
+    "tensor": lambda found: found.loss,
+    "inner": lambda found: {"loss": found.loss, "inner": found, "two": {"halves": (found.loss / 2,) * 2}},
+}
+
+
+class Wrapped(nn.Module):
+    """A model whose output has another form."""
+
+    def __init__(self, model: nn.Module, form: str) -> None:
+        super().__init__()
+        self.model, self.form = model, form
+
+    def forward(
+        self, input_ids: Tensor, labels: Any = None, num_items_in_batch: Any = None, **more: Any
+    ) -> Any:
+        found = self.model(input_ids, labels=labels, num_items_in_batch=num_items_in_batch, **more)
+        return FORMS[self.form](found)
+
+
+def loss_in(form: str, output: Any) -> Tensor:
+    if form == "tensor":
+        return output
+    if form == "inner":
+        return output["inner"]["loss"] / 2 + output["two"]["halves"][0]
+    if isinstance(output, Mapping):
+        return output["loss"]
+    return output[0] if isinstance(output, tuple | list) else output.loss
+
+
+def mean_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+OWN_LOSSES = ("compute_loss", "compute_loss_func", "label smoothing", "teacher")
+
+
+def run_trainer(
+    rank: int, world_size: int, cases: list[str], config: str, ring: bool, more: dict[str, Any]
+) -> dict[str, Logs]:
+    """What Trainer logs with models, or losses, of one's own."""
+    deepspeed = start_deepspeed()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    import ds_ring
+
+    if ring:
+        ds_ring.enable()
+    return {case: logs_of(case, config, dict(more)) for case in cases}
+
+
+def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import Trainer, TrainingArguments
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    sys.path.insert(0, str(EXAMPLES))
+    import text
+
+    class Own(Trainer):
+        def compute_loss(
+            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        ) -> Any:
+            if case == "compute_loss":
+                output = model(input_ids=inputs["input_ids"])
+                loss = mean_of(output.logits, inputs["labels"])
+            elif case == "teacher":
+                output = model(**inputs)
+                with torch.no_grad():
+                    known = teacher(**inputs).logits
+                loss = output.loss + (output.logits - known).pow(2).mean()
+            else:
+                assert not any("ds_ring" in name for name in inputs)
+                output = model(**inputs, num_items_in_batch=num_items_in_batch)
+                loss = loss_in(case, output)
+                if case not in ("tensor", "ModelOutput", "dict", "tuple", "list", "named tuple", "inner"):
+                    output = (loss, output.logits)  # Trainer reads [1:] of what is not a dict
+                elif case == "tensor":
+                    output = {}
+            return (loss, output) if return_outputs else loss
+
+    model: Any = text.model(use_cache=False)
+    torch.manual_seed(1)
+    teacher = type(model)(copy.deepcopy(model.config)).eval()
+    own: dict[str, Any] = {}
+    if case == "compute_loss_func":
+        own = {
+            "compute_loss_func": lambda output, labels, num_items_in_batch=None: mean_of(
+                output["logits"], labels
+            )
+        }
+    elif case == "label smoothing":
+        settings["label_smoothing_factor"] = 0.1
+    samples, held_out = text.samples(8, 60), text.samples(3, 50)
+    if settings.pop("iterable", False):
+        samples, held_out = Stream(samples), Stream(held_out)
+    arguments = {
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 2, "learning_rate": 1e-2,
+        "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "include_num_input_tokens_seen": "all",
+    } | settings  # fmt: skip
+    kind = Own if case in FORMS or case in ("compute_loss", "teacher") else Trainer
+    trainer = kind(
+        model=Wrapped(model, case) if case in FORMS else model,
+        args=TrainingArguments(str(Path(config).parent / "runs"), deepspeed=config, **arguments),
+        train_dataset=samples, eval_dataset=held_out, **own,
+    )  # fmt: skip
+    trainer.train()
+    predicted = trainer.predict(held_out)
+    logs: Logs = [*trainer.state.log_history, predicted.metrics]
+    return [*logs, {"predictions": size_of(predicted.predictions)}]
+
+
+def size_of(found: Any) -> float:
+    """The sum of the sizes of all numbers in an output."""
+    if isinstance(found, Mapping | tuple | list):
+        return sum(map(size_of, found.values() if isinstance(found, Mapping) else found))
+    return 0.0 if found is None else float(torch.as_tensor(found).abs().double().sum())
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+def configs(folder: Path, ring: int, **changes: Any) -> tuple[str, str]:
+    """The JSON without a ring, and with one."""
+    config = (
+        json.loads((EXAMPLES / "ds_config.json").read_text()) | {"zero_optimization": {"stage": 2}} | changes
+    )
+    plain = {key: value for key, value in config.items() if key not in RING_KEYS}
+    (folder / "plain.json").write_text(json.dumps(plain))
+    (folder / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))
+    return str(folder / "plain.json"), str(folder / "ring.json")
+
+
+def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **more: Any) -> None:
+    plain, on_ring = configs(folder, ring)
+    expected = rank_pool(1).run(run_trainer, cases, plain, False, more)[0]
+    for logs in rank_pool(ring).run(run_trainer, cases, on_ring, True, more):
+        for case in cases:
+            print(case, check_logs(logs[case], expected[case]))
+
+
+def test_outputs_of_any_form_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
+    compare(rank_pool, tmp_path, list(FORMS), 2)
+
+
+def test_losses_of_ones_own_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
+    compare(rank_pool, tmp_path, list(OWN_LOSSES), 2)
+
+
+@pytest.mark.parametrize("ring", [2, 4])
+def test_streams_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path, ring: int) -> None:
+    compare(rank_pool, tmp_path, ["ModelOutput"], ring, iterable=True)
