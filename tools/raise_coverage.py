@@ -20,13 +20,14 @@ import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import CodeType
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"ds_ring": "ds_ring", "ds_ring_launcher": "launcher"}  # the name of a package: its folder
-RECORD = "DS_RING_RAISE_RECORD"  # the file that processes append to
+RECORD = "DS_RING_RAISE_RECORD"  # a folder: a file for each process, since a test may limit their sizes
 _START = "import os, runpy; os.environ.get({name!r}) and runpy.run_path({tool!r}, run_name='recorder')\n"
 
 
@@ -43,14 +44,13 @@ class _Recorded(ast.NodeTransformer):
 
 def _record() -> None:
     """Note from now on the statements that this process and its children reach. Runs at its start."""
-    path, noted = os.environ[RECORD], set[str]()
+    folder, noted = os.environ[RECORD], set[str]()
 
     def raised(place: str) -> None:
         if place not in noted:
             noted.add(place)
-            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-            os.write(file, f"{place}\n".encode())  # one write of a short line: processes do not mix theirs
-            os.close(file)
+            with suppress(OSError), open(os.path.join(folder, str(os.getpid())), "a") as file:
+                file.write(f"{place}\n")
 
     get_code = importlib.machinery.SourceFileLoader.get_code
 
@@ -81,7 +81,8 @@ def statements() -> dict[str, str]:
 
 def report(record: Path) -> bool:
     """Print the statements that `record` lacks, by file; return whether there are none."""
-    found, noted = statements(), set(record.read_text().split()) if record.exists() else set()
+    found = statements()
+    noted = {place for file in record.iterdir() for place in file.read_text().split()}
     missing = defaultdict(list)
     for place, line in found.items():
         if place not in noted:
@@ -100,9 +101,10 @@ def main() -> int:
     from bench import parser_of  # the package's own tools stay out of the processes that are recorded
 
     parser = parser_of(__doc__ or "")
-    parser.add_argument("--record", type=Path, required=True, help="the file of statements reached so far")
+    parser.add_argument("--record", type=Path, required=True, help="the folder of statements reached so far")
     parser.add_argument("command", nargs="*", metavar="-- COMMAND", help="what to run while they are noted")
     options = parser.parse_args()
+    options.record.mkdir(parents=True, exist_ok=True)
     status = 0
     if options.command:
         # A .pth file and not PYTHONPATH: tests start processes with a PYTHONPATH of their own.
