@@ -204,6 +204,22 @@ class PatchTable:
         )
 
 
+@contextmanager
+def imports_of(feature: str, package: str) -> Iterator[None]:
+    """Refuse a feature by its name where an import inside fails: the installed package lacks what it needs.
+
+    Raises:
+        RingConfigError: in place of the ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise RingConfigError(
+            f"{feature}: expected a version of {package} that has what it needs, got {package}"
+            f" {version(package)}: {error}; install a version that ds_ring allows, or do without {feature}"
+        ) from error
+
+
 def _wrapped(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

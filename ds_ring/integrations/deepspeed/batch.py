@@ -9,7 +9,7 @@ Shapes: B samples, T global tokens, S local tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,6 +50,11 @@ CACHES = ("cache", "past_key_values", "cache_params")
 def cache_in(given: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a call, by any name; None without one."""
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
+
+
+def cache_name(names: Container[str]) -> str:
+    """Return the name by which a function takes a cache, given the names of its parameters."""
+    return next((name for name in CACHES if name in names), "past_key_values")
 
 
 class ImageNeeds(NamedTuple):

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
+from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, resolve_auto
 from ds_ring.integrations.deepspeed.culprits import Settled, join_job, name_culprit
@@ -131,9 +132,9 @@ def initialize(
     session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
     first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
     attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
-    if "transformers" in sys.modules:
-        from ds_ring.integrations.transformers.attention import attach
-
+    if _has_part_of_transformers(model):
+        with imports_of("a model of transformers", "transformers"):
+            from ds_ring.integrations.transformers.attention import attach
         attached = list(attach(model, session))
     sizes = sizes_of(model) if ring_config.dynamic_ring else None
     if getattr(args, "deepspeed_config", None) is not None:
@@ -249,11 +250,17 @@ def _configurations(
     refuse_features(deepspeed_config, model)
     deepspeed_config = resolve_auto(deepspeed_config, model, optimizer is not None, scheduler is not None)
     check_monitor(ring_config.monitor, deepspeed_config)
-    if "transformers" in sys.modules:
-        from ds_ring.integrations.transformers.attention import check_model
-
+    if _has_part_of_transformers(model):
+        with imports_of("a model of transformers", "transformers"):
+            from ds_ring.integrations.transformers.attention import check_model
         check_model(model, ring_config)
     return ring_config, deepspeed_config
+
+
+def _has_part_of_transformers(model: torch.nn.Module) -> bool:
+    """Return whether a model of transformers is inside `model`; without importing transformers."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and any(isinstance(part, kind) for part in model.modules())
 
 
 def _config_source(

@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers import PreTrainedModel, modeling_layers
 
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
@@ -34,7 +33,8 @@ from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
 
 def pools_the_last_token(model: nn.Module) -> bool:
     """Return whether a model is a classifier that reads the last token."""
-    return isinstance(model, GenericForSequenceClassification)
+    kind: Any = getattr(modeling_layers, "GenericForSequenceClassification", ())
+    return isinstance(model, kind)
 
 
 def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespace:

@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import CACHES, cache_in
+from ds_ring.integrations.adapter import imports_of
+from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -41,7 +42,6 @@ from ds_ring.integrations.transformers.compressed import compresses
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
-from ds_ring.integrations.transformers.ring_cache import RingCache
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import RingAttention
@@ -50,6 +50,9 @@ from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.shard import shard_sequence
 from ds_ring.schedule.grid import Grid
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.ring_cache import RingCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +97,13 @@ class _CachedAttention(RingAttention):
         handle = self.context.handle
         out: Tensor = replicated_attention_op(query, key, value, self.q_positions, handle, sinks)[0]
         return out
+
+
+def _cache_class() -> type[RingCache]:
+    # Only a generation needs transformers' classes of caches.
+    with imports_of("generate on a ring", "transformers"):
+        from ds_ring.integrations.transformers.ring_cache import RingCache
+    return RingCache
 
 
 _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
@@ -141,9 +151,9 @@ class Generation:
             raise refused
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
-            name = next((name for name in CACHES if name in self.signature.parameters), "past_key_values")
+            name = cache_name(self.signature.parameters)
             has_states = any(map(is_recurrent, self.model.modules()))
-            given[name] = RingCache(
+            given[name] = _cache_class()(
                 self.mesh.ring_rank, self.mesh.ring_size,
                 self.model.config.get_text_config(decoder=True) if has_states else None,
                 Exchange(self.mesh, self._session.config.hop_timeout_seconds),
@@ -190,7 +200,7 @@ class Generation:
             "expected no config.sliding_window, got one that its attention does not know: transformers' cache"
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
-            and not isinstance(cache, RingCache),
+            and not isinstance(cache, _cache_class()),
             f"expected layers whose states transformers' cache holds, got {', '.join(stateless)}, which no"
             " cache on a ring carries from the prompt to the next token": bool(stateless),
             "expected attention to tokens alone, got layers that attend to compressed entries, which a ring's"
@@ -210,7 +220,7 @@ class Generation:
         """Return the arguments of a forward pass of a generation, for this rank; None for any other pass."""
         self.sharding = None
         cache = cache_in(given)
-        if not isinstance(cache, RingCache):
+        if cache is None or not isinstance(cache, _cache_class()):
             return None
         self._cache = cache
         inputs = given.get("input_ids")

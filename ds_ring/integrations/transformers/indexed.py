@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.generation import CachedSharding
@@ -207,7 +207,7 @@ class IndexedLayer:
         self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sharding, name = self._sharding, type(indexer).__name__
-        if isinstance(sharding, CachedSharding) or kwargs.get("past_key_values") is not None:
+        if isinstance(sharding, CachedSharding) or cache_in(kwargs) is not None:
             raise _in_generation(name)
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
@@ -218,7 +218,7 @@ class IndexedLayer:
         visible, keys = _Visible(), _Keys(sharding, pattern_in(self._layer, sharding, masks[0].pattern))
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}
-        return args, kwargs | {"past_key_values": keys}
+        return args, kwargs | {cache_name(inspect.signature(indexer.forward).parameters): keys}
 
 
 SCORED = 2048  # tokens whose scores exist at a time

@@ -19,10 +19,10 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_ring.config.section import TileChoice, tile_tokens
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.runtime.kept_results import LAYER_TENSORS, HostMemory
@@ -48,6 +48,8 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
     elif type(head) is not nn.Linear:
         why_not = f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
     else:
+        with imports_of("long_sequence.tiled_loss", "transformers"):
+            from transformers.loss.loss_utils import ForCausalLMLoss
         loss = getattr(model.loss_function, "loss_function", model.loss_function)
         if loss is not ForCausalLMLoss:
             name = getattr(loss, "__name__", type(loss).__name__)

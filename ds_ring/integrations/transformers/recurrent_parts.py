@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in
 from ds_ring.integrations.transformers import recurrent
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS, TABLE
 from ds_ring.integrations.transformers.recurrent import (
@@ -193,18 +193,22 @@ def mlstm(
     return by_rows(sharding, run, query, key, value, igate, fgate), None
 
 
+def _arguments(original: Original, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by their names, which a version of transformers may change."""
+    return dict(inspect.signature(original).bind(*args, **kwargs).arguments)
+
+
 def lightning_attention(
-    original: Original, layer: Any, hidden_states: Tensor, position_embeddings: Any = None,
-    attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    original: Original, layer: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Compute MiniMax's linear attention, whose states [B, H, D, D] decay by a constant of each head."""
     sharding = sharding_of(kwargs)
     if sharding is None:
-        found: tuple[Tensor, Tensor | None] = original(
-            layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
-        )
+        found: tuple[Tensor, Tensor | None] = original(layer, *args, **kwargs)
         return found
-    refuse_states("lightning attention", past_key_values, False)
+    given = _arguments(original, layer, *args, **kwargs)
+    refuse_states("lightning attention", cache_in(given), False)
+    hidden_states, attention_mask = given["hidden_states"], given.get("attention_mask")
     qkv = layer.act_fn(layer.qkv_proj(hidden_states))
     if attention_mask is not None:
         qkv = (qkv * attention_mask[:, :, None]).to(qkv.dtype)
@@ -263,15 +267,16 @@ def rg_lru(
 
 
 def compressed_convolution(
-    original: Original, layer: Any, hidden_states: Tensor, past_key_values: Any = None,
-    conv_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    original: Original, layer: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Project to q, k and v as ZAYA: q and k through two convolutions, half of v from the token before."""
     sharding = sharding_of({})
     if sharding is None:
-        found: tuple[Tensor, Tensor, Tensor] = original(layer, hidden_states, past_key_values, conv_mask)
+        found: tuple[Tensor, Tensor, Tensor] = original(layer, *args, **kwargs)
         return found
-    refuse_states("compressed convolutional attention", past_key_values, False)
+    given = _arguments(original, layer, *args, **kwargs)
+    refuse_states("compressed convolutional attention", cache_in(given), False)
+    hidden_states, conv_mask = given["hidden_states"], given.get("conv_mask")
     if conv_mask is not None:
         hidden_states = hidden_states * conv_mask[:, :, None].to(hidden_states.dtype)
     before, groups = layer.conv_kernel_size, layer.num_key_value_groups
@@ -324,13 +329,15 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
     return by_rows(sharding, lambda near, x: with_halo(near, x, before, convolve), x[:, :, before:])
 
 
-def ngrams(original: Original, layer: Any, input_ids: Tensor, past_key_values: Any = None) -> Tensor:
+def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Embed tokens [B, S] with those before them (Qwen 4), which are end tokens where a document begins."""
     sharding = sharding_of({})
     if sharding is None:
-        found: Tensor = original(layer, input_ids, past_key_values)
+        found: Tensor = original(layer, *args, **kwargs)
         return found
-    refuse_states("n-gram embedding", past_key_values, False)
+    given = _arguments(original, layer, *args, **kwargs)
+    refuse_states("n-gram embedding", cache_in(given), False)
+    input_ids = given["input_ids"]
 
     def embed(ids: Tensor) -> Tensor:  # [B, 1, L] of ids + 1; 0 for no token
         tokens = torch.where(ids == 0, layer.eos_token_id, ids - 1)[:, 0]

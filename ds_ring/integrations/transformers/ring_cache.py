@@ -15,11 +15,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -30,6 +29,7 @@ from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.runtime.exchange import Exchange
 from ds_ring.schedule.layout import CacheLayout, Layout
 
+_NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on
 _RESERVED = 64  # slots a rank reserves at once for tokens that are generated
 
 
@@ -69,7 +69,7 @@ class RingCache(Cache):
         found: list[Any] = []
         own: list[Any] = [] if self._config is None else DynamicCache(config=self._config).layers
         for layer in own:
-            if isinstance(layer, DummyLayer):
+            if isinstance(layer, _NO_LAYER):
                 found.append(layer)
             elif not isinstance(layer, LinearAttentionCacheLayerMixin):
                 found.append(RingCacheLayer(self))

@@ -14,6 +14,7 @@ Shapes: B samples, H query heads, G key/value heads, S local tokens, K keys, D h
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -64,10 +66,15 @@ class Family:
 
 
 def _bloom_alibi(module: Any, factor: float) -> Alibi:
-    from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = _get_alibi_slopes(module.num_heads, torch.device("cpu"))
+    slopes = _of_second_key(build_alibi_tensor, module.num_heads)
     return Alibi(tuple((slopes.double() * factor).tolist()))
+
+
+def _of_second_key(build_alibi_tensor: Callable[..., Tensor], heads: int) -> Tensor:
+    """Return the slopes [H]: ALiBi of the second of two keys."""
+    return build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), heads, torch.float32)[:, 0, 1]
 
 
 def _mpt_alibi(module: Any, factor: float) -> Alibi:
@@ -93,10 +100,7 @@ class RoundedAlibi:
 def _falcon_alibi(module: Any, factor: float) -> RoundedAlibi:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
-    # alibi of the second of two keys
-    ones = torch.ones(1, 2, dtype=torch.int64)
-    slopes = build_alibi_tensor(ones, module.num_heads, torch.float32)[:, 0, 1]
-    return RoundedAlibi(tuple(slopes.tolist()), factor)
+    return RoundedAlibi(tuple(_of_second_key(build_alibi_tensor, module.num_heads).tolist()), factor)
 
 
 def _embedded(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
@@ -364,8 +368,9 @@ class WrittenScores:
 
 def _unexpected(module: nn.Module, what: str) -> RingPatternError:
     return RingPatternError(
-        f"{type(module).__name__}: expected attention as transformers 5.23 writes it out in this class, got a"
-        f" module that {what}, which no ring computes; use that version, or a model of another type"
+        f"{type(module).__name__}: expected attention as ds_ring knows it written out in this class, got"
+        f" a module of transformers {transformers.__version__} that {what}, which no ring computes; install a"
+        " version of transformers that ds_ring allows, or take a model of another type"
     )
 
 
@@ -404,6 +409,11 @@ class _Operators(TorchFunctionMode):
         return self.scores
 
 
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    """Return whether a class hands its attention to transformers' interface (GPT-J's, from 5.24 on)."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
+
+
 def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
     """Return the modules inside `model` that a family names, each once."""
     found: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
@@ -411,7 +421,10 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
         family = family_of(part)
         for module in part.modules() if family is not None else ():
             assert family is not None
-            if type(module).__name__ in (family.attention, family.positions):
+            kind = type(module)
+            if kind.__name__ == family.positions or (
+                kind.__name__ == family.attention and not _asks_interface(kind)
+            ):
                 found.setdefault(id(module), (part, family, module))
     return list(found.values())
 
