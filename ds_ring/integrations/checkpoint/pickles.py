@@ -7,14 +7,12 @@ checkpoints, by itself.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Any
-from zipfile import is_zipfile
 
 import numpy as np
 import torch
@@ -25,6 +23,7 @@ from numpy._core import multiarray
 
 from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.manifest import open_regular
+from ds_ring.integrations.checkpoint.stand_ins import NotAllowed, read_legacy, read_zip
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 
 # What DeepSpeed's own states hold at ZeRO 0 to 3, measured: nothing of it does more than keep numbers.
@@ -36,6 +35,12 @@ _NUMPY_FUNCTIONS: tuple[tuple[Callable[..., Any], str], ...] = tuple(
     for function in (multiarray._reconstruct, multiarray.scalar)
     for module in ("numpy._core.multiarray", "numpy.core.multiarray")  # of numpy 2, of numpy 1
 )
+_MARK = (
+    "if it is yours and you trust the file, call torch.serialization.add_safe_globals([...]) with it before"
+    " saving and loading, or "
+)
+_SHOWN_CHARACTERS = 200
+_ZIP = b"PK\x03\x04"  # as torch itself tells its formats apart
 _BEFORE_PYTHON_3_11_4 = "builtins.getattr"  # by which members of an Enum were pickled
 
 
@@ -46,41 +51,79 @@ def _member(owner: Any, name: str) -> ZeroStageEnum:
     return ZeroStageEnum[name]
 
 
-_ALLOWED: list[Any] = [*_DEEPSPEED, *_NUMPY, *_NUMPY_FUNCTIONS, (_member, _BEFORE_PYTHON_3_11_4)]
+_ALLOWED: list[Any] = [
+    *_DEEPSPEED,
+    *_NUMPY,
+    *_NUMPY_FUNCTIONS,
+    (bytes, "builtins.bytes"),
+    (_member, _BEFORE_PYTHON_3_11_4),
+]
 
 
 # [Note: weights only] A pickle may call any function while it is read. A manifest does not help, because
 # whoever can write a file into the folder can write its manifest. So before any rank hands the folder to
-# DeepSpeed, the ranks together read every file by torch's restricted unpickler, mapped, so that only the
-# pickle is read. While DeepSpeed loads, `torch.load` is restricted for all files of the folder, whoever calls
-# it.
+# DeepSpeed, the ranks together read every file into stand-ins ([Note: pickles as stand-ins] in stand_ins.py)
+# and then by torch's restricted unpickler, mapped, so that only the pickle is read. While DeepSpeed loads, so
+# is each file of the folder that somebody gives to `torch.load`.
 def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
     """Read those of `paths` below `folder` that torch has pickled, without running anything from them.
 
     Raises:
         RingCheckpointError: a file names a class or function that is none of torch's, DeepSpeed's or numpy's
-            ([Note: weights only]), or cannot be read.
+            ([Note: weights only]), calls one otherwise than these do, or cannot be read.
     """
     for path in (folder / name for name in paths if name.endswith(".pt")):
-        open_regular(path).close()
+        require_stand_ins(path)
         try:
             with torch.serialization.safe_globals(_ALLOWED):
                 # The older format cannot be mapped: such a file is read as a whole.
-                torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-        except Exception as error:  # the unpickler meets arbitrary bytes, and raises what they make
-            text = str(error)
-            named = re.search(r"(?:GLOBAL|got <class|type) '?([\w.]+)", text)
-            if "eights" not in text or named is None:  # "Weights only load failed", "WeightsUnpickler error"
-                first_line = text.partition("\n")[0][:200]
-                raise RingCheckpointError(
-                    f"{path}: expected a file of torch.save, got {type(error).__name__}: {first_line}"
-                ) from None
+                torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
+        except Exception as error:  # what the stand-ins do not see, such as a gradient of whole numbers
+            raise RingCheckpointError(_unread(path, error)) from None
+
+
+def require_stand_ins(path: Path) -> None:
+    """Read the pickles of a file of torch.save into stand-ins.
+
+    Raises:
+        RingCheckpointError: as `require_weights_only`.
+    """
+    ours = {_name_of(one) for one in _ALLOWED}
+    trusted = {_name_of(one) for one in torch.serialization.get_safe_globals()} - ours
+    with open_regular(path) as file:
+        try:
+            if file.read(len(_ZIP)) == _ZIP:
+                read_zip(file, trusted)
+            else:
+                read_legacy(file, trusted)
+        except NotAllowed as error:
+            name = str(error)[:_SHOWN_CHARACTERS]
+            name = name if name.isprintable() else repr(name)
+            mark = "" if name.startswith(("torch.", "numpy.")) else _MARK
             raise RingCheckpointError(
-                f"{path}: expected tensors, numbers, strings and containers of them, got {named.group(1)},"
-                " which loading would run; if it is yours and you trust the file, call"
-                " torch.serialization.add_safe_globals([...]) with it before saving and loading, or keep"
-                " plain values in the client state"
+                f"{path}: expected tensors, numbers, strings and containers of them, got {name}, which"
+                f" loading would run; {mark}keep plain values in the client state"
             ) from None
+        except Exception as error:  # the parsers of zip files and pickles raise what arbitrary bytes make
+            raise RingCheckpointError(_unread(path, error)) from None
+
+
+def _unread(path: Path, error: Exception) -> str:
+    said = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+    said = said if said.isprintable() else repr(said)
+    return f"{path}: expected a file of torch.save, got {type(error).__name__}: {said}"
+
+
+def _is_zip(path: Path) -> bool:
+    with open_regular(path) as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+def _name_of(safe_global: Any) -> str:
+    """Return the full name by which torch's unpickler finds what was marked as safe."""
+    if isinstance(safe_global, tuple):
+        return str(safe_global[1])
+    return f"{safe_global.__module__}.{safe_global.__qualname__}"
 
 
 @contextmanager
@@ -90,6 +133,7 @@ def weights_only_below(root: Path) -> Iterator[None]:
 
     def restricted(load: Callable[..., Any], f: Any, *args: Any, **options: Any) -> Any:
         if isinstance(f, str | os.PathLike) and Path(os.path.abspath(f)).is_relative_to(inside):
+            require_stand_ins(Path(f))
             options["weights_only"] = True
         return load(f, *args, **options)
 
