@@ -89,7 +89,8 @@ def ring_attention(
         return_lse: return the lse as well. Its gradient is exact.
         score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global
             positions and the head's number in the model; batch is the index in this call's batch dimension.
-            Ranks compare its code and captured values, as for `MaskMod`; captured tensors get no gradient.
+            Ranks compare its code and captured values, as for `MaskMod`. A captured tensor that requires a
+            gradient is refused: it would get none.
             Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
         gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
             rank's part of them once.
@@ -226,13 +227,13 @@ class RingAttention(nn.Module):
                 " use RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
             )
         if score_mod is not None:
-            options = replace(options, score_mod=ScoreMod(score_mod))
+            options = replace(options, score_mod=ScoreMod.lookup(score_mod))
         self._pair: PairLayout | None = None
         if key_layout is not None:
             self._pair, pattern = _pair_of(pattern, layout, key_layout, mesh)
             layout = self._pair
         self.context: RingContext = context_for(
-            pattern, layout if layout is not None else name, mesh, options
+            pattern, layout if layout is not None else name, mesh, options, keeps_functions=True
         )
         self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
 
@@ -281,11 +282,26 @@ class RingAttention(nn.Module):
             if torch.compiler.is_compiling() or why is not None:
                 handle = refusing_handle(self._mesh, why or _NOT_COMPILED)
                 return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
-            return _attend_between(self._pair, q, k, v, self.context, sinks, return_lse, up)
+            return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
         if not torch.compiler.is_compiling():
-            return attend(q, k, v, self.context, sinks, return_lse, up)
+            return attend(q, k, v, self._context_now(), sinks, return_lse, up)
         handle = self._handle if why is None else refusing_handle(self._mesh, why)
         return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
+
+    def _context_now(self) -> RingContext:
+        """Return the context of an eager call: another one where the score_mod has captured other values."""
+        found = self.context
+        mod = found.options.score_mod
+        if mod is not None and mod.is_changed():
+            try:
+                options = replace(found.options, score_mod=ScoreMod.lookup(mod.function))
+                self.context = context_for(
+                    found.pattern, found.layout, self._mesh, options, keeps_functions=True
+                )
+            except RingError as error:
+                refuse(self._mesh, error)
+            self._handle = self.context.handle
+        return self.context
 
     def extra_repr(self) -> str:
         context = self.context

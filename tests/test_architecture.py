@@ -87,7 +87,7 @@ OUTSIDE = {
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
 ARITHMETIC = ("masks", "schedule")  # index arithmetic in numpy
-EVALUATES_MASK_FUNCTIONS = {"masks.mask_mod"}  # as FlexAttention does, with torch
+EVALUATES_MASK_FUNCTIONS = {"masks.mask_mod", "masks.traced"}  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",
 }  # fmt: skip

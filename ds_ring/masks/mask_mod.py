@@ -4,12 +4,8 @@
 A `MaskMod` is one branch with a mask function, which is evaluated inside blocks of 256 x 256 positions
 (`joins.py`).
 
-[Note: the trace of a mask]
-The function is traced with 0-d tensors, as FlexAttention does, and the graph is functionalized: writes to the
-function's own tensors become plain operators, so a write that is left goes to an argument or to a captured
-tensor, and is refused. Batch or head matter if the graph uses them. The digest hashes the graph and the
-captured tensors: it is equal on two ranks only if both are. It is part of the header that ranks compare. A
-second trace must have the same digest; a function that counts its calls does not.
+The function is traced when the pattern is made (`traced.py`), and the trace is evaluated and compared. Batch
+or head matter if the graph uses them.
 
 [Note: all pairs at once]
 A call through vmap costs a millisecond, and a strided layout can have thousands of small tiles. A graph that
@@ -18,41 +14,43 @@ has only elementwise operators and look-ups of integers gives the same result fo
 
 [Note: changed scores]
 Scores are changed pair by pair as FlexAttention's `score_mod` does: soft caps, ALiBi, any function of a pair,
-of global positions and heads. A `score_mod` is a value, as a mask function is: it is traced, and its digest
-is part of the header. A kernel gets it with the numbers of the heads that it computes and the positions of
-its tiles. A kernel that cannot evaluate it never gets it: "auto" takes `reference` where the fast kernel of
-the device cannot, and logs a warning.
+of global positions and heads. A `score_mod` is a value, as a mask function is: it is traced together with its
+derivative, and its digest is part of the header. A kernel gets it with the numbers of the heads that it
+computes and the positions of its tiles, and masks after it, and after its derivative: NaN at a hidden pair
+has no effect. A kernel that cannot evaluate it never gets it: "auto" takes `reference` where the fast kernel
+of the device cannot, and logs a warning.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import random
-import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError, RingPatternError, shown, true_or_false
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import IntArray, MaskFunction
+from ds_ring.masks.traced import (
+    Captured,
+    Traced,
+    constant_of,
+    first_line,
+    functorch_allowed,
+    indexed_by_tensors,
+    name_of,
+    trace,
+    writes_to,
+)
 
 _aten = torch.ops.aten
-# `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
-_CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
-_STATE_DEPTH = 4  # how deep nested functions are searched for captured values
 _SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
 
 
@@ -64,76 +62,12 @@ def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternErro
     )
 
 
-def name_of(function: Callable[..., Any]) -> str:
-    """Return module and qualified name of a function, of the class of any other callable."""
-    if isinstance(function, functools.partial):
-        return f"partial of {name_of(function.func)}"
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of what it says."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:100] if text else ''}"
-
-
-def indexed_by_tensors() -> AbstractContextManager[Any]:
-    """Return the mode without which `table[position]` reads the position as a Python number."""
-    # Imported here: it brings Dynamo, 1.3 s, and few processes have a mask function
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    return TransformGetItemToIndex()
-
-
-def graph_of(function: MaskFunction) -> fx.GraphModule:
-    """Trace a mask function with 0-d tensors, or refuse it; see [Note: the trace of a mask]."""
-    arguments = [torch.zeros((), dtype=torch.int64) for _ in range(4)]
-    results = []
-
-    def with_result(*args: Tensor) -> Any:  # make_fx returns the graph alone
-        results.append(function(*args))
-        return results[-1]
-
-    try:
-        with torch.no_grad(), indexed_by_tensors():
-            traced = make_fx(with_result, tracing_mode="real")(*arguments)
-    except Exception as error:
-        expected = "a mask_mod(batch, head, q_position, k_position)"
-        raise _refusal(function, expected, first_line(error)) from error
-    (result,) = results
-    is_tensor = isinstance(result, Tensor)
-    if not is_tensor or result.dtype != torch.bool or result.dim():
-        got = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
-        raise _refusal(function, "a boolean tensor without dimensions", got)
-    # torch.cond and while_loop keep their branches as submodules of the graph
-    if any(isinstance(module, fx.GraphModule) for module in traced.children()):
-        raise _refusal(function, "torch operators on tensors", "control flow (torch.cond, while_loop)")
-    no_writes = "a mask that writes to no tensor but its own"
-    try:
-        with torch.no_grad():
-            functional = torch.func.functionalize(lambda *args: traced(*args))
-            graph = make_fx(functional, decomposition_table=_CREATE)(*arguments)
-    except Exception as error:
-        raise _refusal(function, no_writes, first_line(error)) from error
-    for node in graph.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise _refusal(function, "a mask without random numbers", f"a call of {node.target}")
-        if node.target._schema.is_mutable:
-            raise _refusal(function, no_writes, f"a call of {node.target}")
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph
-
-
 def _is_elementwise(graph: fx.GraphModule) -> bool:
     """Return whether the graph may be called with tensors that broadcast; [Note: all pairs at once]."""
 
     def accepts(node: fx.Node) -> bool:
         if node.op == "get_attr":
-            constant = _constant_of(graph, node)
+            constant = constant_of(graph, node)
             return not (constant.is_floating_point() or constant.is_complex())
         if node.op != "call_function":
             return True
@@ -142,69 +76,34 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
         if node.target is not _aten.index.Tensor:
             return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
         table, indices = cast(tuple[fx.Node, list[fx.Node]], node.args)
-        return table.op == "get_attr" and len(indices) == _constant_of(graph, table).dim()
+        return table.op == "get_attr" and len(indices) == constant_of(graph, table).dim()
 
     return all(map(accepts, graph.graph.nodes))
 
 
-def _constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    """Return the captured tensor that a node of the graph stands for."""
-    return cast(Tensor, functools.reduce(getattr, str(node.target).split("."), graph))
-
-
-def digest_of(graph: fx.GraphModule) -> str:
-    """Hash the graph, in a form that is the same in every process, and the values of its constants."""
-    numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
-    found = hashlib.sha256()
-
-    def text_of(x: Any) -> Any:
-        if isinstance(x, fx.Node):
-            return numbers[x]
-        # the kind of device only: its number differs from rank to rank
-        return x.type if isinstance(x, torch.device) else x
-
-    for node in graph.graph.nodes:
-        target = str(node.target)
-        if node.op == "get_attr":
-            tensor = _constant_of(graph, node).detach().cpu().contiguous()
-            # as bytes: numpy has no bfloat16
-            data = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor
-            values = hashlib.sha256(data.numpy().tobytes()).hexdigest()
-            target = f"{tensor.dtype} {tuple(tensor.shape)} {values}"
-        elif node.op == "placeholder":
-            target = node.op  # how a function calls its arguments is no part of what it does
-        arguments = fx.node.map_aggregate((node.args, node.kwargs), text_of)
-        found.update(f"{node.op} {target} {arguments}\n".encode())
-    return found.hexdigest()[:16]
-
-
 class MaskFacts(NamedTuple):
-    """What a trace says about a mask function; [Note: the trace of a mask]."""
+    """What a trace says about a mask function."""
 
+    traced: Traced
     by_batch: bool  # whether the result depends on the index of the sample
     by_head: bool  # ... and of the query head
-    contents: str  # digest of the code and of the captured values
-    tensors: tuple[tuple[Tensor, int | None], ...]  # captured, with their number of writes at the trace
-    elementwise: Callable[..., Tensor] | None  # the graph, for all positions; [Note: all pairs at once]
+    elementwise: bool  # the graph may be called for all positions; [Note: all pairs at once]
 
 
 def trace_mask(function: MaskFunction) -> MaskFacts:
-    """Trace a mask function twice and refuse it if the two graphs differ, or if it draws random numbers."""
-    # Random numbers of Python and numpy leave no node in the graph, but they change this state.
-    before = random.getstate(), repr(np.random.get_state())
-    first, second = (graph_of(function) for _ in range(2))
-    contents = digest_of(first)
-    if contents != digest_of(second):
-        raise _refusal(function, "a mask that is the same at every call", "two traces that differ")
-    if before != (random.getstate(), repr(np.random.get_state())):
-        raise _refusal(function, "a mask without random numbers", "one that draws them")
-    batch, head, *nodes = first.graph.nodes
-    constants = (_constant_of(first, node) for node in nodes if node.op == "get_attr")
-    # several nodes may read the same captured tensor
-    unique = {id(tensor): tensor for tensor in constants}
-    versions = tuple((tensor, _writes_to(tensor)) for tensor in unique.values())
-    elementwise = first.forward if _is_elementwise(first) else None
-    return MaskFacts(bool(batch.users), bool(head.users), contents, versions, elementwise)
+    """Trace a mask function, or refuse it."""
+
+    def check(result: Any) -> None:
+        is_tensor = isinstance(result, Tensor)
+        if not is_tensor or result.dtype != torch.bool or result.dim():
+            got = f"{result.dtype} of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
+            raise _refusal(function, "a boolean tensor without dimensions", got)
+
+    arguments = [torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)]
+    signature = "a mask_mod(batch, head, q_position, k_position)"
+    traced = trace(function, arguments, lambda *why: _refusal(function, *why), "a mask", signature, check)
+    batch, head, *_ = traced.graph.graph.nodes
+    return MaskFacts(traced, bool(batch.users), bool(head.users), _is_elementwise(traced.graph))
 
 
 def _evaluate(
@@ -218,82 +117,35 @@ def _evaluate(
     batch = torch.arange(samples, device=q.device) if facts.by_batch else torch.zeros_like(q[0])
     numbers: Any = heads if facts.by_head else 0
     head = torch.tensor(numbers, dtype=torch.int64, device=q.device)
-    if facts.elementwise is not None:
+    own = facts.traced.function(q.device)
+    if facts.elementwise:
         every = batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), q[:, None], k[None]
         shape = batch.numel(), head.numel(), len(q), len(k)
-        found = _call(function, facts.elementwise, nullcontext(), *every).expand(shape)
+        found = _call(function, own, *every).expand(shape)
         return found if facts.by_batch or facts.by_head else found[0, 0]
     # The innermost vmap makes the last dimension, so the order is keys, queries, heads, samples.
-    mapped: Callable[..., Tensor] = torch.vmap(function, in_dims=(None, None, None, 0))
+    mapped: Callable[..., Tensor] = torch.vmap(own, in_dims=(None, None, None, 0))
     mapped = torch.vmap(mapped, in_dims=(None, None, 0, None))
     if facts.by_head:
         mapped = torch.vmap(mapped, in_dims=(None, 0, None, None))
     if facts.by_batch:
         mapped = torch.vmap(mapped, in_dims=(0, None, None, None))
-    found = _call(function, mapped, indexed_by_tensors(), batch, head, q, k)
+    found = _call(function, mapped, batch, head, q, k)
     if facts.by_batch and not facts.by_head:
         return found.unsqueeze(1)
     return found.unsqueeze(0) if facts.by_head and not facts.by_batch else found
 
 
-def _writes_to(tensor: Tensor) -> int | None:
-    """Return the number of writes to a tensor so far; None if torch does not count them."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _captured_values(function: object, depth: int = _STATE_DEPTH) -> Iterator[object]:
-    """Yield what a function captured, in a fixed order: numbers, texts, and the id of any other object.
-
-    If two such lists are equal, a second trace would give the same graph, as far as Python lets us look.
-    """
-    if isinstance(function, functools.partial):
-        parts: list[object] = [function.func, *function.args, *function.keywords.values()]
-    elif isinstance(function, types.FunctionType):
-        parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for cell in function.__closure__ or ():
-            # an empty cell: the function refers to itself and is still being defined
-            with contextlib.suppress(ValueError):
-                parts.append(cell.cell_contents)
-        parts += [function.__globals__.get(name) for name in function.__code__.co_names]
-    else:  # a method, or an object with __call__
-        owner = getattr(function, "__self__", function)
-        code = getattr(function, "__func__", vars(type(function)).get("__call__"))
-        names = code.__code__.co_names if isinstance(code, types.FunctionType) else ()
-        parts = [code, *(getattr(owner, "__dict__", {}).get(name) for name in names)]
-    for part in parts:
-        yield from _value(part, depth)
-
-
-def _value(part: object, depth: int) -> Iterator[object]:
-    if part is None or isinstance(part, (bool, int, float, str, bytes)):
-        yield part
-    elif isinstance(part, (list, tuple)) and depth:
-        # The length distinguishes nested lists with the same items, such as [[1], [2]] and [[1, 2]].
-        yield len(part)
-        for one in part:
-            yield from _value(one, depth - 1)
-    else:
-        # A tensor is identified by its id here; its version tells whether its values have changed.
-        yield id(part)
-        if depth and callable(part) and not isinstance(part, (type, types.BuiltinFunctionType)):
-            yield from _captured_values(part, depth - 1)
-
-
-def _call(
-    function: MaskFunction, mapped: Callable[..., Tensor], mode: AbstractContextManager[Any], *args: Tensor
-) -> Tensor:
+def _call(function: MaskFunction, mapped: Callable[..., Tensor], *args: Tensor) -> Tensor:
     try:
-        with torch.no_grad(), mode:
-            found = mapped(*args)
+        with torch.no_grad(), functorch_allowed():
+            return mapped(*args)
     except Exception as error:
         where = f"positions up to {int(args[2].max())} and {int(args[3].max())}"
         raise _refusal(function, f"a mask of {where}", first_line(error)) from error
-    if found.dtype != torch.bool:
-        raise _refusal(function, "a tensor of torch.bool", f"{found.dtype}")
-    return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MaskMod(Pattern):
     """Attend by a FlexAttention `mask_mod` of global positions; torch's `and_masks`, `or_masks` compose it.
 
@@ -301,8 +153,10 @@ class MaskMod(Pattern):
     One that depends on the head is evaluated for each head, with the head's number among all query heads of
     the model; one that depends on the batch for each sample, numbered in this rank's batch.
 
-    The function is a value: ranks compare its code and what it captured, numbers and tensors, before
-    anything is sent. Whoever changes what it captured makes a new MaskMod.
+    The function is traced here, and the pattern is a value: it holds copies of the tensors that the function
+    captured. Two are equal if their code and all captured values are, tensors included; ranks compare them
+    before anything is sent. Whoever changes what the function captured makes a new MaskMod: the old one is
+    refused where the change can be seen (numbers, lists, dicts, arrays, tensors, attributes).
 
     What the function hides inside a block is not known to the plan: every pair counts as work, and every key
     travels, unless another pattern composed with `&` says otherwise (`MaskMod(f) & SlidingWindow(1024)`).
@@ -329,32 +183,48 @@ class MaskMod(Pattern):
                 f" {shown(self.function)}; pass a function"
             )
         true_or_false(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
-        # plans are cached by pattern, so it has to hash
-        try:
-            hash(self.function)
-        except Exception as error:
-            raise RingPatternError(
-                f"MaskMod: expected a hashable function, got {name_of(self.function)}, whose hash raises"
-                f" {type(error).__name__}; wrap it into a function"
-            ) from error
+        if not torch.compiler.is_compiling():  # else it is made again while the graph is traced
+            assert self._traced
 
     @cached_property
+    def _traced(self) -> tuple[Captured, MaskFacts | RingPatternError]:
+        captured = Captured.by(self.function)
+        try:
+            return captured, trace_mask(self.function)
+        except RingPatternError as error:  # raised where all ranks can be told
+            return captured, error
+
+    @property
     def facts(self) -> MaskFacts:
-        """Return what a trace says of the function, or refuse it."""
-        # the dataclass is frozen; `HeadMask.check` compares with it later
-        self.__dict__["_captured"] = list(_captured_values(self.function))
-        return trace_mask(self.function)
+        """Return what the trace says of the function, or refuse it."""
+        found = self._traced[1]
+        if isinstance(found, RingPatternError):
+            raise found.with_traceback(None)
+        return found
+
+    @cached_property
+    def _value(self) -> tuple[object, ...]:
+        found = self._traced[1]
+        value = found.traced.value if isinstance(found, MaskFacts) else (id(self),)
+        return (name_of(self.function), self.is_known_causal, *value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskMod) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MaskMod, (self.function, self.is_known_causal)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(masks=(HeadMask(self, (head.number,)),)),)
 
     def __str__(self) -> str:
         """Return the function by name, with a digest of its code and of what it captured."""
-        try:
-            contents = f", contents {self.facts.contents}"
-        # the first use refuses the function; a text of it must not
-        except RingPatternError:
-            contents = ""
+        found = self._traced[1]
+        # a function that is none is refused at its first use; a text of it must not
+        contents = f", contents {found.traced.digest}" if isinstance(found, MaskFacts) else ""
         return f"MaskMod({name_of(self.function)}{contents})"
 
 
@@ -372,34 +242,46 @@ class HeadMask:
         """Return the mask of positions int64 [n] and [m], bool [n, m]; batch and head lead if they matter."""
         return _evaluate(self.whole.function, self.whole.facts, samples, self.heads, q, k)
 
+    def function(self, device: torch.device) -> MaskFunction:
+        """Return the traced mask_mod on a device."""
+        return self.whole.facts.traced.function(device)
+
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
         """Try the function at some positions, once for each kind of call; see `Pattern.check`."""
-        whole, facts, function = self.whole, self.whole.facts, self.whole.function
-        written = any(_writes_to(tensor) != version for tensor, version in facts.tensors)
-        if written or whole.__dict__["_captured"] != list(_captured_values(function)):
-            raise RingPatternError(
-                f"MaskMod {name_of(function)}: expected what it captured to stay as it was at its first"
-                " use, got other values; make a new MaskMod for a new mask"
-            )
+        whole, facts = self.whole, self.whole.facts
         key = (tokens, samples, query_heads, device)
         if key not in whole._tried:
             # spread over the whole sequence, first and last position included
             some = torch.linspace(0, tokens - 1, min(_SAMPLED, tokens), device=device).long()
-            _evaluate(function, facts, samples, tuple(range(query_heads)), some, some)
+            _evaluate(whole.function, facts, samples, tuple(range(query_heads)), some, some)
             whole._tried.add(key)
+
+    def check_unchanged(self) -> None:
+        """Refuse a mask whose function has captured other values since it was traced."""
+        captured, _ = self.whole._traced
+        if _is_changed(self.whole.function, captured, self.whole.facts.traced):
+            raise RingPatternError(
+                f"MaskMod {name_of(self.whole.function)}: expected what it captured to stay as it was when it"
+                " was made, got other values; make a new MaskMod for a new mask"
+            )
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:
         """Return bool of pairs of positions for the first head; refuse a mask that differs by sample."""
-        function = self.whole.function
-        if self.whole.facts.by_batch:
+        function, facts = self.whole.function, self.whole.facts
+        if facts.by_batch:
             raise _refusal(function, "a mask that is the same for all samples here", "one that is not")
         if not q.size:
             return np.zeros(q.shape, dtype=bool)
         ours, theirs = (torch.from_numpy(x.flatten()) for x in (q, k))  # copies: q and k may be read-only
-        pairwise = torch.vmap(function, in_dims=(None, None, 0, 0))
-        batch, head = torch.tensor(0), torch.tensor(self.heads[0])
-        found = _call(function, pairwise, indexed_by_tensors(), batch, head, ours, theirs)
+        pairwise = torch.vmap(self.function(ours.device), in_dims=(None, None, 0, 0))
+        found = _call(function, pairwise, torch.tensor(0), torch.tensor(self.heads[0]), ours, theirs)
         return found.numpy().reshape(q.shape)
+
+
+def _is_changed(function: Callable[..., Any], captured: Captured, traced: Traced) -> bool:
+    """Return whether a function has captured other values since its trace, as far as Python lets us look."""
+    written = any(writes_to(tensor) != count for tensor, count in traced.captured)
+    return written or captured.values != Captured.by(function).values
 
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -449,11 +331,29 @@ def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[T
     return pad(torch.cat([q, both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))
 
 
-@dataclass(frozen=True)
+VALUE, DERIVATIVE = 0, 1  # results of the graph of a score_mod
+_SIGNATURE = "a score_mod(score, batch, head, q_position, k_position) of torch operators"
+
+
+def _examples(dtype: torch.dtype) -> list[Tensor]:
+    """Return a score, indices and a gradient, each a tensor of its own, so that a trace tells them apart."""
+    score, grad = (torch.zeros((), dtype=dtype, device="cpu") for _ in range(2))
+    return [score, *(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)), grad]
+
+
+@dataclass(frozen=True, eq=False)
 class ScoreMod:
-    """Hold a score_mod; equal on two ranks if its code and what it captured are."""
+    """Hold the trace of a score_mod and of its derivative; equal if code and captured values are.
+
+    Attributes:
+        function: (score, batch, head, q_position, k_position) -> score, of tensors without dimensions.
+
+    Raises:
+        RingConfigError: no function, or one that cannot be traced.
+    """
 
     function: ScoreFunction
+    _by_dtype: dict[torch.dtype, Traced] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, type):
@@ -461,28 +361,116 @@ class ScoreMod:
                 "score_mod: expected a function (score, batch, head, q_position, k_position) -> score, got"
                 f" {shown(self.function)}; write it as for FlexAttention"
             )
+        self.__dict__["captured"] = Captured.by(self.function)
+        self.traced(torch.float32)
+
+    @classmethod
+    def lookup(cls, function: ScoreFunction) -> ScoreMod:
+        """Return the ScoreMod of a function as it is now, the one of before if it captured numbers alone."""
         try:
-            hash(self.function)
-            text = self._contents
-        except Exception as error:
-            raise RingConfigError(
-                f"score_mod {name_of(self.function)}: expected torch operators on tensors without dimensions,"
-                f" got {first_line(error)}; write it as for FlexAttention, with nothing that needs a gradient"
-            ) from error
-        assert text
+            found = _score_mods.get(function)
+            if found is not None and found.captured.is_all and not found.is_changed():
+                return found
+            _score_mods[function] = found = cls(function)
+            return found
+        except TypeError:  # a function that has no hash, or no weak references
+            return cls(function)
+
+    captured: Captured = field(init=False, repr=False)
+
+    def traced(self, dtype: torch.dtype) -> Traced:
+        """Return the trace for scores of a dtype; dtypes stand in the graph."""
+        if dtype not in self._by_dtype:
+            if self._by_dtype:
+                self.check_unchanged()
+            self._by_dtype[dtype] = self._trace(dtype)
+        return self._by_dtype[dtype]
+
+    def _trace(self, dtype: torch.dtype) -> Traced:
+        def both(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor) -> Any:
+            value, pull, *_ = torch.func.vjp(lambda x: self.function(x, batch, head, q, k), score)
+            return value, pull(grad.to(value.dtype).expand(value.shape))[0]
+
+        def check(results: Any) -> None:
+            if results[0].dim():
+                raise self._refusal(
+                    "a score without dimensions", f"a tensor of shape {tuple(results[0].shape)}"
+                )
+
+        return trace(both, _examples(dtype), self._refusal, "a score_mod", _SIGNATURE, check)
+
+    def _refusal(self, expected: str, got: str) -> RingConfigError:
+        return RingConfigError(
+            f"score_mod {name_of(self.function)}: expected {expected}, got {got}; write it as for"
+            " FlexAttention: torch operators on tensors without dimensions"
+        )
+
+    def is_changed(self) -> bool:
+        """Return whether the function has captured other values since it was traced."""
+        return _is_changed(self.function, self.captured, self._by_dtype[torch.float32])
 
     @cached_property
-    def _contents(self) -> str:
-        score, index = torch.zeros(()), torch.zeros((), dtype=torch.int64)
-        with torch.no_grad(), indexed_by_tensors():
-            graph = make_fx(self.function, tracing_mode="real")(score, index, index, index, index)
-        constants = (value for value in vars(graph).values() if isinstance(value, Tensor))
-        if any(value.requires_grad for value in constants):
-            raise ValueError("a captured tensor that requires a gradient, which it would not get")
-        return digest_of(graph)
+    def needs_gradient(self) -> bool:
+        """Return whether the score depends on a captured tensor that requires a gradient."""
+        with torch.inference_mode(False), torch.enable_grad(), indexed_by_tensors():
+            return self.function(*_examples(torch.float32)[:5]).requires_grad
+
+    @cached_property
+    def has_own_derivative(self) -> bool:
+        """Return whether an autograd.Function inside has a backward pass that its operators do not say."""
+        value = self.traced(torch.float32).function()
+
+        def both(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor) -> Any:
+            found, pull, *_ = torch.func.vjp(lambda x: value(x, batch, head, q, k, x), score)
+            return found, pull(grad.to(found.dtype))[0]
+
+        try:
+            derived = trace(both, _examples(torch.float32), self._refusal, "a score_mod", _SIGNATURE)
+        except RingConfigError:  # an operator without a derivative
+            return True
+        return derived.digest != self.traced(torch.float32).digest
+
+    @cached_property
+    def untraced(self) -> Callable[..., Tensor]:
+        """Return the function itself, with the arguments of its trace."""
+        function = self.function
+
+        def of_pairs(
+            score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor, grad: Tensor
+        ) -> Tensor:
+            return function(score, batch, head, q, k)
+
+        return of_pairs
+
+    def check_unchanged(self) -> None:
+        """Raise RingConfigError for a function that captured other values since it was traced."""
+        if self.is_changed():
+            raise self._refusal("captured values that stay as they were", "others; pass the function anew")
+
+    def why_not_this_gradient(self) -> str | None:
+        """Return why a captured tensor that requires a gradient is refused now; None if there is none."""
+        if not torch.is_grad_enabled() or not self.needs_gradient:
+            return None
+        return (
+            f"score_mod {name_of(self.function)}: expected captured tensors that require no gradient, got one"
+            " that does, and would get none; detach it inside the function, or call under torch.no_grad()"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ScoreMod) and self._value == other._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    @cached_property
+    def _value(self) -> tuple[object, ...]:
+        return name_of(self.function), self.needs_gradient, *self.traced(torch.float32).value
 
     def __str__(self) -> str:
-        return f"{name_of(self.function)}, contents {self._contents}"
+        return f"{name_of(self.function)}, contents {self.traced(torch.float32).digest}"
+
+
+_score_mods: WeakKeyDictionary[ScoreFunction, ScoreMod] = WeakKeyDictionary()
 
 
 class Scores(NamedTuple):
@@ -497,19 +485,22 @@ class Scores(NamedTuple):
 
     def changed(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """Return the scores of all pairs as the function changes them."""
-        evaluate: Callable[..., Tensor] = self.mod.function
-        for argument in (4, 3, 2, 1):  # keys, queries, heads, samples: the innermost is the last dimension
-            dims = [0, None, None, None, None]
-            dims[argument] = 0
-            evaluate = torch.vmap(evaluate, in_dims=tuple(dims))
-        device = scores_BHQK.device
-        batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
-        with indexed_by_tensors():
-            return evaluate(scores_BHQK, batch, heads, q_positions, k_positions).to(scores_BHQK.dtype)
+        return self._evaluated(VALUE, scores_BHQK, scores_BHQK, q_positions, k_positions)
 
     def gradient(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of what `changed` was given, from that of what it returned."""
-        # torch.func works below autograd, where the ring's operators run
-        pull: Any = torch.func.vjp(lambda x: self.changed(x, q_positions, k_positions), scores_BHQK)[1]
-        found: Tensor = pull(grad)[0]
-        return found
+        return self._evaluated(DERIVATIVE, scores_BHQK, grad, q_positions, k_positions)
+
+    def _evaluated(
+        self, result: int, scores_BHQK: Tensor, grad_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor
+    ) -> Tensor:
+        device = scores_BHQK.device
+        evaluate: Callable[..., Tensor] = self.mod.traced(scores_BHQK.dtype).function(device, result)
+        for argument in (4, 3, 2, 1):  # keys, queries, heads, samples: the innermost is the last dimension
+            dims = [0, None, None, None, None, 0]
+            dims[argument] = 0
+            evaluate = torch.vmap(evaluate, in_dims=tuple(dims))
+        batch, heads = (torch.tensor(x, device=device) for x in (range(len(scores_BHQK)), self.heads))
+        with torch.no_grad(), functorch_allowed():
+            found = evaluate(scores_BHQK, batch, heads, q_positions, k_positions, grad_BHQK)
+        return found.to(scores_BHQK.dtype)

@@ -29,7 +29,7 @@ from ds_ring.masks.branches import (
     union,
 )
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.tiles import UNBOUNDED, IntArray, MaskFunction, PairMask, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
 
@@ -74,10 +74,15 @@ class Pattern(ABC):
         """Return whether no query attends to a key after itself."""
         return all(branch.is_causal for branch in self._of_one_head)
 
-    @property
+    @cached_property
     def masks(self) -> tuple[PairMask, ...]:
         """Return the mask functions of single pairs, which only a kernel can evaluate."""
         return tuple(dict.fromkeys(mask for branch in self._of_one_head for mask in branch.masks))
+
+    @property
+    def mask_ids(self) -> tuple[int, ...]:
+        """Return which objects the mask functions are: they are equal if their traces are."""
+        return tuple(id(mask.whole) for mask in self.masks)
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -114,12 +119,17 @@ class Pattern(ABC):
         return BoundPattern(tuple(_evaluated_together([branches], branches) for branches in each))
 
     def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
-        """Raise RingPatternError if a mask function fails for such a call, or captured values have changed.
+        """Raise RingPatternError if a mask function fails for such a call.
 
         Runs before anything is sent. `samples` is the batch size, `query_heads` counts those of all ranks.
         """
         for mask in self.masks:
             mask.check(tokens, samples, query_heads, device)
+
+    def check_unchanged(self) -> None:
+        """Raise RingPatternError if a mask function has captured other values since it was made."""
+        for mask in self.masks:
+            mask.check_unchanged()
 
     def multiplicity(self, head: int, query_heads: int, kv_heads: int, q: Any, k: Any) -> Any:
         """Return m, how often query position q attends to key position k (0: not at all).
@@ -221,10 +231,11 @@ class BoundPattern(Pattern):
         return any(counts_twice(branches) for branches in self.branches_by_head)
 
     @cached_property
-    def bands(self) -> tuple[tuple[int, int, tuple[MaskFunction, ...]], ...]:
+    def bands(self) -> tuple[tuple[int, int, tuple[PairMask, ...]], ...]:
         """Return (least distance, most, mask functions) of each branch; one entry if all agree."""
         branches = self.branches_by_head[0]
-        bands = tuple((b.least, b.most, tuple(mask.whole.function for mask in b.masks)) for b in branches)
+        # for any heads: the kernel that reads the functions evaluates them head by head
+        bands = tuple((b.least, b.most, tuple(replace(mask, heads=()) for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
     @cached_property

@@ -642,29 +642,31 @@ def context_of_call(
 ) -> RingContext:
     """Return the context of an eager call; refused arguments raise on all ranks."""
     check_mesh(mesh)
-    # The types tell 1 from True. A score_mod is wrapped anew: the values that it captures may change.
-    key = (pattern, layout, settings, tuple(type(setting) for setting in settings))
+    key: tuple[Any, ...] = ()
     found: RingContext | None = None
-    if score_mod is None:
-        with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
+    with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
+        # Functions are not found here: the values that they captured may have changed.
+        if score_mod is None and not pattern.masks:
+            key = (pattern, layout, settings, tuple(map(type, settings)))  # the types tell 1 from True
             found = mesh.recent.get(key)
     if found is None:
         try:
             found = _made_context(pattern, layout, mesh, settings, score_mod)
         except RingError as error:
             refuse(mesh, error)
-        if score_mod is None:
+        if key:
             mesh.recent[key] = found
     return found
 
 
 def _made_context(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
-    score_mod: ScoreFunction | None,
+    score_mod: ScoreFunction | None, keeps_functions: bool = False,
 ) -> RingContext:  # fmt: skip
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
-    mod = None if score_mod is None else ScoreMod(score_mod)
-    return context_for(pattern, layout, mesh, Options(*settings, score_mod=mod))  # type: ignore[misc]
+    mod = None if score_mod is None else ScoreMod.lookup(score_mod)
+    options = Options(*settings, score_mod=mod)  # type: ignore[misc]
+    return context_for(pattern, layout, mesh, options, keeps_functions)
 
 
 @constant_in_graphs
@@ -683,7 +685,7 @@ def handle_of(
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
-        context = _made_context(pattern, layout, mesh, (number, *others), score_mod)
+        context = _made_context(pattern, layout, mesh, (number, *others), score_mod, keeps_functions=True)
     except RingError as error:
         context = refusing_context(mesh, error)
     context.in_a_graph = True
@@ -701,8 +703,14 @@ def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfi
 @constant_in_graphs
 def _differentiable(handle: int) -> int:
     """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
-    why = why_not_this_derivative()
-    return handle if why is None else refusing_handle(context_of(handle).mesh, why)
+    context = context_of(handle)
+    why = why_not_this_derivative() or _why_not_this_gradient(context)
+    return handle if why is None else refusing_handle(context.mesh, why)
+
+
+def _why_not_this_gradient(context: RingContext) -> str | None:
+    mod = context.options.score_mod
+    return None if mod is None else mod.why_not_this_gradient()
 
 
 @constant_in_graphs
@@ -740,6 +748,9 @@ def _check_eager(
         why = why_not_this_derivative()
         if why is not None:  # functorch would raise before the operator's body
             refuse(context.mesh, RingConfigError(why))
+    why = _why_not_this_gradient(context)
+    if why is not None:
+        refuse(context.mesh, RingConfigError(why))
 
 
 def attend(

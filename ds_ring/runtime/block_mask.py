@@ -368,12 +368,12 @@ def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
 def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
     """Return what limits the branches beside their labels; see `BandTensors`."""
     found = []
-    for *bounds, functions in geometry.rule.bands:
+    for *bounds, masks in geometry.rule.bands:
         # No distance is beyond these, so a bound that is none stays without effect.
         limits = (-FARTHEST, FARTHEST) if geometry.all_full else bounds
         clipped = (max(-FARTHEST, min(bound, FARTHEST)) for bound in limits)
         least, most = (torch.full((), x, dtype=torch.int32, device=device) for x in clipped)
-        found.append(BandTensors(least, most, functions))
+        found.append(BandTensors(least, most, tuple(mask.function(device) for mask in masks)))
     return tuple(found)
 
 

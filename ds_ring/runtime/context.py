@@ -294,6 +294,8 @@ class RingContext:
         handle: the integer by which the operator finds this context.
         refused: an error in the arguments. Every call raises it, after telling the other ranks.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
+        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with graphs
+            and modules, whose contexts hold the caller's own objects; others hold any that are equal.
         exchange: sends and receives tensors; None if the sequence has one rank.
         first_queries: cache of the function `first_queries`, by its arguments.
     """
@@ -304,6 +306,7 @@ class RingContext:
     options: Options
     refused: RingError | None = None
     in_a_graph: bool = False
+    keeps_functions: bool = False
     handle: int = field(init=False)
     exchange: Exchange | None = None
     first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
@@ -377,6 +380,19 @@ class RingContext:
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
         return layout, self._kernel(q)
 
+    def check_functions(self) -> None:
+        """Refuse functions that captured other values since they were traced, where calls do not trace them.
+
+        In a forward pass: the backward pass computes with the values that the forward pass had.
+
+        Raises:
+            RingPatternError, RingConfigError: of the mask; of the score_mod.
+        """
+        if self.refused is None and self.keeps_functions:
+            self.pattern.check_unchanged()
+            if self.options.score_mod is not None:
+                self.options.score_mod.check_unchanged()
+
     def _kernel(self, q: Tensor) -> Kernel:
         options, scores = self.options, None
         if options.score_mod is not None:
@@ -438,8 +454,8 @@ class RingContext:
     ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
 
-        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again,
-        unless the pattern has mask functions. The function ends the agreement, and is to be called before the
+        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again.
+        The function ends the agreement, and is to be called before the
         first payload: on a device the first hop computes meanwhile. It is None if the agreement has ended.
 
         Raises:
@@ -454,12 +470,16 @@ class RingContext:
         )  # fmt: skip
         found = self._prepared.get(key)
         operation = "attention forward" if grad_out is None else "attention backward"
+        if self.keeps_functions and grad_out is None:
+            try:
+                self.check_functions()
+            except RingError as error:
+                self.refuse(operation, q, error)
         if found is None:
             found = self._checked(operation, q, k, v, grad_out, sinks, up)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
                 self._prepared.clear()
-            if not self.pattern.masks:  # the values that a mask function captured may change between calls
-                self._prepared[key] = found
+            self._prepared[key] = found
         elif q.is_cuda or self.options.check_finite:
             try:  # what may differ between tensors of one description
                 check_not_captured(q)
@@ -579,6 +599,8 @@ class RingContext:
         try:
             if self.refused is not None:
                 raise self.refused.with_traceback(None)
+            if grad_out is None:
+                self.check_functions()
             check_tensors(q, k, v)
             check_heads(q.shape[1], k.shape[1], 1)
             check_sinks(sinks, q, q.shape[1])
@@ -708,11 +730,14 @@ def check_layout(layout: object, mesh: RingMesh) -> None:
         )
 
 
-def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options) -> RingContext:
+def context_for(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options, keeps_functions: bool = False
+) -> RingContext:
     """Return the context for these arguments; it is created on first use and dropped with its mesh.
 
     Raises:
-        RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size.
+        RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size; a mask
+            function that has captured other values since it was traced.
     """
     check_mesh(mesh)
     if not isinstance(pattern, Pattern):
@@ -727,9 +752,13 @@ def context_for(pattern: Pattern, layout: Layout | str, mesh: RingMesh, options:
         check_layout_name(layout)
     else:
         check_layout(layout, mesh)
-    found: RingContext = kept(
-        mesh, (pattern, layout, options), lambda: RingContext(pattern, layout, mesh, options)
-    )
+    pattern.check_unchanged()
+    own: Hashable = (pattern.mask_ids, id(options.score_mod)) if keeps_functions else None
+
+    def make() -> RingContext:
+        return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
+
+    found: RingContext = kept(mesh, (pattern, layout, options, own), make)
     return found
 
 
@@ -744,7 +773,8 @@ def first_queries(
     if key not in context.first_queries:
         layout, options = context.layout_for(local_tokens, device.type), context.options
         count = max(1, int(layout.tokens * options.recompute))
-        first = context_for(context.pattern & FirstQueries(count), layout, context.mesh, options)
+        pattern = context.pattern & FirstQueries(count)
+        first = context_for(pattern, layout, context.mesh, options, context.keeps_functions)
         later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
         context.first_queries[key] = first, to_device(torch.from_numpy(later), device)
     return context.first_queries[key]

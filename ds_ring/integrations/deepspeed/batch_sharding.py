@@ -130,7 +130,7 @@ class BatchSharding:
                 " rollouts, got ALiBi: distances on a path are not those in the row, so hand the rollouts"
                 " over as rows of their own"
             )
-        key = (scale, asked, score_mod)
+        key = (scale, asked, asked.mask_ids, score_mod)
         if key not in self._kept:
             patterns = [asked & group.pattern for group in self.groups] or [asked]
             parts = [

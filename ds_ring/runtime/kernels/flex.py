@@ -22,9 +22,10 @@ from torch._higher_order_ops.flex_attention import flex_attention_backward as ba
 from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.errors import RingShapeError
-from ds_ring.masks.mask_mod import Scores
+from ds_ring.masks.mask_mod import DERIVATIVE, VALUE, Scores
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.traced import ByIdentity
 from ds_ring.runtime.block_mask import (
     BandTensors,
     HopMask,
@@ -45,46 +46,36 @@ from ds_ring.runtime.kernels.interface import HeadsOfPass, Operands, PartialGrad
 # with the same numbers of branches and bands.
 
 
-class Same:
-    """Hold an object that is equal to itself alone."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-
-def constants_of_rule(rule: BoundPattern) -> Hashable:
+def constants_of_rule(rule: BoundPattern, device: torch.device) -> Hashable:
     """Return what `block_mask_of` and `score_mod_of` make constants of, for all hops with this rule."""
-    functions = tuple(tuple(map(constants_of_function, band[2])) for band in rule.bands)
+    functions = tuple(
+        tuple(constants_of_function(mask.function(device)) for mask in band[2]) for band in rule.bands
+    )
     branches = (len(rule.branches_by_head), len(rule.branches_by_head[0]))
-    return (*branches, functions, len(rule.mask_heads), rule.counts_twice)
+    return (*branches, tuple(map(tuple, functions)), len(rule.mask_heads), rule.counts_twice)
 
 
 def constants_of_function(function: object) -> Hashable:
-    """Return what torch.compile makes constants of in a caller's function, or in what one captured.
+    """Return what torch.compile makes constants of in a traced function, or in what one captured.
 
     Dynamo knows a function by its code; a captured tensor is an input, of a fixed shape.
     """
     if isinstance(function, FunctionType):
         captured = [cell.cell_contents for cell in function.__closure__ or ()]
-        return Same(function.__code__), constants_of_function((*captured, *(function.__defaults__ or ())))
+        return ByIdentity(function.__code__), constants_of_function(tuple(captured))
     if isinstance(function, Tensor):
         return function.dtype, function.device, function.shape, function.stride(), function.requires_grad
     if isinstance(function, tuple):
         return tuple(map(constants_of_function, function))
     plain = function is None or isinstance(function, (bool, int, float, str))
-    return (type(function), function) if plain else Same(function)
+    return (type(function), function) if plain else ByIdentity(function)
 
 
 class ScoreTensors(NamedTuple):
-    """Hold a caller's score_mod, and the numbers of the query heads, int64 [heads]."""
+    """Hold a score_mod, its derivative, and the numbers of the query heads, int64 [heads]."""
 
-    function: Callable[..., Tensor]
+    value: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
     heads: Tensor
 
 
@@ -155,11 +146,11 @@ def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
     """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
     count = _count(mask)
     if scores is not None:
-        own, heads = scores
+        own, _, heads = scores
 
         def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
-            score = own(score, batch, _at(heads, head), q_position, k_position)
+            score = own(score, batch, _at(heads, head), q_position, k_position, score)
             return weighted(score, batch, head, query, key) if mask.counts_twice else score
 
     def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -214,11 +205,11 @@ def _backward(
     block: int,
     scale: float,
     options: dict[str, Any],
-    joint: Callable[..., Any] | None = None,
+    joint_graph: Callable[..., Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
     blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
-    graph: Any = None if joint is None else partial(joint, score_mod)
+    graph: Any = None if joint_graph is None else joint_graph(mask, scores)
     # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
     dq, dk, dv, _ = backward_operator(
         q, k, v, out, lse, grad_out, grad_lse, score_mod, graph, blocks, scale, options, (), ()
@@ -226,22 +217,23 @@ def _backward(
     return dq, dk, dv
 
 
-def _gradient_of_score(
-    score_mod: Callable[..., Tensor],
-    score: Tensor,
-    batch: Tensor,
-    head: Tensor,
-    query: Tensor,
-    key: Tensor,
-    grad: Tensor,
-) -> list[Tensor | None]:
-    """Return the joint graph of a score_mod.
+def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., list[Tensor | None]]:
+    """Return the joint graph of `score_mod_of`: log m is added, so it has no part in the derivative.
 
     Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
     find no gradient.
     """
-    pull: Any = torch.func.vjp(lambda x: score_mod(x, batch, head, query, key), score)[1]
-    return [pull(grad)[0], None, None, None, None]
+
+    def joint(
+        score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
+    ) -> list[Tensor | None]:
+        if scores is not None:
+            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
+            number = _at(scores.heads, head)
+            grad = scores.derivative(score, batch, number, q_position, k_position, grad)
+        return [grad, None, None, None, None]
+
+    return joint
 
 
 # [Note: one compilation]
@@ -294,7 +286,7 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
     if key not in _compiled:
         call: Any = _backward if constants.way == "backward" else _forward
         if backend is None:
-            call = partial(call, joint=_gradient_of_score) if call is _backward else call
+            call = partial(call, joint_graph=_joint_graph) if call is _backward else call
         else:
             # Dynamo keeps what it has seen of a function's inputs by file, line and name.
             code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
@@ -427,9 +419,9 @@ class FlexKernel:
             q.shape[0] == 1,
             0 if q.shape[2] >= SHORTEST else min(q.shape[2], 2),
             (*heads, q.shape[3], v.shape[3]),
-            constants_of_rule(rule),
+            constants_of_rule(rule, q.device),
             scale,
-            None if self._scores is None else constants_of_function(self._scores.mod.function),
+            constants_of_function(self._score_functions(q)),
             self._options
             if not self._device_blocks
             else options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
@@ -470,11 +462,22 @@ class FlexKernel:
 
     def _how(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
         """Return the arguments that both compiled functions take last."""
-        scores = None
-        if self._scores is not None:
-            heads = numbers_on(tuple(self._scores.heads), q.device)
-            scores = ScoreTensors(self._scores.mod.function, heads)
+        scores, functions = None, self._score_functions(q)
+        if self._scores is not None and functions is not None:
+            scores = ScoreTensors(*functions, numbers_on(tuple(self._scores.heads), q.device))
         return _marked(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
+
+    def _score_functions(self, q: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+        """Return the score_mod and its derivative for queries like these; None for none."""
+        if self._scores is None:
+            return None
+        mod, traced = self._scores.mod, self._scores.mod.traced(torch.promote_types(q.dtype, torch.float32))
+        value, derivative = (traced.function(q.device, result) for result in (VALUE, DERIVATIVE))
+        if self._backend is not None and mod.has_own_derivative:
+            # The compiler derives the gradient of the code that it is given: only the function itself has it.
+            mod.check_unchanged()
+            value = mod.untraced
+        return value, derivative
 
     def _operator(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,

@@ -58,6 +58,8 @@ class ReferenceKernel:
             if self._scores_of is not None:
                 positions = tile.positions(q.device)
                 dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)
+                # the derivative of a pair that is hidden may be infinite, or NaN
+                dscores = dscores.masked_fill(scores == float("-inf"), 0)
             dscores = dscores * scale
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
             yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)

@@ -1,0 +1,400 @@
+"""Trace a caller's function of pairs to a graph that holds its own copies of what the function captured.
+
+Owns the trace, its digest, the function that is made of it, and the walk through what a function captured.
+What a mask or a score_mod has to be is `mask_mod.py`'s.
+
+[Note: the trace of a mask]
+A function is traced with 0-d tensors, as FlexAttention does, and the graph is functionalized: writes to the
+function's own tensors become plain operators, so a write that is left goes to an argument or to a captured
+tensor, and is refused. The digest hashes the graph and the captured tensors: it is equal on two ranks only if
+both are. It is part of the header that ranks compare. A second trace must have the same digest; a function
+that counts its calls does not.
+
+[Note: traces are values]
+Two traces are equal if graph and captured values are, whatever the functions are: caches of plans, kernels
+and contexts compare traces. So kernels evaluate the trace, with copies of the captured tensors, and never the
+function: what it captured may have changed meanwhile, between both passes of a batch for example. The code
+of a graph is made once for all graphs that differ in captured values alone, so a compiled kernel takes the
+tensors as inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import random
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import is_dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ds_ring.errors import RingError
+
+_aten = torch.ops.aten
+# `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
+_CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
+_STATE_DEPTH = 4  # how deep nested functions and objects are searched for captured values
+_KEPT_CODES = 256  # code of so many graphs is kept
+_CPU = torch.device("cpu")
+_FUNCTORCH = [
+    getattr(torch._C.DispatchKey, f"FuncTorch{name}")
+    for name in ("Batched", "VmapMode", "GradWrapper", "DynamicLayerFrontMode", "DynamicLayerBackMode")
+]
+
+PairFunction = Callable[..., Tensor]
+Refusal = Callable[[str, str], RingError]  # of (expected, got)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Return module and qualified name of a function, of the class of any other callable."""
+    if isinstance(function, functools.partial):
+        return f"partial of {name_of(function.func)}"
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0][:100] if text else ''}"
+
+
+def indexed_by_tensors() -> AbstractContextManager[Any]:
+    """Return the mode without which `table[position]` reads the position as a Python number."""
+    # Imported here: it brings Dynamo, 1.3 s, and few processes have a mask function
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
+@contextlib.contextmanager
+def functorch_allowed() -> Iterator[None]:
+    """Let torch.vmap work inside an operator that a compiled graph calls: torch shuts it off there."""
+    with ExitStack() as guards:
+        for key in _FUNCTORCH:
+            guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        yield
+
+
+class Traced:
+    """Hold a graph and its own copies of the captured tensors; [Note: traces are values].
+
+    Attributes:
+        graph: with the caller's tensors.
+        digest: of the graph and of the captured values.
+        captured: the caller's tensors, each once, with their number of writes at the trace.
+        constants: copies of these, which nobody writes to.
+    """
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        self.digest = digest_of(graph)
+        nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
+        # several nodes may read the same captured tensor
+        unique = {id(tensor): tensor for tensor in (constant_of(graph, node) for node in nodes)}
+        self.captured = [(tensor, writes_to(tensor)) for tensor in unique.values()]
+        # never inference tensors: a training step may read them, too
+        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
+            self.constants = tuple(tensor.detach().clone() for tensor in unique.values())
+        numbers = {key: number for number, key in enumerate(unique)}
+        self._number_of = {node: numbers[id(constant_of(graph, node))] for node in nodes}
+        self._functions: dict[tuple[int, torch.device, Any], PairFunction] = {}
+
+    @cached_property
+    def value(self) -> tuple[str, ...]:
+        """Return what is equal for two traces that may stand for one another on this rank."""
+        # ranks compare the digest, which leaves out the numbers of devices
+        return (self.digest, *(str(constant.device) for constant in self.constants))
+
+    def function(self, device: torch.device = _CPU, result: int = 0) -> PairFunction:
+        """Return one of the results as a function of the same arguments, on a device."""
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        key = (result, device, fake)
+        if key in self._functions:
+            return self._functions[key]
+        with torch.inference_mode(False):
+            held = self.constants if fake is None else tuple(map(fake.from_tensor, self.constants))
+            # The function was traced on the CPU: so were tensors that it makes of numbers.
+            constants = tuple(x.to(device) if x.device == _CPU else x for x in held)
+        code = self._code(result, device, constants)
+
+        def of_pairs(*arguments: Tensor) -> Tensor:
+            return cast(Tensor, code(None, *constants, *arguments))
+
+        self._functions[key] = of_pairs
+        return of_pairs
+
+    def _code(self, result: int, device: torch.device, constants: tuple[Tensor, ...]) -> Callable[..., Any]:
+        """Return the code of one result, whose first arguments are a module (unused) and the constants."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"constant_{number}") for number in range(len(self.constants))]
+        copied: dict[fx.Node, Any] = {}
+        for node in self.graph.graph.nodes:
+            if node.op == "get_attr":
+                copied[node] = inputs[self._number_of[node]]
+            elif node.op == "output":
+                results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+                graph.output(copied[results[result]])
+            else:
+                copied[node] = graph.node_copy(node, copied.__getitem__)
+                if node.kwargs.get("device") == _CPU:
+                    copied[node].kwargs = {**copied[node].kwargs, "device": torch.device(device.type)}
+        graph.eliminate_dead_code()
+        described = [(x.dtype, tuple(x.shape), x.stride(), x.device) for x in constants]
+        key = f"{graph.python_code('self').src} {described}"
+        if key not in _codes:
+            _codes[key] = type(fx.GraphModule(torch.nn.Module(), graph)).forward
+            if len(_codes) > _KEPT_CODES:
+                _codes.popitem(last=False)
+        _codes.move_to_end(key)
+        return _codes[key]
+
+
+_codes: OrderedDict[str, Callable[..., Any]] = OrderedDict()  # compiled kernels know code by its object
+
+
+def trace(
+    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: Refusal, what: str,
+    signature: str, check: Callable[[Any], None] | None = None,
+) -> Traced:  # fmt: skip
+    """Trace a function twice; refuse it if the two graphs differ, or if it draws random numbers.
+
+    Args:
+        function: of 0-d tensors.
+        arguments: examples of them, each a tensor of its own.
+        refusal: makes the error.
+        what, signature: for messages, "a mask" for example, and what it is of.
+        check: raises for a result that is none.
+    """
+    # Random numbers of Python and numpy leave no node in the graph, but they change this state.
+    before = random.getstate(), repr(np.random.get_state())
+    with _disable_current_modes(), torch.inference_mode(False), _CPU, functorch_allowed():
+        first, second = (_graph_of(function, arguments, refusal, what, signature, check) for _ in range(2))
+    if digest_of(first) != digest_of(second):
+        raise refusal(f"{what} that is the same at every call", "two traces that differ")
+    if before != (random.getstate(), repr(np.random.get_state())):
+        raise refusal(f"{what} without random numbers", "one that draws them")
+    return Traced(first)
+
+
+def _graph_of(
+    function: Callable[..., Any], arguments: Sequence[Tensor], refusal: Refusal, what: str,
+    signature: str, check: Callable[[Any], None] | None,
+) -> fx.GraphModule:  # fmt: skip
+    """Trace a function with 0-d tensors, or refuse it; see [Note: the trace of a mask]."""
+    results = []
+
+    def with_result(*args: Tensor) -> Any:  # make_fx returns the graph alone
+        results.append(function(*args))
+        return results[-1]
+
+    try:
+        with torch.no_grad(), indexed_by_tensors():
+            traced = make_fx(with_result, tracing_mode="real")(*arguments)
+    except Exception as error:
+        raise refusal(signature, first_line(error)) from error
+    if check is not None:
+        check(results[0])
+    # torch.cond and while_loop keep their branches as submodules of the graph
+    if any(isinstance(module, fx.GraphModule) for module in traced.children()):
+        raise refusal("torch operators on tensors", "control flow (torch.cond, while_loop)")
+    no_writes = f"{what} that writes to no tensor but its own"
+    try:
+        with torch.no_grad():
+            functional = torch.func.functionalize(lambda *args: traced(*args))
+            graph = make_fx(functional, decomposition_table=_CREATE)(*arguments)
+    except Exception as error:
+        raise refusal(no_writes, first_line(error)) from error
+    for node in graph.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise refusal(f"{what} without random numbers", f"a call of {node.target}")
+        if node.target._schema.is_mutable:
+            raise refusal(no_writes, f"a call of {node.target}")
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
+    """Return the captured tensor that a node of the graph stands for."""
+    return cast(Tensor, functools.reduce(getattr, str(node.target).split("."), graph))
+
+
+def digest_of(graph: fx.GraphModule) -> str:
+    """Hash the graph, in a form that is the same in every process, and the values of its constants."""
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.graph.nodes)}
+    found = hashlib.sha256()
+
+    def text_of(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return numbers[x]
+        # the kind of device only: its number differs from rank to rank
+        return x.type if isinstance(x, torch.device) else x
+
+    for node in graph.graph.nodes:
+        target = str(node.target)
+        if node.op == "get_attr":
+            tensor = constant_of(graph, node)
+            target = f"{tensor.dtype} {tuple(tensor.shape)} {_digest_of_values(tensor)}"
+        elif node.op == "placeholder":
+            target = node.op  # how a function calls its arguments is no part of what it does
+        arguments = fx.node.map_aggregate((node.args, node.kwargs), text_of)
+        found.update(f"{node.op} {target} {arguments}\n".encode())
+    return found.hexdigest()[:16]
+
+
+def _digest_of_values(tensor: Tensor) -> str:
+    if isinstance(tensor, FakeTensor):  # has none; a pass over fake tensors compares nothing
+        return "fake"
+    host = tensor.detach().cpu().contiguous()
+    # as bytes: numpy has no bfloat16
+    data = host.reshape(-1).view(torch.uint8) if host.numel() else host
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()
+
+
+def writes_to(tensor: Tensor) -> int | None:
+    """Return the number of writes to a tensor so far; None if torch does not count them."""
+    return None if tensor.is_inference() else tensor._version
+
+
+class Captured(NamedTuple):
+    """Hold what a function captured, as far as Python lets us look.
+
+    Attributes:
+        values: in a fixed order numbers, texts, and objects by identity; equal for two moments between which
+            nothing changed.
+        is_all: no other value can change a trace: the function captured numbers and texts alone.
+    """
+
+    values: list[object]
+    is_all: bool
+
+    @classmethod
+    def by(cls, function: object) -> Captured:
+        found = list(_values_of(function, _STATE_DEPTH))
+        return cls(found, not any(isinstance(one, _Opaque) for one in found))
+
+
+class _Opaque(NamedTuple):
+    """Mark something that may change unseen."""
+
+    value: object
+
+
+class ByIdentity:
+    """Hold an object that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """Return the names that a function's code, and the functions defined in it, read."""
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return set(code.co_names).union(*map(_names_of, inner))
+
+
+def _values_of(function: object, depth: int) -> Iterator[object]:
+    """Yield what a callable captured."""
+    if isinstance(function, functools.partial):
+        parts: list[object] = [function.func, *function.args, *function.keywords.values()]
+        names: set[str] = set()
+    elif isinstance(function, types.FunctionType):
+        names = _names_of(function.__code__)
+        parts = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for cell in function.__closure__ or ():
+            # an empty cell: the function refers to itself and is still being defined
+            with contextlib.suppress(ValueError):
+                parts.append(cell.cell_contents)
+        found = function.__globals__
+        parts += [found[name] for name in sorted(names) if name in found]
+    else:  # a method, or an object with __call__
+        owner = getattr(function, "__self__", function)
+        parts = [getattr(function, "__func__", inspect.getattr_static(function, "__call__", None))]
+        names = _names_of(getattr(parts[0], "__code__", _NO_CODE))
+        frozen = is_dataclass(owner) and vars(type(owner))["__dataclass_params__"].frozen
+        yield ByIdentity(owner) if frozen else _Opaque(ByIdentity(owner))
+        yield from _attributes(owner, depth, names)
+    for part in parts:
+        yield from _value(part, depth, names)
+
+
+_NO_CODE = compile("", "", "exec")
+
+
+def _value(part: object, depth: int, names: set[str]) -> Iterator[object]:
+    """Yield what stands for a captured object; `names` are those that the function reads of objects."""
+    if part is None or isinstance(part, (bool, int, float, complex, str, bytes)):
+        yield type(part), repr(part)  # True is not 1, and NaN is NaN
+    elif isinstance(
+        part, (torch.dtype, torch.device, types.BuiltinFunctionType, torch._ops.OpOverloadPacket)
+    ):
+        yield part
+    elif isinstance(part, Tensor):
+        yield _Opaque(ByIdentity(part))  # `x.data` and numpy write without being counted
+        yield writes_to(part)
+    elif isinstance(part, np.ndarray) and not part.dtype.hasobject:
+        yield part.shape, str(part.dtype), hash(part.tobytes())
+    elif isinstance(part, (list, tuple, dict, set, frozenset)) and depth:
+        # The length distinguishes nested lists with the same items, such as [[1], [2]] and [[1, 2]].
+        yield len(part)
+        for one in (x for pair in part.items() for x in pair) if isinstance(part, dict) else part:
+            yield from _value(one, depth - 1, names)
+    elif isinstance(part, (types.FunctionType, types.MethodType, functools.partial)) and depth:
+        yield ByIdentity(getattr(part, "__code__", None))
+        yield from _values_of(part, depth - 1)
+    elif isinstance(part, (types.ModuleType, type)) and _home_of(part) in _UNCHANGING:
+        yield ByIdentity(part)
+    else:
+        yield _Opaque(ByIdentity(part))
+        if depth:
+            yield from _attributes(part, depth, names)
+            if callable(part) and not isinstance(part, type):
+                yield from _values_of(part, depth - 1)
+
+
+_UNCHANGING = {"torch", "math", "builtins", "ds_ring"}
+
+
+def _home_of(part: types.ModuleType | type) -> str:
+    return (part.__module__ if isinstance(part, type) else part.__name__).partition(".")[0]
+
+
+def _attributes(owner: object, depth: int, names: set[str]) -> Iterator[object]:
+    """Yield the attributes of an object that a function may read by these names."""
+    for name in sorted(names):
+        # not getattr, which may run code
+        found = inspect.getattr_static(owner, name, None)
+        for table in ("_buffers", "_parameters", "_modules"):  # of an nn.Module
+            found = vars(owner)[table].get(name, found) if table in getattr(owner, "__dict__", {}) else found
+        if isinstance(found, types.FunctionType) and depth and not isinstance(owner, types.ModuleType):
+            yield from _attributes(owner, depth - 1, _names_of(found.__code__))  # a method reads others
+        elif isinstance(found, property):
+            yield _Opaque(None)
+            if depth and found.fget is not None:
+                yield from _attributes(owner, depth - 1, _names_of(found.fget.__code__))
+        elif isinstance(found, types.MemberDescriptorType):  # of __slots__
+            yield from _value(getattr(owner, name, None), depth - 1, names) if depth else ()
+        elif found is not None:
+            yield from _value(found, max(depth - 1, 0), names)
