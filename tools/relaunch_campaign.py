@@ -10,6 +10,7 @@ Printed are the seconds from the fault to the next training step.
 Example:
     python tools/relaunch_campaign.py --rounds 5
     python tools/relaunch_campaign.py --leave --rounds 10
+    python tools/relaunch_campaign.py --twice --rounds 100
     python tools/relaunch_campaign.py --engines --tolerance 1e-6
     python tools/relaunch_campaign.py --rounds 1 --only "kill a node" --engine deepspeed
 """
@@ -26,6 +27,7 @@ from bench import parser_of, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' hosts
 
+from tests.dist.launch_rounds import play_rounds
 from tests.dist.leave_rounds import PLACES, kill_the_launcher, leave_when_told
 from tests.dist.relaunch_rounds import ENGINES, FAULTS, play_round, same_losses_by, uninterrupted
 
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         __doc__, rounds=(5, "of each fault"), tolerance=(1e-5, "largest difference of a loss"),
         engines=(False, "compare the losses under every engine instead"),
         leave=(False, "SIGTERM and kill -9 of the launcher instead"),
+        twice=(False, "two launches of one run at the same instant instead: no hosts, no root"),
     )  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], help="rounds whose name contains one of these")
     parser.add_argument("--engine", choices=("torchrun", "deepspeed", "slurm"), default="torchrun")
@@ -43,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     bad, started = 0, time.monotonic()
     if options.leave:
         return _leave(options.rounds, options.only)
+    if options.twice:
+        return _launch_twice(options.rounds)
     if options.engines:
         return _compare_engines(options.tolerance)
     with tempfile.TemporaryDirectory(prefix="relaunch-") as name:
@@ -61,6 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
                 print_row(row | {name: getattr(found, name) for name in names} | {"wrong": wrong})
     print(f"{bad} bad rounds, {time.monotonic() - started:.0f} s", flush=True)
     return min(bad, 100)
+
+
+def _launch_twice(rounds: int) -> int:
+    with tempfile.TemporaryDirectory(prefix="launch-") as name:
+        found = play_rounds(Path(name), rounds)
+    for number, wrong in enumerate(found):
+        print_row({"round": number, "wrong": wrong})
+    return min(sum(map(bool, found)), 100)
 
 
 def _leave(rounds: int, only: list[str]) -> int:

@@ -9,6 +9,7 @@ Dates are words: nothing here is one.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -282,6 +283,12 @@ def _misfits(cluster: Cluster) -> Iterator[Problem]:
     if any(re.match(r"(-H|--hostfile)\b", argument) for argument in cluster.engine_args):
         advice = "name it by the key hostfile of this YAML"
         yield Problem("engine_args", sentence("no hostfile of the engine's", "one", advice))
+    unset = cluster.starter.unset
+    options = [name for name in cluster.environment if any(fnmatch.fnmatchcase(name, one) for one in unset)]
+    if options:
+        expected = f"variables that {cluster.engine} does not read as options"
+        advice = "remove it; options of the engine stand in engine_args"
+        yield Problem("environment", sentence(expected, options[0], advice))
     yield from cluster.starter.problems(cluster)
     if cluster.relaunch is None:
         return

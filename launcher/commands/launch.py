@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..cluster import checks
     from ..cluster.cluster_file import read_cluster
     from ..run import process, relaunch
-    from ..run.job import FOLDER, Job, raise_file_limit
+    from ..run.job import FOLDER, Job, open_standard_streams, raise_file_limit
     from ..run.start import start
 
     cluster = read_cluster(options.config)
@@ -70,12 +69,12 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         return 0
 
     raise_file_limit()
-    with tempfile.TemporaryDirectory(prefix="ds-ring-") as name:
-        job = Job(cluster, node_rank, port, Path(name), caller, extra_args, told)
-        if cluster.run_folder is not None:
-            return relaunch.run(job)
-        with process.signals_noted() as signals:
-            return start(job, signals)
+    open_standard_streams()
+    job = Job(cluster, node_rank, port, FOLDER, caller, extra_args, told)
+    if cluster.run_folder is not None:
+        return relaunch.run(job)
+    with process.signals_noted() as signals:
+        return start(job, signals)
 
 
 def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -> int:

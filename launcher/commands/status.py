@@ -44,11 +44,11 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print what is known; the exit status is that of the run's state."""
-    from ..status.run_status import read_run
+    from ..status.run_status import CONFIRM_SECONDS, read_run
 
     refuse_extra("status", extra_args)
     while True:
-        status = read_run(options.folder)
+        status = read_run(options.folder, confirm_seconds=CONFIRM_SECONDS)
         _show(status, options)
         if not options.watch or not status.is_under_way:
             fine = status.is_under_way or status.state == "done"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import inf, isnan
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..cluster.cluster import Cluster
-from ..run.job import Job
+from ..run.job import Job, module_command
 from .hosts import HostAnswers
 
 OK, WARNING, WRONG, NOT_LOOKED_AT = "ok", "warning", "wrong", "not looked at"
@@ -359,7 +358,7 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     path = job.folder / "doctor.yaml"
     path.touch(mode=0o600, exist_ok=False)  # it has the values of variables
     path.write_text(yaml.safe_dump(_cluster_of_self_test(job)))
-    command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(path)]
+    command = [*module_command("ds_ring_launcher.cli"), "launch", str(path)]
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
     status, said, complaints = _run(command, dict(job.caller_environment), seconds)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from typing import TYPE_CHECKING
 
 from ds_ring.errors import RingConfigError
 
-from ..run.job import Invocation, Job
+from ..run.job import RANK_SCRIPT, Invocation, Job, module_command
+from ..run.rank_script import ONLY, SAFE_PATH
 from .engine import Engine
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..cluster.cluster import Cluster
 
-_DEVICES = "CUDA_VISIBLE_DEVICES"
+_DEVICES, _SAFE = "CUDA_VISIBLE_DEVICES", "PYTHONSAFEPATH"
 
 
 class DeepSpeed(Engine):
@@ -31,13 +31,18 @@ class DeepSpeed(Engine):
         hostfile = job.folder / "hostfile"
         slots, include = _slots(job)
         files = {hostfile: "".join(f"{name} slots={count}\n" for name, count in slots.items())}
-        argv = [sys.executable, "-m", "deepspeed.launcher.runner"]
+        argv = module_command("deepspeed.launcher.runner")
         argv += [f"--hostfile={hostfile}", f"--master_port={job.port}", *include]
         argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
         # At "info" it writes the values of NCCL's variables into the log.
         argv += ["--log_level=warning", *cluster.engine_args]
-        argv += job.rank_command("--module")
-        return Invocation(argv, job.with_own_programs(job.environment), files, private=job.private)
+        # Its runner starts its launcher by `python -m`, in whose ranks rank_script.py ends this.
+        keeper = [str(RANK_SCRIPT), ONLY] if job.attempt_folder is None else []
+        argv += [*keeper, *job.rank_command]
+        environment = job.with_own_programs(job.environment)
+        if not job.caller_environment.get(_SAFE):
+            environment[_SAFE] = SAFE_PATH
+        return Invocation(argv, environment, files, private=job.private, unset=self.unset)
 
     def problems(self, cluster: Cluster) -> list[Problem]:
         """Return options that would undo in DeepSpeed's launcher what ds-ring does."""

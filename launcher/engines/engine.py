@@ -7,12 +7,12 @@ runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..run.job import Invocation, Job
+from ..run.job import Invocation, Job, module_command
+from ..run.run_folder import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from ds_ring.config.messages import Problem
@@ -22,15 +22,27 @@ if TYPE_CHECKING:
 _SSH_ADVICE = "install an ssh client, or set ssh: false and start ds-ring on every host with --node-rank"
 
 
+# The engine sets these for each rank, and torch or DeepSpeed would believe those of a job around this one:
+# of a rank that calls ds-ring, say. PET_X is torchrun's option --x.
+NUMBERS_OF_RANKS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "NODE_RANK", "GROUP_RANK",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "CROSS_RANK", "CROSS_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*", "PET_*", "DLTS_*", FOLDER_VARIABLE,
+)  # fmt: skip
+
+
 class Engine:
     """Start the ranks of a job. The defaults are those of a program that starts the ranks of one host.
 
     Attributes:
+        unset: patterns of environment variables that it would read as options of its own, or as numbers of
+            ranks; it does not get the caller's.
         starts_all_hosts: one call starts the ranks of all hosts; else it is called on each host.
         has_daemons: other hosts are reached by daemons of its own, not by ssh; a host that is gone is their
             matter.
     """
 
+    unset: tuple[str, ...] = NUMBERS_OF_RANKS
     starts_all_hosts = False
     has_daemons = False
 
@@ -61,4 +73,4 @@ def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher
     # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
     options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     words = [word for option in options for word in ("-o", option)]
-    return ["ssh", "-T", *port, *words, host, shlex.join([sys.executable, "-u", "-m", module])]
+    return ["ssh", "-T", *port, *words, host, shlex.join(module_command(module))]

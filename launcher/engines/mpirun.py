@@ -18,8 +18,8 @@ import subprocess
 import sys
 from types import FrameType
 
-from ..run.job import Invocation, Job
-from .engine import Engine
+from ..run.job import Invocation, Job, module_command
+from .engine import NUMBERS_OF_RANKS, Engine
 
 _FROM_OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -27,6 +27,10 @@ _FROM_OPEN_MPI = {
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
     "LOCAL_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
+_PLACEMENT = (
+    "rmaps_*", "hwloc_*", "*default_hostfile", "*rankfile", "*enable_recovery", "*max_restarts",
+    "*_output_filename", "*_oversubscribe",
+)  # fmt: skip
 _END_SIGNAL = signal.SIGUSR2
 _PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, _END_SIGNAL})
 _PR_SET_PDEATHSIG = 1
@@ -38,6 +42,12 @@ class Mpirun(Engine):
     """Start the ranks of all hosts by Open MPI's mpirun; a process of this module runs in each rank."""
 
     starts_all_hosts = True
+    # where ranks are placed, bound and started again, and those of an mpirun around this one; which network
+    # is used (btl, oob) and how hosts are reached (plm) is a site's to say
+    unset = (
+        *NUMBERS_OF_RANKS, "OMPI_COMM_WORLD_*", "OMPI_UNIVERSE_SIZE", "PMIX_RANK", "PMIX_NAMESPACE",
+        "PMIX_SERVER_*", *(f"{name}_MCA_{part}" for name in ("OMPI", "PRTE") for part in _PLACEMENT),
+    )  # fmt: skip
 
     def invocation(self, job: Job) -> Invocation:
         """Return the call of mpirun for all hosts; mpi4py is not needed: ranks talk through torch."""
@@ -58,13 +68,13 @@ class Mpirun(Engine):
             argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
         for name in sorted(environment):  # the values are taken from its own environment
             argv += ["-x", name]
-        argv += [*cluster.engine_args, sys.executable, "-m", "ds_ring_launcher.engines.mpirun"]
-        argv += job.rank_command()
+        argv += [*cluster.engine_args, *module_command("ds_ring_launcher.engines.mpirun"), *job.rank_command]
         return Invocation(
             argv,
             job.with_own_programs(environment),
             programs={"mpirun": _MPIRUN_ADVICE},
             private=job.private,
+            unset=self.unset,
             end_signal=_END_SIGNAL,
         )
 

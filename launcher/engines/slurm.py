@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..run.job import Invocation, Job
+from ..run.job import Invocation, Job, module_command
 from ..run.run_folder import PREEMPTED
-from .engine import Engine
+from .engine import NUMBERS_OF_RANKS, Engine
 
 if TYPE_CHECKING:
     from ..cluster.cluster import Cluster, Host
@@ -29,6 +29,11 @@ _FROM_SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK
 _SWITCH = re.compile(
     r"^SwitchName=(?P<name>\S+) Level=(?P<level>\d+) .*?\bNodes=(?P<nodes>\S+)", re.MULTILINE
 )
+_OPTIONS = (
+    "EXPORT_ENV", "LABELIO", "STDINMODE", "STDOUTMODE", "STDERRMODE", "WORKING_DIR", "WAIT", "NO_KILL",
+    "TASK_PROLOG", "TASK_EPILOG", "PROLOG", "EPILOG", "OVERCOMMIT", "TIMELIMIT", "EXCLUSIVE", "OVERLAP",
+    "MULTI_PROG", "HINT", "MEM_BIND", "OPEN_MODE", "SRUN_REDUCE_TASK_EXIT",
+)  # fmt: skip
 _SCONTROL_SECONDS = 30
 _PLAIN = ("--mpi=none", "--cpu-bind=none", "--unbuffered")  # nothing of MPI's, nothing held back
 _SIGNAL_SECONDS = 120  # before the time limit, unless grace_seconds needs more
@@ -42,6 +47,8 @@ class Slurm(Engine):
 
     starts_all_hosts = True
     has_daemons = True  # they end a job that loses a host
+    # options of srun that no allocation sets for its own sake
+    unset = (*NUMBERS_OF_RANKS, *(f"SLURM_{name}" for name in _OPTIONS))
 
     def invocation(self, job: Job) -> Invocation:
         """Return the call of srun for all hosts, in the order of the YAML."""
@@ -51,7 +58,7 @@ class Slurm(Engine):
         # "arbitrary" places task k on line k of SLURM_HOSTFILE: rank 0 is on the YAML's first host.
         argv = ["srun", f"--nodes={len(cluster.hosts)}", f"--ntasks={cluster.world_size}"]
         argv += ["--distribution=arbitrary", "--kill-on-bad-exit=1", *_PLAIN, *cluster.engine_args]
-        argv += [sys.executable, "-u", "-m", "ds_ring_launcher.engines.slurm", *job.rank_command()]
+        argv += [*module_command("ds_ring_launcher.engines.slurm"), *job.rank_command]
         environment = {
             **job.environment,
             "MASTER_ADDR": job.master_address,
@@ -64,6 +71,7 @@ class Slurm(Engine):
             files,
             programs={"srun": _SRUN_ADVICE},
             private=job.private,
+            unset=self.unset,
             # srun hands it on to all tasks; its own SIGTERM leaves them no time. Without a run_folder nothing
             # there makes a SIGTERM of it (run/rank.py).
             end_signal=None if job.attempt_folder is None else signal.SIGUSR1,
@@ -72,7 +80,7 @@ class Slurm(Engine):
     def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
         """Return the srun that runs a module on one host of the allocation, beside what runs there."""
         argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_PLAIN]
-        return [*argv, sys.executable, "-u", "-m", module], _SRUN_ADVICE
+        return [*argv, *module_command(module)], _SRUN_ADVICE
 
     def order_hosts(self, hosts: tuple[Host, ...], environment: Mapping[str, str]) -> tuple[Host, ...]:
         """Return the hosts in the order of their switches, where Slurm knows those.
@@ -104,7 +112,7 @@ class Slurm(Engine):
             "# Time, partition and account: sbatch --time=... --partition=... --account=... THIS_SCRIPT",
             "",
         ]
-        command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(config.absolute())]
+        command = [*module_command("ds_ring_launcher.cli"), "launch", str(config.absolute())]
         command += ["--", *extra_args] if extra_args else []
         return "\n".join([*lines, _BODY.format(command=shlex.join(command), preempted=PREEMPTED)])
 

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import IO, Any
@@ -40,13 +39,13 @@ def main(stdin: IO[str]) -> int:
     if not Path(request["script"]).is_file():
         return _refuse(f"script: expected a Python file, got no {request['script']}; copy it to this host")
     raise_file_limit()
-    with tempfile.TemporaryDirectory(prefix="ds-ring-") as folder:
-        invocation = _invocation(request, folder)
+    with process.private_folder() as folder:
+        invocation = _invocation(request, str(folder))
         grace = process.Grace(request["grace_seconds"])
         with process.signals_noted() as signals:
             threading.Thread(target=_listen, args=(stdin, grace), daemon=True).start()
             return process.run(
-                invocation, dict(os.environ), request["script"], signals, grace, stdin=subprocess.DEVNULL
+                invocation, dict(os.environ), request["script"], signals, grace, folder, subprocess.DEVNULL
             )
 
 
@@ -55,7 +54,8 @@ def _invocation(request: dict[str, Any], folder: str) -> Invocation:
     files = {Path(name.replace(str(FOLDER), folder)): text for name, text in request["files"].items()}
     # PATH is this host's: the launcher's may have other folders.
     environment = own_programs_first(request["environment"], os.environ)
-    return Invocation(argv, environment, files, end_signal=request["end_signal"])
+    unset, end_signal = tuple(request["unset"]), request["end_signal"]
+    return Invocation(argv, environment, files, unset=unset, end_signal=end_signal)
 
 
 def _listen(stdin: IO[str], grace: process.Grace) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 FOLDER = Path("/ds-ring-agent-folder")
 _SHELL_FOLDER = "ds_ring_folder"
 LOOPBACK = "127.0.0.1"
-RANK_MODULE = "ds_ring_launcher.run.rank"  # runs the script in each rank, where there is a run_folder
+RANK_SCRIPT = Path(__file__).with_name("rank_script.py")  # runs the script in each rank
 SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
 
 
@@ -48,11 +48,14 @@ class Invocation:
     files: dict[Path, str] = field(default_factory=dict)
     programs: dict[str, str] = field(default_factory=dict)  # needed on PATH -> what to do without it
     private: frozenset[str] = frozenset()  # variables whose values are shown to nobody
+    unset: tuple[str, ...] = ()  # patterns of variables of the caller's that the engine does not get
     end_signal: int | None = None  # that makes the engine end its ranks in their own time
 
     def as_shell(self) -> str:
         """Return the same as a shell script, with the names of private variables and not their values."""
-        lines = []
+        lines = (
+            [_UNSET.format(names="|".join(self.unset).replace("*", "[A-Za-z_0-9]*"))] if self.unset else []
+        )
         if FOLDER_VARIABLE in self.environment:
             lines.append(f"mkdir -p {_quoted(self.environment[FOLDER_VARIABLE])}")
         if self.files:  # in a folder that nobody else can write to ([Note: planted links] in json_text.py)
@@ -69,6 +72,9 @@ def _quoted(word: str) -> str:
     """Return a word of a shell script, FOLDER in it as the shell's variable."""
     parts = (shlex.quote(part) if part else "" for part in word.split(str(FOLDER)))
     return f'"${_SHELL_FOLDER}"'.join(parts) or "''"
+
+
+_UNSET = r"for name in $(env | sed -nE 's/^({names})=.*/\1/p'); do unset \"$name\"; done"
 
 
 def _private_line(name: str) -> str:
@@ -124,13 +130,10 @@ class Job:
         config = ["--deepspeed", "--deepspeed_config", str(self.cluster.deepspeed_config)]
         return [str(self.cluster.script), *config, *self.cluster.script_args, *self.extra_args]
 
-    def rank_command(self, module: str = "-m") -> list[str]:
-        """Return what runs in each rank: the script, by rank.py if that is to keep logs and faults.
-
-        Args:
-            module: the engine's option for a module.
-        """
-        keeper = [] if self.attempt_folder is None else [module, RANK_MODULE]
+    @property
+    def rank_command(self) -> list[str]:
+        """Return what runs in each rank: the script, by rank.py if that is to keep logs and faults."""
+        keeper = [] if self.attempt_folder is None else [str(RANK_SCRIPT)]
         return [*keeper, *self.script_command]
 
     def with_own_programs(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -143,6 +146,29 @@ class Job:
 # The host of rank 0 has a connection to every rank, so a run opens more files than the usual limit allows.
 # Not the hard limit itself, which may be a thousand million: some programs close every number below it.
 _FILES = 65536
+
+
+def module_command(module: str) -> list[str]:
+    """Return the command line of a module of ours or an engine's: -P, so that no module of the working folder
+    takes another one's place.
+    """
+    return [sys.executable, "-P", "-u", "-m", module]
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null for standard input, output and errors where whoever started this process closed them.
+
+    Otherwise the next file that is opened would have their numbers.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def raise_file_limit() -> None:

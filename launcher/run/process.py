@@ -5,26 +5,33 @@ of SIGTERM without passing it on, and calls it success when its helper is killed
 
 A run whose launcher dies without ending it (by SIGKILL, out of memory, in a crash) is ended by a guardian:
 this module in a small process beside the launcher, in a session of its own. Its standard input is a pipe that
-the launcher alone holds open: the first line names the run, "done" says that the run has ended, and the end
-of the file without that word says that the launcher is gone, however it died.
+the launcher alone holds open: the first line is {"mark", "folder"} of the run, "done" says that the run has
+ended, and the end of the file without that word says that the launcher is gone, however it died.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 import psutil
 
-from .job import RANK_MODULE, Invocation
+from ds_ring.errors import RingConfigError
+
+from .job import Invocation, module_command
 
 # The processes of a run are found by an environment variable that they inherit. An engine may start sessions
 # and process groups of its own; only a process that starts with an empty environment loses the variable.
@@ -85,19 +92,19 @@ _DONE = "done"
 class Guardian:
     """Hold the launcher's end of the pipe: made before the run is started, told `done` after its end."""
 
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
+    def __init__(self, mark: str, folder: Path | None) -> None:
+        self._run = json.dumps({"mark": mark, "folder": None if folder is None else str(folder)})
         self._start()
 
     def _start(self) -> None:
         # Without the mark it would end itself; it must import the same package wherever that is.
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ds_ring_launcher.run.process"],
+            module_command("ds_ring_launcher.run.process"),
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             env=environment, start_new_session=True, text=True,
         )  # fmt: skip
-        self._tell(self._mark)
+        self._tell(self._run)
 
     def keep(self) -> None:
         """Start it again if somebody has ended it."""
@@ -126,14 +133,35 @@ def main() -> None:
     """Be the guardian: at the end of standard input end the run, unless the launcher said that it is done."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # meant for the launcher
         signal.signal(number, signal.SIG_IGN)
-    mark, *said = sys.stdin.read().split() or [""]
-    if not mark or _DONE in said or not marked(mark):
+    first, *said = sys.stdin.read().splitlines() or [""]
+    if not first.startswith("{") or _DONE in said:
         return
+    run = json.loads(first)
+    if marked(run["mark"]):
+        say("the launcher was killed; ending this run's processes")
+        end_all(run["mark"], ORPHAN_GRACE_SECONDS)
+    if run["folder"] is not None:
+        shutil.rmtree(run["folder"], ignore_errors=True)
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Make a folder for the files of one attempt; removed at the end, by the guardian if need be.
+
+    One for each attempt: a long job may outlive whatever cleans /tmp.
+
+    Raises:
+        RingConfigError: there is no place for it.
+    """
     try:
-        print("ds-ring: the launcher was killed; ending this run's processes", file=sys.stderr, flush=True)
-    except OSError:  # the terminal went with it
-        pass
-    end_all(mark, ORPHAN_GRACE_SECONDS)
+        made = tempfile.TemporaryDirectory(prefix="ds-ring-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise RingConfigError(
+            f"expected a folder for temporary files, got none ({error.strerror}); free its disk, or set"
+            " TMPDIR"
+        ) from None
+    with made as name:
+        yield Path(name)
 
 
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
@@ -155,6 +183,7 @@ def run(
     script: str,
     signals: list[int],
     grace: Grace,
+    folder: Path | None = None,
     stdin: int | None = None,
 ) -> int:
     """Run to the end and return the exit status; 128 + n where signal n ended it.
@@ -165,13 +194,15 @@ def run(
         script: that the ranks run, by which they are known.
         signals: those that this process has got (`signals_noted`); a new one ends the run in order.
         grace: for the ranks, after a signal.
+        folder: that the guardian removes if this process is killed.
         stdin: of the engine.
     """
     mark = uuid.uuid4().hex
-    environment = {**caller_environment, **invocation.environment, MARK: mark}
+    around = without_options(caller_environment, invocation.unset)
+    environment = {**around, **invocation.environment, MARK: mark}
     for path, text in invocation.files.items():
-        path.write_text(text)
-    guardian = Guardian(mark)
+        path.write_text(text, encoding="utf-8")
+    guardian = Guardian(mark, folder)
     # A session of its own, so that the terminal's Ctrl-C comes through us alone, once.
     engine = subprocess.Popen(invocation.argv, env=environment, stdin=stdin, start_new_session=True)
     try:
@@ -179,7 +210,7 @@ def run(
             guardian.keep()
             time.sleep(POLL_SECONDS)
         if not signals:
-            return _status(engine.returncode, mark, script, signals)
+            return _status(engine.returncode, mark, script, signals, grace)
         say(f"got {signal.Signals(signals[0]).name}; ending all processes of this run")
         _let_end(engine, invocation.end_signal, mark, signals, grace)
         return 128 + signals[0]
@@ -192,7 +223,18 @@ def run(
         guardian.done()
 
 
-def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
+def without_options(environment: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """Return an environment without the variables that an engine would read as options, and say which."""
+    left_out = [name for name in environment if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
+    if left_out:
+        say(
+            f"left out of the engine's environment: {few(sorted(left_out))}; its options stand in engine_args"
+            " of the cluster YAML"
+        )
+    return {name: value for name, value in environment.items() if name not in left_out}
+
+
+def _status(returncode: int, mark: str, script: str, signals: list[int], grace: Grace) -> int:
     """Return the engine's status, unless it says 0 while ranks of the run are still at work."""
     if returncode != 0:
         return returncode if returncode > 0 else 128 - returncode
@@ -202,7 +244,36 @@ def _status(returncode: int, mark: str, script: str, signals: list[int]) -> int:
     if ranks:
         say(f"error: the engine ended with status 0 but left ranks running (pids {ranks}); ending them")
         return _FAILURE
+    left = [f"{_name_of(process)} (pid {process.pid})" for process in marked(mark)]
+    if left:
+        say(
+            f"the script has ended and left {few(left)} at work, which end in {grace.seconds:g} s"
+            " (grace_seconds); what must be finished, an upload say, the script has to wait for"
+        )
+        wait_until_gone(mark, grace.seconds, hurry=lambda: len(signals) != before)
     return 0
+
+
+def _name_of(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:  # it has just ended
+        return "a process"
+
+
+def _ranks(mark: str) -> list[psutil.Process]:
+    """Return the processes that engines started as ranks of the run, and not what these have started."""
+    found = {}
+    for process in marked(mark):
+        with suppress(psutil.Error):
+            if "RANK" in process.environ():
+                found[process.pid] = process
+    ranks = []
+    for process in found.values():
+        with suppress(psutil.Error):
+            if process.ppid() not in found:
+                ranks.append(process)
+    return ranks
 
 
 def _let_end(
@@ -216,13 +287,12 @@ def _let_end(
         except ProcessLookupError:
             return
     else:
-        ranks = marked(mark, lambda words: RANK_MODULE in words[2:4])
+        ranks = _ranks(mark)
         if not ranks:
-            return  # without a run_folder: a rank cannot be told from what it has started
+            return
         for rank in ranks:
             with suppress(psutil.Error):  # it is gone
-                if rank.ppid() not in [other.pid for other in ranks]:  # no forked worker of a rank
-                    rank.terminate()
+                rank.terminate()
     while engine.poll() is None and time.monotonic() < deadline and len(signals) == before:
         time.sleep(POLL_SECONDS)
 

@@ -1,11 +1,12 @@
 """Run a script as one rank of a run: its log, and what ended it, go into the folder of the attempt.
 
-What every engine starts where the cluster YAML names a `run_folder`. In the process of the script, so that
-signals, exit status and stacks are the script's own. What the files are stands in run_folder.py.
+What every engine starts, by rank_script.py, where the cluster YAML names a `run_folder`. In the process of
+the script, so that signals, exit status and stacks are its own. What the files are stands in run_folder.py.
 """
 
 from __future__ import annotations
 
+import dis
 import errno
 import faulthandler
 import os
@@ -16,12 +17,14 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
 from ds_ring.config.json_text import append_text
 
-from .job import raise_file_limit
+from .job import open_standard_streams, raise_file_limit
 from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
 
@@ -36,25 +39,31 @@ def main(argv: list[str]) -> None:
     script, *arguments = argv[len(before) :]
     rank, folder = int(os.environ.get("RANK", "0")), Path(os.environ[FOLDER_VARIABLE])
     raise_file_limit()
+    open_standard_streams()
+    _mark_end(folder / f"rank-{rank}.stopped")
     _copy_output(folder / f"rank-{rank}.log")
     _choose_interface()
     faulthandler.enable()
     _record_sigterm(folder, rank)
     sys.argv = [script, *before, *arguments]
-    sys.path[0] = str(Path(script).parent)
+    sys.path.insert(0, str(Path(script).parent))
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code or 0
-        write_exit(folder, rank, code if isinstance(code, int) else 1)
+        write_exit(folder, rank, code if isinstance(code, int) else 1, _step())
         raise
     except BaseException as error:
-        # the optimizer step that is under way, if the script's engine is one of ds_ring.initialize
-        report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
-        write_fault(folder, fault_of(error, rank, None if report is None else report.step_under_way()))
+        write_fault(folder, fault_of(error, rank, _step()))
         error.__traceback__ = _own_frames(error.__traceback__)
         raise  # Python prints it, by the hook that names the culprit
-    write_exit(folder, rank, 0)
+    write_exit(folder, rank, 0, _step())
+
+
+def _step() -> int | None:
+    """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
+    report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
+    return None if report is None else report.step_under_way()
 
 
 def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
@@ -65,26 +74,55 @@ def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
     kind, blames = _kind(error)
     name = type(error).__name__
     return RankFault(
-        rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames
-    )
+        rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames,
+        _is_raised(error.__traceback__),
+    )  # fmt: skip
 
 
 def _kind(error: BaseException) -> tuple[str, int | None]:
-    """Return the kind of a fault, and the rank that the error names."""
-    names = {base.__name__ for base in type(error).__mro__}
-    if "RingPeerError" in names:
-        named = re.search(r"\brank (\d+) of the world", str(error))
-        return "lost", int(named[1]) if named else getattr(error, "peer", None)
-    said = str(error)
-    if "RingCheckpointError" in names or (isinstance(error, OSError) and error.errno in _FULL):
-        return "storage", None
-    if "No space left on device" in said or "PytorchStreamWriter failed" in said:
-        return "storage", None
-    if "DistError" in names or (
-        isinstance(error, RuntimeError) and re.search(r"gloo|nccl|c10d|Connection (closed|reset)", said)
-    ):
-        return "lost", None
+    """Return the kind of a fault, and the rank that the error names.
+
+    By its type and by where it was raised, or those of the error that was being handled then: what it says is
+    never looked at, as a script's own error may speak of NCCL ([Note: who stopped first] in relaunch.py).
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        names = {base.__name__ for base in type(cause).__mro__}
+        if "RingPeerError" in names:
+            # the world's number stands in the text alone, which is ds_ring's own
+            named = re.match(r"rank (\d+) of the world: ", getattr(cause, "cause", ""))
+            return "lost", int(named[1]) if named else getattr(cause, "peer", None)
+        if "DistError" in names or _is_compiled_error_in(cause, "torch.distributed", "deepspeed.comm"):
+            return "lost", None
+        if "RingCheckpointError" in names or (isinstance(cause, OSError) and cause.errno in _FULL):
+            return "storage", None
+        if _is_compiled_error_in(cause, "torch.serialization"):
+            return "storage", None
+        cause = cause.__cause__ or cause.__context__
     return "error", None
+
+
+def _is_compiled_error_in(error: BaseException, *modules: str) -> bool:
+    """Return whether compiled code raised a RuntimeError that one of these modules had called."""
+    trace = _innermost(error.__traceback__)
+    if trace is None or not isinstance(error, RuntimeError) or _is_raised(trace):
+        return False
+    name = str(trace.tb_frame.f_globals.get("__name__"))
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def _is_raised(trace: TracebackType | None) -> bool:
+    """Return whether a `raise` statement is where the error comes from."""
+    innermost = _innermost(trace)
+    if innermost is None:
+        return True
+    return dis.opname[innermost.tb_frame.f_code.co_code[innermost.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -126,11 +164,35 @@ def _record_sigterm(folder: Path, rank: int) -> None:
     signal.signal(signal.SIGUSR1, pass_on)
 
 
+@contextmanager
+def _heirs_hear_nothing() -> Iterator[None]:
+    """Block the signals that end a rank for what is started in the block: it ends after the rank."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _mark_end(path: Path) -> None:
+    """Let `path` be made as soon as this process is gone, however it ends."""
+    # A shell waits for the end of a pipe whose other end this process alone holds: forked workers close it,
+    # and what is executed has not got it.
+    read, write = os.pipe()
+    os.register_at_fork(after_in_child=lambda: os.close(write))
+    with _heirs_hear_nothing():
+        waiting = subprocess.Popen(
+            ["sh", "-c", 'set -C; read nothing; : > "$1"', "sh", str(path)],
+            stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    os.close(read)
+    waiting.returncode = 0  # nobody waits for it
+
+
 def _copy_output(log: Path) -> None:
     """Let everything that this process and its children print go into `log` as well."""
-    # Processes and not threads: what a rank printed before SIGKILL or a crash arrives, too. They never hear
-    # what ends the rank, so that its last words arrive, and end with their writers.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
+    # Processes and not threads: what a rank printed before SIGKILL or a crash arrives, too. They end with
+    # their writers. SIGPIPE stays ignored in them: a terminal that is gone ends no log.
     together = os.path.sameopenfile(1, 2)  # one terminal, say: one process, which keeps the order of lines
     try:
         append_text(log, "")  # `tee` would follow a link that somebody has put there
@@ -138,16 +200,13 @@ def _copy_output(log: Path) -> None:
         print(f"ds-ring: {log}: expected a file to write to, got {error.strerror}; no log", file=sys.stderr)
         return
     for descriptors in [(1, 2)] if together else [(1,), (2,)]:
-        tee = subprocess.Popen(
-            ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=descriptors[0], stderr=subprocess.DEVNULL
-        )
+        with _heirs_hear_nothing():
+            tee = subprocess.Popen(
+                ["tee", "-a", str(log)], stdin=subprocess.PIPE, stdout=descriptors[0],
+                stderr=subprocess.DEVNULL, restore_signals=False,
+            )  # fmt: skip
         assert tee.stdin is not None
         for descriptor in descriptors:
             os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()
         tee.returncode = 0  # nobody waits for it: it ends after this process
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -7,7 +7,8 @@ checkpoints nor rings, and do not exist under the other engines.
 [Note: a rank that was taken for lost]
 A rank that was stopped or cut off may wake up while a newer attempt trains. It cannot join: the store and the
 secret are new. It cannot save: the newer attempt has put its own lock into the folder ([Note: fencing] in
-checkpoint/manifest.py).
+checkpoint/manifest.py). Attempts of two launchers cannot be at work at once: a launcher holds the folder of
+its run ([Note: one launcher] in run_lock.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,20 +33,12 @@ from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
-from .job import Job
+from .job import Job, module_command
 from .presence import HostPresence, address_of_master, ask_hosts
 from .process import POLL_SECONDS, few, say, signals_noted
-from .run_folder import (
-    CONFIG,
-    PREEMPTED,
-    TOLD_TO_END,
-    RankFault,
-    RunFolder,
-    exits_of,
-    faults_of,
-    newest_checkpoint,
-    silent_ranks,
-)
+from .run_folder import CONFIG, PREEMPTED, TOLD_TO_END, RankFault, RunFolder
+from .run_lock import run_held
+from .run_records import RankStop, exits_of, has_ring, newest_checkpoint, stops_of
 from .start import start
 
 # Whether another attempt follows is decided from what the ranks left behind (run_folder.py), from all
@@ -56,17 +49,22 @@ SIGNAL_STATUS = 128  # shells add the number of a signal to it
 
 @dataclass(frozen=True)
 class Culprit:
-    """Name what ended an attempt; `kind` is that of `RankFault`, or "unknown" where no rank says why."""
+    """Name what ended an attempt; `kind` is that of `RankFault`, "left" where a rank left by itself, or
+    "unknown" where no rank says why.
+    """
 
     kind: str
     rank: int | None
     host: str | None
     what: str
     fault: RankFault | None = None
+    status: int | None = None
 
     @property
     def signature(self) -> tuple[object, ...] | None:
         """Return what is equal where the same bug struck in the same step; None for faults that may pass."""
+        if self.kind == "left" and self.status == 0:  # a script that ends on some ranks only
+            return self.kind, self.rank
         if self.kind != "error" or self.fault is None:
             return None
         return self.fault.type, self.fault.frames, self.fault.step
@@ -91,6 +89,7 @@ class Outcome:
         preempted: the ranks were told to leave, and saved a checkpoint first.
         progressed: it left a checkpoint newer than the one it began with.
         culprit: None where nothing failed.
+        has_ring: whether a rank has made a ring.
     """
 
     attempt: int
@@ -99,6 +98,7 @@ class Outcome:
     preempted: bool
     progressed: bool
     culprit: Culprit | None
+    has_ring: bool = True
 
     @property
     def verdict(self) -> str:
@@ -128,41 +128,82 @@ def outcome_of(
     preempted = PREEMPTED in exits.values()
     failed = status != 0 and not preempted and got_signal is None
     culprit = culprit_of(folder, hosts, status) if failed else None
-    return Outcome(attempt, status, got_signal, preempted, progressed, culprit)
+    return Outcome(attempt, status, got_signal, preempted, progressed, culprit, has_ring(folder))
 
 
+# [Note: who stopped first]
+# What an error says is never looked at: a script's own error may speak of NCCL. Each rank leaves behind when
+# it raised, left or was gone, by one clock (`stops_of`). A rank that raised because another one was gone has
+# raised after it. So the first rank that ended on its own account is the culprit. An error that compiled code
+# raised (`RankFault.raised`) may be a collective's, in which this rank noticed that another one was gone: it
+# counts as such where another rank ended before by a status or a signal, or is named by others.
 def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
-    """Return who failed first: a rank's own error, else the rank that the others name, else nobody."""
-    faults, exits = faults_of(folder), exits_of(folder)
-    own = [fault for fault in faults if fault.kind != "lost"]
-    if own:
-        first = own[0]
-        where = "before its first step" if first.step is None else f"in step {first.step}"
-        said = f": {first.message.splitlines()[0]}" if first.message else ""
-        host = host_of(first.rank, hosts)
-        what = f"rank {first.rank} on {host} raised {first.type} {where}{said}"
-        return Culprit(first.kind, first.rank, host, what, first)
-    named = Counter(fault.blames for fault in faults if fault.blames is not None)
+    """Return who failed first: a rank by itself, else the rank that the others name, else nobody."""
+    stops = stops_of(folder)
+    lost = [stop.fault for stop in stops if stop.fault is not None and stop.fault.kind == "lost"]
+    named = Counter(fault.blames for fault in lost if fault.blames is not None)
+    own = next((stop for stop in stops if _is_own(stop, stops, named)), None)
+    gone = next((stop for stop in stops if stop.is_silent and stop.when_ns is not None), None)
+    if own is not None and own.fault is not None and (gone is None or _is_before(own, gone)):
+        return _raised(own.fault, hosts)
+    if own is not None and (gone is None or _is_before(own, gone)):
+        return _left(own, hosts)
     if named:
-        rank = named.most_common(1)[0][0]
-        host, step = host_of(rank, hosts), next((f.step for f in faults if f.step is not None), None)
-        when = "" if step is None else f" in step {step}"
-        sayers = sorted({fault.rank for fault in faults if fault.blames == rank})
-        what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {few(sayers)}"
-        return Culprit("lost", rank, host, what, next(f for f in faults if f.blames == rank))
-    left = [(rank, code) for rank, code in exits.items() if code not in (0, TOLD_TO_END)]
-    if left:
-        rank, code = left[0]
-        host = host_of(rank, hosts)
-        return Culprit("unknown", rank, host, f"rank {rank} on {host} left with status {code}")
-    silent = silent_ranks(folder)
+        return _named(named.most_common(1)[0][0], lost, stops, hosts)
+    silent = [stop for stop in stops if stop.is_silent]
     if silent and len(silent) < sum(host.slots for host in hosts):
-        host = host_of(silent[0], hosts)
-        what = f"rank {silent[0]} on {host} was lost (killed, stopped or cut off): it said nothing"
-        return Culprit("lost", silent[0], host, what)
-    if faults:
-        return Culprit("lost", None, None, f"ranks lost each other: {faults[0].message}", faults[0])
+        host = host_of(silent[0].rank, hosts)
+        what = f"rank {silent[0].rank} on {host} was lost (killed, stopped or cut off): it said nothing"
+        return Culprit("lost", silent[0].rank, host, what)
+    if lost and stops[0].status == 0:
+        return _left(stops[0], hosts)
+    if lost:
+        return Culprit("lost", None, None, f"ranks lost each other: {lost[0].message}", lost[0])
     return Culprit("unknown", None, None, f"no rank says why; the engine ended with status {status}")
+
+
+def _is_before(one: RankStop, other: RankStop) -> bool:
+    return one.when_ns is not None and (other.when_ns is None or one.when_ns <= other.when_ns)
+
+
+def _is_own(stop: RankStop, stops: Sequence[RankStop], named: Mapping[int, int]) -> bool:
+    """Return whether a rank ended on its own account, and not since another one did."""
+    if stop.fault is None:
+        return stop.status not in (None, 0, TOLD_TO_END)
+    if stop.fault.kind != "error":
+        return stop.fault.kind != "lost"
+    if stop.fault.raised is not False:
+        return True
+    others = [other for other in stops if other.rank != stop.rank and _is_before(other, stop)]
+    gone = any(other.is_silent or other.status not in (None, 0, TOLD_TO_END) for other in others)
+    return not gone and not set(named) - {stop.rank}
+
+
+def _raised(fault: RankFault, hosts: Sequence[Host]) -> Culprit:
+    where = "before its first step" if fault.step is None else f"in step {fault.step}"
+    said = f": {fault.message.splitlines()[0]}" if fault.message.strip() else ""
+    host = host_of(fault.rank, hosts)
+    what = f"rank {fault.rank} on {host} raised {fault.type} {where}{said}"
+    return Culprit(fault.kind, fault.rank, host, what, fault)
+
+
+def _left(stop: RankStop, hosts: Sequence[Host]) -> Culprit:
+    host = host_of(stop.rank, hosts)
+    what = f"rank {stop.rank} on {host} left with status {stop.status} while others were at work"
+    return Culprit("left", stop.rank, host, what, status=stop.status)
+
+
+def _named(rank: int, lost: Sequence[RankFault], stops: Sequence[RankStop], hosts: Sequence[Host]) -> Culprit:
+    left = next(
+        (stop for stop in stops if stop.rank == rank and stop.status not in (None, TOLD_TO_END)), None
+    )
+    if left is not None:
+        return _left(left, hosts)
+    host, step = host_of(rank, hosts), next((fault.step for fault in lost if fault.step is not None), None)
+    when = "" if step is None else f" in step {step}"
+    sayers = sorted({fault.rank for fault in lost if fault.blames == rank})
+    what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {few(sayers)}"
+    return Culprit("lost", rank, host, what, next(fault for fault in lost if fault.blames == rank))
 
 
 def host_of(rank: int, hosts: Sequence[Host]) -> str:
@@ -286,15 +327,23 @@ def run(job: Job) -> int:
 
     Raises:
         HostsMissing: at the first attempt a host is not there.
+        RunInUseError: another launcher holds the folder.
+        RingConfigError: the folder cannot be written to.
     """
-    assert job.cluster.run_folder is not None
-    with signals_noted() as signals, page_kept(job.cluster.run_folder):
-        return _RelaunchedRun(job, signals).until_done()
+    run_folder = job.cluster.run_folder
+    assert run_folder is not None
+    with (
+        signals_noted() as signals,
+        run_held(run_folder, job.node_rank) as token,
+        page_kept(run_folder),
+    ):
+        return _RelaunchedRun(job, signals, token).until_done()
 
 
 class _RelaunchedRun:
-    def __init__(self, job: Job, signals: list[int]) -> None:
+    def __init__(self, job: Job, signals: list[int], token: str) -> None:
         assert job.cluster.run_folder is not None
+        self.token = token
         self.job, self.signals, self.policy = job, signals, job.cluster.relaunch
         self.folder = RunFolder(job.cluster.run_folder)
         self.history: list[Outcome] = []
@@ -303,7 +352,7 @@ class _RelaunchedRun:
 
     def until_done(self) -> int:
         while True:
-            self.number = self.folder.start_attempt()
+            self.number = self.folder.start_attempt(self.token)
             outcome = self._attempt()
             self.history.append(outcome)
             decision = decide(self.history, self.policy)
@@ -397,7 +446,7 @@ class _RelaunchedRun:
         if folder is None or newest is None or ranks_of(folder / newest[0]) in (0, world_size):
             return newest
         say(f"converting {newest[0]} for {world_size} ranks")
-        command = [sys.executable, "-m", "ds_ring_launcher.run.relaunch"]
+        command = module_command("ds_ring_launcher.run.relaunch")
         command += [str(folder), str(world_size), str(self.folder.attempt(self.number))]
         environment = {**self.job.caller_environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         done = subprocess.run(
@@ -414,6 +463,7 @@ class _RelaunchedRun:
         self.folder.record(
             "end", self.number, status=outcome.status, verdict=outcome.verdict, why=decision.why,
             next="again" if decision.again else "stop", wait_seconds=decision.wait_seconds,
+            ring=outcome.has_ring,
         )  # fmt: skip
         if outcome.verdict == "done":
             return

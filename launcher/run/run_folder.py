@@ -1,7 +1,8 @@
 """Lay out the folder of a run: logs and faults by rank and attempt, and a line for everything that happens.
 
-Owns names and formats; decides nothing. Imports nothing that takes time, since every rank imports it before
-its script. All hosts see one folder (as they do the checkpoints). Times are seconds since 1970.
+Owns names and formats, and writes; run_records.py reads. Imports nothing that takes time, since every rank
+imports it before its script. All hosts see one folder (as they do the checkpoints). Times are seconds since
+1970.
 
     RUN/                          `run_folder` of the cluster YAML
       attempts.jsonl              one JSON object a line, in the order in which things happened:
@@ -13,13 +14,19 @@ its script. All hosts see one folder (as they do the checkpoints). Times are sec
            "rank": 1 or null, "host": "node-0" or null, "step": 7 or null, "what": "one line",
            "frames": ["train.py:12"]}
           {"event": "end", "attempt": 1, "at": .., "status": 1, "verdict": "done" | "failed" |
-           "preempted" | "interrupted", "next": "again" | "stop", "why": "one line", "wait_seconds": 1.0}
-      launcher.json               {"at", "host", "pid"} of `ds-ring launch`, renewed each minute
+           "preempted" | "interrupted", "next": "again" | "stop", "why": "one line", "wait_seconds": 1.0,
+           "ring": false where no rank has made a ring, else true}
+      launcher.json               {"at", "host", "pid", "token", ..} of `ds-ring launch`, renewed every five
+                                  seconds (run_lock.py); launcher-1.json of host 1 where each has its own
       status.html                 the status page, renewed by it each minute and after every event
       attempt-1/
           rank-0.log              stdout and stderr of rank 0, as the terminal shows them
           rank-0.fault.json       what ended it, if that was an exception: see `RankFault`
-          rank-0.exit.json        {"rank": 0, "status": 75, "at": ..}: its script ended by itself
+          rank-0.exit.json        {"rank": 0, "status": 75, "at": .., "step": 7 or null}: its script ended by
+                                  itself
+          rank-0.stopped          empty: made as soon as its process is gone, however that ended
+          rank-0.ring             empty: it has made a ring
+          launcher.json           {"token"} of the launcher that started the attempt
           rank-0.metrics.json     its latest figures, replaced at most twice a second
                                   (`ds_ring/integrations/deepspeed/run_report.py` writes them):
               {"rank", "at", "step", "loss" or null, "step_seconds", "tokens_per_second" of all ranks or null,
@@ -36,12 +43,12 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_ring.config.json_text import append_text, replace_text
+from ds_ring.errors import RingConfigError
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N
@@ -66,6 +73,7 @@ class RankFault:
         frames: `file:line` of the innermost frames, outermost first.
         traceback: as Python prints it.
         blames: the rank that it names; None where it names none.
+        raised: a `raise` of Python code raised it; False where compiled code did, as torch's collectives do.
     """
 
     rank: int
@@ -77,6 +85,7 @@ class RankFault:
     frames: tuple[str, ...]
     traceback: str
     blames: int | None = None
+    raised: bool | None = None
 
 
 class RunFolder:
@@ -89,12 +98,24 @@ class RunFolder:
         """Return the folder of an attempt."""
         return self.path / f"attempt-{number}"
 
-    def start_attempt(self) -> int:
-        """Make the folder of the next attempt; return its number, from 1."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        numbers = (re.fullmatch(r"attempt-(\d+)", path.name) for path in self.path.iterdir())
-        number = 1 + max((int(found[1]) for found in numbers if found), default=0)
-        self.attempt(number).mkdir()
+    def start_attempt(self, token: str | None = None) -> int:
+        """Make the folder of the next attempt; return its number, from 1.
+
+        Args:
+            token: of the launcher that starts it.
+
+        Raises:
+            RingConfigError: the folder cannot be made.
+        """
+        make_folder(self.path)
+        try:
+            numbers = (re.fullmatch(r"attempt-(\d{1,9})", path.name) for path in self.path.iterdir())
+            number = 1 + max((int(found[1]) for found in numbers if found), default=0)
+            self.attempt(number).mkdir()
+        except OSError as error:
+            raise _no_folder(self.path, error) from None
+        if token is not None:
+            write_json(self.attempt(number) / LAUNCHER, {"token": token})
         return number
 
     def record(self, event: str, attempt: int, **more: Any) -> None:
@@ -107,7 +128,29 @@ class RunFolder:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the lines of attempts.jsonl; one that a crash cut short is left out."""
-        return lines_of(self.path / ATTEMPTS)
+        from .run_records import events_of
+
+        return [one.model_dump(exclude_unset=True) for one in events_of(self.path)]
+
+
+def make_folder(run: Path) -> None:
+    """Make a run's folder where it is not there; RingConfigError if it cannot be made."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _no_folder(run, error) from None
+
+
+def _no_folder(run: Path, error: OSError) -> RingConfigError:
+    return RingConfigError(
+        f"run_folder: expected a folder to write to, got {error.strerror} for {error.filename or run}; name"
+        " another one, or free its disk"
+    )
+
+
+def launcher_file(run: Path, node_rank: int = 0) -> Path:
+    """Return the file in which the launcher of a run says that it lives."""
+    return run / (LAUNCHER if node_rank == 0 else f"launcher-{node_rank}.json")
 
 
 def write_fault(folder: Path, fault: RankFault) -> None:
@@ -115,48 +158,10 @@ def write_fault(folder: Path, fault: RankFault) -> None:
     write_json(folder / f"rank-{fault.rank}.fault.json", asdict(fault))
 
 
-def write_exit(folder: Path, rank: int, status: int) -> None:
+def write_exit(folder: Path, rank: int, status: int, step: int | None = None) -> None:
     """Write rank-N.exit.json."""
-    write_json(folder / f"rank-{rank}.exit.json", {"rank": rank, "status": status, "at": time.time()})
-
-
-def faults_of(folder: Path) -> list[RankFault]:
-    """Return the faults of an attempt, the first one first."""
-    found = []
-    for one in _files(folder, "fault"):
-        try:
-            found.append(RankFault(**{**one, "frames": tuple(one["frames"])}))
-        except (KeyError, TypeError):  # another version's
-            continue
-    return sorted(found, key=lambda fault: fault.at)
-
-
-def exits_of(folder: Path) -> dict[int, int]:
-    """Return the exit status of each rank whose script ended by itself."""
-    found = _files(folder, "exit")
-    return {one["rank"]: one["status"] for one in found if _is_whole(one, "rank", "status")}
-
-
-def silent_ranks(folder: Path) -> list[int]:
-    """Return the ranks that began and did not say how they ended: killed, stopped, or cut off."""
-    began = {int(path.name[5:-4]) for path in folder.glob("rank-*.log")}
-    return sorted(began - {fault.rank for fault in faults_of(folder)} - set(exits_of(folder)))
-
-
-def metrics_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the latest figures of each rank that has written some."""
-    return {one["rank"]: one for one in _files(folder, "metrics") if _is_whole(one, "rank")}
-
-
-def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
-    """Return the tag that `latest` names, and when it was written; None where there is none."""
-    if folder is None:
-        return None
-    try:
-        path = folder / "latest"
-        return path.read_text(encoding="utf-8").strip(), path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        return None
+    said = {"rank": rank, "status": status, "at": time.time(), "step": step}
+    write_json(folder / f"rank-{rank}.exit.json", said)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
@@ -165,35 +170,3 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         replace_text(path, json.dumps(value))
     except OSError:
         pass
-
-
-def _files(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob(f"rank-*.{kind}.json")):
-        try:
-            text = path.read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        yield from _objects([text])
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, one a line; what is cut short is left out."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    return list(_objects(text.split("\n")))
-
-
-def _is_whole(one: dict[str, Any], *names: str) -> bool:
-    return all(type(one.get(name)) is int for name in names)
-
-
-def _objects(texts: list[str]) -> Iterator[dict[str, Any]]:
-    for text in texts:
-        try:
-            value = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            yield value

@@ -24,6 +24,11 @@ def start(job: Job, signals: list[int]) -> int:
         job: what to start.
         signals: signals that this process has got; a new one ends the job.
     """
+    with process.private_folder() as folder:
+        return _start(replace(job, folder=folder), signals)
+
+
+def _start(job: Job, signals: list[int]) -> int:
     cluster = job.cluster
     hosts = "this machine" if cluster.is_local else few([host.name for host in cluster.hosts])
     said = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
@@ -39,7 +44,7 @@ def start(job: Job, signals: list[int]) -> int:
         checks.require_program(program, invocation.environment["PATH"], advice)
     say(said)
     grace = process.Grace(cluster.grace_seconds)
-    return process.run(invocation, job.caller_environment, script, signals, grace)
+    return process.run(invocation, job.caller_environment, script, signals, grace, job.folder)
 
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
@@ -105,6 +110,7 @@ def _request(invocation: Invocation, script: str, grace_seconds: float) -> str:
             "script": script,
             "grace_seconds": grace_seconds,
             "end_signal": invocation.end_signal,
+            "unset": invocation.unset,
         }
     )
 

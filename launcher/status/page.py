@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from ds_ring.config.json_text import replace_text
 from ds_ring.errors import RingConfigError
 
 from ..run.process import say
-from ..run.run_folder import ATTEMPTS, LAUNCHER, PAGE, write_json
+from ..run.run_folder import ATTEMPTS, PAGE
 from .run_status import RunStatus, read_run
 from .table import StatusTable, memory_text, number_text, plain, seconds_text, tables_of
 
@@ -256,8 +255,8 @@ def _html(text: str) -> str:
     return escape(plain(text))
 
 
-# The launcher renews `launcher.json` and `status.html` each minute, and after every event of the run. An
-# error here is printed once and ends no run.
+# The launcher renews `status.html` each minute, and after every event of the run. An error here is printed
+# once and ends no run.
 
 RENEW_SECONDS = 60.0
 _LOOK_SECONDS = 1.0  # between two looks at attempts.jsonl
@@ -270,7 +269,6 @@ def page_kept(run: Path) -> Iterator[None]:
 
     def renew() -> None:
         try:
-            write_json(run / LAUNCHER, {"at": time.time(), "host": os.uname().nodename, "pid": os.getpid()})
             write_page(run)
         except RingConfigError:  # no attempt has begun
             pass

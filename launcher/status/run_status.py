@@ -6,32 +6,37 @@ run may be cut short, from another version, or anything at all: what cannot be r
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
 from ds_ring.errors import RingConfigError
 
-from ..run.run_folder import (
-    ATTEMPTS,
-    HISTORY,
-    LAUNCHER,
-    RunFolder,
+from ..run.run_folder import ATTEMPTS, HISTORY, LAUNCHER, RunFolder
+from ..run.run_lock import BEAT_SECONDS, is_alive_here
+from ..run.run_records import (
+    EventRecord,
+    HistoryRecord,
+    LauncherRecord,
+    ManifestRecord,
+    events_of,
     exits_of,
     faults_of,
-    lines_of,
     metrics_of,
     newest_checkpoint,
+    read_lines,
+    read_record,
 )
 
 MANIFEST = "ds_ring_manifest.json"  # written last: a folder without one is not whole
 _MOST_BYTES = 1 << 24
 _MOST = 5
+_MOST_RANKS = 1 << 16  # that are listed
 
 
 @dataclass(frozen=True)
@@ -62,17 +67,14 @@ def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
 
 
 def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            return None, None
-        said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return int(said["global_steps"]), sum(int(one["bytes"]) for one in said["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, None
+    found = read_record(path, ManifestRecord, _MOST_BYTES)
+    return (None, None) if found is None else (found.global_steps, sum(one.bytes for one in found.files))
 
 
-SILENT_SECONDS = 180.0  # the launcher says something each minute
+SILENT_SECONDS = 180.0  # the launcher says something every few seconds
+CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a launcher that lives says something
 MOST_CURVES = 40  # attempts whose steps are read: the latest ones
+NO_RING = "no rank has made a ring"
 _DONE = ("done", "failed", "preempted", "interrupted")
 
 
@@ -124,6 +126,7 @@ class AttemptStatus:
     wait_seconds: float
     last_step: int | None
     faults: tuple[str, ...]
+    has_ring: bool | None = None  # whether a rank has made a ring; None where nobody knows yet
 
 
 @dataclass(frozen=True)
@@ -173,35 +176,63 @@ class RunStatus:
         return _plain({**found, "latest": None if last is None else asdict(last)})
 
 
-def read_run(path: Path, now: float | None = None) -> RunStatus:
+def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0) -> RunStatus:
     """Read a run's folder.
 
     Args:
         path: `run_folder` of the cluster YAML.
         now: seconds since 1970, by default those of this host's clock.
+        confirm_seconds: how long to watch a run of which nothing seems to have been heard for a while: this
+            host's clock may be ahead of those of its hosts.
 
     Raises:
         RingConfigError: that is no folder of a run.
     """
-    now = time.time() if now is None else now
+    status = _read_run(path, time.time() if now is None else now)
+    if status.state != "silent" or confirm_seconds <= 0:
+        return status
+    if is_alive_here(read_record(path / LAUNCHER, LauncherRecord)) is False:
+        return status
+    heard, deadline = _latest_word(path), time.monotonic() + confirm_seconds
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        if (word := _latest_word(path)) != heard:
+            return _read_run(path, word[0])  # by the clock of whoever has just spoken
+    return status
+
+
+def _latest_word(path: Path) -> tuple[float, ...]:
+    """Return when anybody of a run last spoke, by the clocks of those who did: the latest first."""
+    numbers = require_run(path)
+    said = [*_launcher_times(path), *(one.at for one in events_of(path))]
+    if numbers:
+        said += [one.at for one in metrics_of(RunFolder(path).attempt(numbers[-1])).values()]
+    return tuple(sorted((at for at in said if at is not None), reverse=True)) or (0.0,)
+
+
+def _launcher_times(path: Path) -> list[float | None]:
+    found = read_record(path / LAUNCHER, LauncherRecord)
+    return [] if found is None else [found.at]
+
+
+def _read_run(path: Path, now: float) -> RunStatus:
     numbers = require_run(path)
     folder = RunFolder(path)
-    events = folder.events()
+    events = events_of(path)
     attempts = tuple(_attempt(number, folder, events) for number in numbers)
     last = attempts[-1] if attempts else None
     course = tuple(
-        HistoryMoment(number, step, number_of(one, "loss"), number_of(one, "tokens_per_second"))
+        HistoryMoment(number, one.step, one.loss, one.tokens_per_second)
         for number in numbers[-MOST_CURVES:]
-        for one in lines_of(folder.attempt(number) / HISTORY)
-        if (step := _whole(one, "step")) is not None
+        for one in read_lines(folder.attempt(number) / HISTORY, HistoryRecord)
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
     age = min((rank.age_seconds for rank in ranks if rank.age_seconds is not None), default=None)
-    said = [at for one in (*events, *lines_of(path / LAUNCHER)) if (at := number_of(one, "at")) is not None]
+    said = [at for at in (*_launcher_times(path), *(one.at for one in events)) if at is not None]
     silence = min([now - at for at in said] + ([] if age is None else [age]), default=0.0)
     state, why = _state(last, silence)
-    named = [name for one in events if (name := _text(one, "checkpoints"))]
+    named = [one.checkpoints for one in events if one.checkpoints]
     checkpoints = newest_checkpoints(Path(named[-1])) if named else ()
     return RunStatus(str(path), now, state, why, age, attempts, ranks, links, checkpoints, course)
 
@@ -220,17 +251,6 @@ def require_run(path: Path) -> list[int]:
     return numbers
 
 
-def number_of(one: Mapping[str, Any], name: str) -> float | None:
-    """Return a number of a JSON object; None for everything else. "nan" and "inf" are words in JSON."""
-    value = one.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value) if not isinstance(value, str) or value in ("nan", "inf", "-inf") else None
-    except (ValueError, OverflowError):
-        return None
-
-
 def _no_run(path: Path, got: str) -> RingConfigError:
     from ds_ring.config.messages import shown
 
@@ -244,7 +264,8 @@ def _state(last: AttemptStatus | None, silence: float) -> tuple[str, str]:
     if last is None:
         return "starting", "no attempt has begun"
     if last.verdict in _DONE and not last.again:
-        return str(last.verdict), "" if last.why == last.verdict else last.why or ""
+        why = "" if last.why == last.verdict else last.why or ""
+        return str(last.verdict), why if last.has_ring is not False else f"{why}; {NO_RING}".lstrip("; ")
     if silence > SILENT_SECONDS:
         return "silent", f"neither its launcher nor a rank has said anything for {silence:.0f} s"
     if last.verdict is not None:
@@ -255,81 +276,70 @@ def _state(last: AttemptStatus | None, silence: float) -> tuple[str, str]:
     return ("starting", f"{why}, no step so far") if last.last_step is None else ("running", why)
 
 
-def _attempt(number: int, folder: RunFolder, events: list[dict[str, Any]]) -> AttemptStatus:
-    own = [one for one in events if one.get("attempt") == number]
-    start: dict[str, Any] = next((one for one in own if one.get("event") == "start"), {})
-    end: dict[str, Any] = next((one for one in own if one.get("event") == "end"), {})
+def _attempt(number: int, folder: RunFolder, events: list[EventRecord]) -> AttemptStatus:
+    own, nothing = [one for one in events if one.attempt == number], EventRecord(event="", attempt=number)
+    start = next((one for one in own if one.event == "start"), nothing)
+    end = next((one for one in own if one.event == "end"), nothing)
     path = folder.attempt(number)
-    steps = [_whole(one, "step") for one in (*metrics_of(path).values(), *lines_of(path / HISTORY)[-1:])]
-    faults = [_text(one, "what") or "" for one in own if one.get("event") == "fault"]
-    if not faults and not end:  # the launcher has not judged yet
+    steps = [one.step for one in metrics_of(path).values()]
+    steps += [one.step for one in read_lines(path / HISTORY, HistoryRecord)[-1:]]
+    faults = [one.what or "" for one in own if one.event == "fault"]
+    if not faults and end is nothing:  # the launcher has not judged yet
         faults = [f"rank {fault.rank} raised {fault.type}: {fault.message}" for fault in faults_of(path)[:3]]
     return AttemptStatus(
-        number=number, started_at=number_of(start, "at"), ended_at=number_of(end, "at"),
-        engine=_text(start, "engine"), world_size=_whole(start, "world_size"),
-        sequence_parallel_size=_whole(start, "sequence_parallel_size"),
-        checkpoint=_text(start, "checkpoint"),
-        hosts={name: int(slots) for name, slots in _mapping(start, "hosts") if isinstance(slots, int)},
-        missing={name: str(why) for name, why in _mapping(start, "missing")},
-        verdict=_text(end, "verdict"), status=_whole(end, "status"), why=_text(end, "why"),
-        again=end.get("next") == "again", wait_seconds=number_of(end, "wait_seconds") or 0.0,
+        number=number, started_at=start.at, ended_at=end.at,
+        engine=start.engine, world_size=start.world_size,
+        sequence_parallel_size=start.sequence_parallel_size,
+        checkpoint=start.checkpoint,
+        hosts={name: slots for name, slots in start.hosts.items() if slots is not None},
+        missing={name: why or "" for name, why in start.missing.items()},
+        verdict=end.verdict, status=end.status, why=end.why,
+        again=end.next == "again", wait_seconds=end.wait_seconds or 0.0,
         last_step=max((step for step in steps if step is not None), default=None), faults=tuple(faults),
+        has_ring=end.ring,
     )  # fmt: skip
+
+
+def _hosts_by_rank(hosts: Mapping[str, int]) -> list[str]:
+    names: Iterable[str] = chain.from_iterable(repeat(name, slots) for name, slots in hosts.items())
+    return list(islice(names, _MOST_RANKS))
 
 
 def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, ...]:
     figures, exits = metrics_of(path), exits_of(path)
     raised = {fault.rank: fault.type for fault in reversed(faults_of(path))}
-    hosts = [name for name, slots in attempt.hosts.items() for _ in range(slots)]
+    hosts = _hosts_by_rank(attempt.hosts)
     found = []
-    for rank in sorted({*figures, *exits, *raised, *range(min(attempt.world_size or 0, 1 << 16))}):
-        one, state = figures.get(rank, {}), "at work" if attempt.verdict is None else "gone"
+    for rank in sorted({*figures, *exits, *raised, *range(min(attempt.world_size or 0, _MOST_RANKS))}):
+        one, state = figures.get(rank), "at work" if attempt.verdict is None else "gone"
         if rank in raised:
             state = f"raised {raised[rank]}"
         elif rank in exits:
             state = "done" if exits[rank] == 0 else f"left with status {exits[rank]}"
-        at = number_of(one, "at")
+        host = hosts[rank] if rank < len(hosts) else None
+        if one is None:
+            found.append(RankStatus(rank, host, None, None, None, None, None, None, None, state))
+            continue
+        age = None if one.at is None else max(now - one.at, 0.0)
         found.append(
             RankStatus(
-                rank, hosts[rank] if rank < len(hosts) else None, _whole(one, "ring_rank"),
-                _whole(one, "step"), number_of(one, "loss"), number_of(one, "step_seconds"),
-                number_of(one, "tokens_per_second"), _whole(one, "memory_bytes"),
-                None if at is None else max(now - at, 0.0), state,
+                rank, host, one.ring_rank, one.step, one.loss, one.step_seconds, one.tokens_per_second,
+                one.memory_bytes, age, state,
             )
         )  # fmt: skip
     return tuple(found)
 
 
 def _links(path: Path, attempt: AttemptStatus) -> tuple[LinkStatus, ...]:
-    hosts = [name for name, slots in attempt.hosts.items() for _ in range(slots)]
+    hosts = _hosts_by_rank(attempt.hosts)
     found = []
     for rank, figures in metrics_of(path).items():
-        links = figures.get("links")
-        for link in links if isinstance(links, list) else []:
-            source = _whole(link, "from") if isinstance(link, dict) else None
-            seconds = number_of(link, "hop_seconds") if isinstance(link, dict) else None
-            if source is None or seconds is None:
-                continue
-            ends = [hosts[one] if 0 <= one < len(hosts) else "?" for one in (source, rank)]
+        for link in figures.links:
+            ends = [hosts[one] if one < len(hosts) else "?" for one in (link.source, rank)]
             between = ends[0] if ends[0] == ends[1] else " to ".join(ends)
-            waited, size = number_of(link, "wait_seconds") or 0.0, _whole(link, "bytes") or 0
-            found.append(LinkStatus(source, rank, between, seconds, waited, size))
+            waited, size = link.wait_seconds or 0.0, link.bytes or 0
+            found.append(LinkStatus(link.source, rank, between, link.hop_seconds, waited, size))
     return tuple(sorted(found, key=lambda link: (-link.hop_seconds, link.to)))
-
-
-def _whole(one: Mapping[str, Any], name: str) -> int | None:
-    value = number_of(one, name)
-    return int(value) if value is not None and math.isfinite(value) else None
-
-
-def _text(one: Mapping[str, Any], name: str) -> str | None:
-    value = one.get(name)
-    return value if isinstance(value, str) else None
-
-
-def _mapping(one: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
-    value = one.get(name)
-    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _plain(value: Any) -> Any:

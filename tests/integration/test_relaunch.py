@@ -9,11 +9,13 @@ import os
 import signal
 import stat
 import time
+from pathlib import Path
 
 import pytest
 
 from ds_ring_launcher.run.relaunch import HOSTS_MISSING
 from ds_ring_launcher.run.run_folder import PREEMPTED, RunFolder
+from tests.dist.launch_rounds import play_rounds
 from tests.integration.test_launch import (
     DS_RING,
     LOCAL,
@@ -129,6 +131,13 @@ def test_a_preempted_job_ends_with_75(workplace: Workplace, number: signal.Signa
     status, output = workplace.finish(started)
     assert status == PREEMPTED, output
     assert RunFolder(workplace.folder / "run").events()[-1]["verdict"] == "preempted"
+
+
+@pytest.mark.needs("mpirun")
+@pytest.mark.parametrize("rounds", [1, 10])
+@pytest.mark.day("1")
+def test_of_two_launches_of_a_run_one_is_refused(tmp_path: Path, rounds: int) -> None:
+    assert play_rounds(tmp_path, rounds) == [""] * rounds
 
 
 FAKE_SSH = """#!/bin/bash

@@ -22,7 +22,7 @@ from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
 from ds_ring_launcher.run import agent, process, start
-from ds_ring_launcher.run.job import FOLDER, Invocation, Job
+from ds_ring_launcher.run.job import FOLDER, RANK_SCRIPT, Invocation, Job
 from tests.clock import unqueued_seconds
 
 LOCAL = "hosts: local\nslots: 2\nscript: train.py\ndeepspeed_config: ds.json\n"
@@ -327,19 +327,22 @@ def test_local_deepspeed(folder: Path) -> None:
     made = invocation(folder, LOCAL + "device: cpu\nenvironment: {A: 1}\nscript_args: [--lr, 0.1]\n")
     assert made.files == {folder / "hostfile": "localhost slots=2\n"}
     assert made.argv == [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={folder / 'hostfile'}"),
+        *(sys.executable, "-P", "-u", "-m", "deepspeed.launcher.runner", f"--hostfile={folder / 'hostfile'}"),
         *("--master_port=20001", "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1"),
         "--log_level=warning",
+        *(str(RANK_SCRIPT), "--only"),
         *(str(folder / "train.py"), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")),
         *("--lr", "0.1", "--steps", "3"),
     ]
     own_environment = {name: value for name, value in made.environment.items() if name != "PATH"}
-    assert own_environment == {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "A": "1"}
+    assert own_environment == {
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "A": "1", "PYTHONSAFEPATH": "ds-ring"
+    }  # fmt: skip
     assert made.environment["PATH"].startswith(str(Path(sys.executable).parent))
 
 
 def test_device_sets_only_what_it_says(folder: Path) -> None:
-    assert set(invocation(folder, LOCAL).environment) == {"PATH"}
+    assert set(invocation(folder, LOCAL).environment) == {"PATH", "PYTHONSAFEPATH"}
     assert invocation(folder, LOCAL + "device: cuda\n").environment["DS_ACCELERATOR"] == "cuda"
     own = LOCAL + "device: cpu\nenvironment: {OMP_NUM_THREADS: 4}\n"
     assert invocation(folder, own).environment["OMP_NUM_THREADS"] == "4"
@@ -348,7 +351,7 @@ def test_device_sets_only_what_it_says(folder: Path) -> None:
 def test_deepspeed_on_each_host(folder: Path) -> None:
     made = invocation(folder, ON_EACH_HOST + "engine_args: [--quiet]\n", node_rank=1)
     assert made.files == {folder / "hostfile": "node-0 slots=4\nnode-1 slots=2\n"}
-    options = made.argv[3 : made.argv.index(str(folder / "train.py"))]
+    options = made.argv[5 : made.argv.index(str(RANK_SCRIPT))]
     assert options[1:] == [
         "--master_port=23456",
         "--no_ssh",
@@ -369,7 +372,9 @@ def test_other_hosts_are_reached_by_an_agent_each(folder: Path, engine: str) -> 
     made = start.on_each_host(Job(cluster, 0, 20001, folder, caller, (), secret))
     assert list(made) == ["node-0", "node-1"]
     for rank, one in enumerate(made.values()):
-        assert one.environment == {"NCCL_DEBUG": "WARN", "A": "it's 2 words", "DS_RING_SECRET": secret}
+        own = {name: one.environment[name] for name in ("NCCL_DEBUG", "A", "DS_RING_SECRET")}
+        assert own == {"NCCL_DEBUG": "WARN", "A": "it's 2 words", "DS_RING_SECRET": secret}
+        assert not {"OTHER", "PATH"} & set(one.environment)
         assert f"--node{'_' if engine == 'deepspeed' else '-'}rank={rank}" in one.argv
         assert not any("2 words" in argument or secret in argument for argument in one.argv)
         assert all(str(path).startswith(str(FOLDER)) for path in one.files)
@@ -418,9 +423,9 @@ def test_visible_devices_that_do_not_fit_are_refused(folder: Path, devices: str)
 
 def test_torchrun(folder: Path) -> None:
     made = invocation(folder, "engine: torchrun\n" + ON_EACH_HOST, node_rank=1)
-    assert made.argv[1:8] == [
-        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1"),
-        *("--master-addr=node-0", "--master-port=23456"),
+    assert made.argv[1:11] == [
+        *("-P", "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1"),
+        *("--master-addr=node-0", "--master-port=23456", "--max-restarts=0"),
     ]
 
 

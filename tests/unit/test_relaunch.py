@@ -17,7 +17,6 @@ from ds_ring_launcher.run.relaunch import (
     culprit_of,
     decide,
     hosts_for,
-    newest_checkpoint,
     outcome_of,
     ranks_of,
     ring_for,
@@ -27,11 +26,10 @@ from ds_ring_launcher.run.run_folder import (
     TOLD_TO_END,
     RankFault,
     RunFolder,
-    exits_of,
-    faults_of,
     write_exit,
     write_fault,
 )
+from ds_ring_launcher.run.run_records import exits_of, faults_of, newest_checkpoint
 
 POLICY = Relaunch(checkpoints="c", max_attempts=3, backoff_seconds=1, backoff_most_seconds=3)
 HOSTS = (Host(name="node-0", slots=2), Host(name="node-1", slots=2))
@@ -136,7 +134,7 @@ def test_what_an_exception_says_of_itself() -> None:
     assert (peer.kind, peer.blames) == ("lost", 3)
     world = raised(RingPeerError(1, 2, 0, "rank 5 of the world: its connection ended"))
     assert world.blames == 5
-    assert raised(RuntimeError("[../gloo/transport/tcp/pair.cc] Connection closed by peer")).kind == "lost"
+    assert raised(RuntimeError("nccl: Connection reset by peer, No space left on device")).kind == "error"
     assert raised(RingCheckpointError("full")).kind == "storage"
     assert raised(OSError(28, "No space left on device")).kind == "storage"
     assert raised(OSError(2, "No such file")).kind == "error"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_ring_launcher.run import rank as rank_main
-from ds_ring_launcher.run.job import RANK_MODULE
+from ds_ring_launcher.run.job import RANK_SCRIPT
 from ds_ring_launcher.run.run_folder import FOLDER_VARIABLE
 from simulated_cluster import rank_script  # noqa: F401  what it imports is imported once
 from simulated_cluster.figures import Figures, Of
@@ -36,9 +36,9 @@ def main(argv: list[str]) -> int:
     slots = [int(host.rpartition(":")[2]) for host in argv[argv.index("--host") + 1].split(",")]
     count = int(argv[argv.index("-n") + 1])
     command = argv[argv.index("ds_ring_launcher.engines.mpirun") + 1 :]
-    if sum(slots) != count or command[:2] != ["-m", RANK_MODULE]:
-        sys.exit(f"engine: expected {count} slots and {RANK_MODULE}, got {sum(slots)} and {command[:2]}")
-    arguments = command[2:]
+    if sum(slots) != count or command[:1] != [str(RANK_SCRIPT)]:
+        sys.exit(f"engine: expected {count} slots and {RANK_SCRIPT}, got {sum(slots)} and {command[:1]}")
+    arguments = command[1:]
     folder = Path(arguments[arguments.index("--figures") + 1])
     figures = Figures(folder / f"{Path(os.environ[FOLDER_VARIABLE]).name}.figures", count)
     ranks: dict[int, int] = {}

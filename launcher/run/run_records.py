@@ -1,0 +1,326 @@
+"""Read the files of a run (run_folder.py says what they are): bounded, and each by a schema.
+
+Ranks, launchers of other versions and whoever may write to the folder make these files, also while they are
+read. Only regular files are read, so many bytes at most; a record without what it must have is left out, and
+so is a field that is nothing of its kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
+
+from ds_ring.errors import MOST_RANKS, MOST_TOKENS
+
+from .run_folder import ATTEMPTS, RankFault
+
+MOST_BYTES = 1 << 20  # of a small file: a rank's fault has a traceback of some KB
+MOST_LINES_BYTES = 1 << 24  # of a file of lines, of which the last ones are read
+MOST_SECONDS = 1e11  # since 1970: the year 5138
+MOST_SLOTS = 4096  # of one host: more than any has devices or cores
+_MOST_LETTERS = 1 << 16
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, last: bool = False) -> bytes | None:
+    """Return what a regular file holds; None for anything else, and for what cannot be read.
+
+    Args:
+        path: of the file.
+        most: bytes; of a larger file nothing is read.
+        last: of a larger file the last bytes are read.
+    """
+    try:
+        # to open a FIFO would wait for its writer
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with open(handle, "rb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode) or (status.st_size > most and not last):
+                return None
+            file.seek(max(status.st_size - most, 0))
+            return file.read(most)
+    except (OSError, ValueError):
+        return None
+
+
+def _or_none(value: Any, handler: Any) -> Any:
+    try:
+        return handler(value)
+    except ValidationError:
+        return None
+
+
+def _number(value: object) -> object:
+    """Return a float of JSON, in which "nan" and "inf" are words."""
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
+
+
+def _mapping(value: object) -> object:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> object:
+    return value if isinstance(value, list) else []
+
+
+_Letters = Annotated[str, AfterValidator(lambda text: text[:_MOST_LETTERS])]
+_Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
+_Time = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+_Status = Annotated[int, Field(ge=-(1 << 31), lt=1 << 32)]
+MaybeText = Annotated[_Letters | None, WrapValidator(_or_none)]
+MaybeRank = Annotated[_Rank | None, WrapValidator(_or_none)]
+MaybeTime = Annotated[_Time | None, WrapValidator(_or_none)]
+MaybeCount = Annotated[_Count | None, WrapValidator(_or_none)]
+MaybeStatus = Annotated[_Status | None, WrapValidator(_or_none)]
+MaybeNumber = Annotated[float | None, WrapValidator(_or_none), BeforeValidator(_number)]
+MaybeBool = Annotated[bool | None, WrapValidator(_or_none)]
+_Slots = Annotated[int | None, Field(ge=1, le=MOST_SLOTS), WrapValidator(_or_none)]
+
+
+class Record(BaseModel):
+    """Take what is known of a JSON object, and convert nothing."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+
+class LauncherRecord(Record):
+    """Describe launcher.json."""
+
+    at: MaybeTime = None
+    since: MaybeText = None
+    host: MaybeText = None
+    pid: MaybeCount = None
+    boot: MaybeText = None
+    started: MaybeNumber = None
+    token: MaybeText = None
+    ended: MaybeBool = None
+
+
+class EventRecord(Record):
+    """Describe a line of attempts.jsonl, of whatever event."""
+
+    event: _Letters
+    attempt: _Count
+    at: MaybeTime = None
+    engine: MaybeText = None
+    hosts: Annotated[dict[str, _Slots], BeforeValidator(_mapping)] = Field(default_factory=dict)
+    missing: Annotated[dict[str, MaybeText], BeforeValidator(_mapping)] = Field(default_factory=dict)
+    interfaces: Annotated[dict[str, Any], BeforeValidator(_mapping)] = Field(default_factory=dict)
+    world_size: MaybeCount = None
+    sequence_parallel_size: MaybeCount = None
+    checkpoint: MaybeText = None
+    checkpoints: MaybeText = None
+    kind: MaybeText = None
+    rank: MaybeRank = None
+    host: MaybeText = None
+    step: MaybeCount = None
+    what: MaybeText = None
+    frames: Annotated[list[MaybeText], BeforeValidator(_list)] = Field(default_factory=list)
+    status: MaybeStatus = None
+    verdict: MaybeText = None
+    why: MaybeText = None
+    next: MaybeText = None
+    wait_seconds: MaybeTime = None
+    ring: MaybeBool = None
+
+
+class FaultRecord(Record):
+    """Describe rank-N.fault.json; see `RankFault`."""
+
+    rank: _Rank
+    at: _Time
+    step: MaybeCount = None
+    kind: _Letters
+    type: _Letters
+    message: _Letters
+    frames: Annotated[list[_Letters], Field(max_length=64)]
+    traceback: _Letters
+    blames: MaybeRank = None
+    raised: MaybeBool = None
+
+
+class ExitRecord(Record):
+    """Describe rank-N.exit.json."""
+
+    rank: _Rank
+    status: _Status
+
+
+class LinkRecord(Record):
+    """Describe a link of rank-N.metrics.json."""
+
+    source: Annotated[_Rank, Field(alias="from")]
+    hop_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+    wait_seconds: MaybeTime = None
+    bytes: MaybeCount = None
+
+
+def _links(value: object) -> list[LinkRecord]:
+    found = (_record(one, LinkRecord) for one in value) if isinstance(value, list) else ()
+    return [one for one in found if one is not None]
+
+
+class MetricsRecord(Record):
+    """Describe rank-N.metrics.json: a rank's latest figures."""
+
+    rank: _Rank
+    at: MaybeTime = None
+    step: MaybeCount = None
+    loss: MaybeNumber = None
+    step_seconds: MaybeTime = None
+    tokens_per_second: MaybeNumber = None
+    memory_bytes: MaybeCount = None
+    ring_rank: MaybeRank = None
+    links: Annotated[list[LinkRecord], BeforeValidator(_links)] = Field(default_factory=list)
+
+
+class HistoryRecord(Record):
+    """Describe a line of history.jsonl."""
+
+    step: _Count
+    loss: MaybeNumber = None
+    tokens_per_second: MaybeNumber = None
+
+
+class _FileSize(Record):
+    bytes: _Count
+
+
+class ManifestRecord(Record):
+    """Describe what `ds-ring status` says of a checkpoint's manifest."""
+
+    global_steps: _Count
+    files: list[_FileSize]
+
+
+AnyRecord = TypeVar("AnyRecord", bound=Record)
+
+
+def read_record(path: Path, kind: type[AnyRecord], most: int = MOST_BYTES) -> AnyRecord | None:
+    """Return the record in a file; None where there is none."""
+    data = read_bytes(path, most)
+    return None if data is None else _record(_value_of(data), kind)
+
+
+def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
+    """Return the records of a file, one a line; what is cut short is left out."""
+    data = read_bytes(path, MOST_LINES_BYTES, last=True) or b""
+    found = (_record(_value_of(line), kind) for line in data.split(b"\n") if line)
+    return [one for one in found if one is not None]
+
+
+def events_of(run: Path) -> list[EventRecord]:
+    """Return the lines of attempts.jsonl in a run's folder."""
+    return read_lines(run / ATTEMPTS, EventRecord)
+
+
+def faults_of(folder: Path) -> list[RankFault]:
+    """Return the faults of an attempt, the first one first."""
+    found = [
+        RankFault(**{**one.model_dump(), "frames": tuple(one.frames)})
+        for one in _of_ranks(folder, "fault", FaultRecord)
+    ]
+    return sorted(found, key=lambda fault: fault.at)
+
+
+def exits_of(folder: Path) -> dict[int, int]:
+    """Return the exit status of each rank whose script ended by itself."""
+    return {one.rank: one.status for one in _of_ranks(folder, "exit", ExitRecord)}
+
+
+def metrics_of(folder: Path) -> dict[int, MetricsRecord]:
+    """Return the latest figures of each rank that has written some."""
+    return {one.rank: one for one in _of_ranks(folder, "metrics", MetricsRecord)}
+
+
+def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:
+    """Return the tag that `latest` names, and when it was written; None where there is none."""
+    data = None if folder is None else read_bytes(folder / "latest", 4096)
+    if folder is None or data is None:
+        return None
+    try:
+        return data.decode("utf-8").strip(), (folder / "latest").stat().st_mtime_ns
+    except (OSError, ValueError):
+        return None
+
+
+def _of_ranks(folder: Path, what: str, kind: type[AnyRecord]) -> Iterator[AnyRecord]:
+    for path in sorted(folder.glob(f"rank-*.{what}.json")):
+        one = read_record(path, kind)
+        if one is not None:
+            yield one
+
+
+def _value_of(data: bytes) -> object:
+    try:
+        return json.loads(data.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):  # no JSON, an integer of 5000 digits, or nested too deep
+        return None
+
+
+def _record(value: object, kind: type[AnyRecord]) -> AnyRecord | None:
+    try:
+        return kind.model_validate(value) if isinstance(value, dict) else None
+    except ValidationError:
+        return None
+
+
+@dataclass(frozen=True)
+class RankStop:
+    """Say how a rank of an attempt ended, and when.
+
+    Attributes:
+        rank: in the world.
+        when_ns: by the clock of the file system, which is one for all hosts; None where nothing says so: its
+            host is gone, or it still runs.
+        status: that its script left with by itself, or TOLD_TO_END; None where it did not.
+        fault: the exception that ended it.
+    """
+
+    rank: int
+    when_ns: int | None
+    status: int | None = None
+    fault: RankFault | None = None
+
+    @property
+    def is_silent(self) -> bool:
+        """Return whether it did not say how it ended: killed, stopped, or cut off."""
+        return self.status is None and self.fault is None
+
+
+def stops_of(folder: Path) -> list[RankStop]:
+    """Return how each rank of an attempt that has ended came to its end, the first one first."""
+    faults, exits = {one.rank: one for one in reversed(faults_of(folder))}, exits_of(folder)
+    began = (re.fullmatch(r"rank-(\d{1,7})\.log", path.name) for path in folder.glob("rank-*.log"))
+    found = []
+    for rank in {*faults, *exits, *(int(one[1]) for one in began if one)}:
+        kind = "fault.json" if rank in faults else "exit.json" if rank in exits else "stopped"
+        try:
+            when = os.stat(folder / f"rank-{rank}.{kind}").st_mtime_ns
+        except OSError:
+            when = None
+        fault = faults.get(rank)
+        found.append(RankStop(rank, when, None if fault is not None else exits.get(rank), fault))
+    return sorted(found, key=lambda stop: (math.inf if stop.when_ns is None else stop.when_ns, stop.rank))
+
+
+def has_ring(folder: Path) -> bool:
+    """Return whether a rank of an attempt has made a ring."""
+    return any(True for _ in folder.glob("rank-*.ring"))
