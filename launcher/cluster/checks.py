@@ -47,9 +47,7 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
     if cluster.master_port is None:
         # With a master elsewhere this is only a good guess: nobody can ask its ports from here.
         return choose_free_port()
-    # Names only: to look a host up may wait for a name service.
-    own_names = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
-    master_is_here = cluster.hosts[0].name in own_names if cluster.reaches_out else node_rank == 0
+    master_is_here = cluster.hosts[0].name in own_names() if cluster.reaches_out else node_rank == 0
     if master_is_here and not is_free(cluster.master_port):
         port = cluster.master_port
         raise RingConfigError(
@@ -57,6 +55,12 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
             f"(ss -ltnp 'sport = :{port}' names it), or leave master_port out and a free one is taken"
         )
     return cluster.master_port
+
+
+def own_names() -> set[str]:
+    """Return names of this machine. Names only: to look one up may wait for a name service."""
+    name = socket.gethostname()
+    return {"localhost", "127.0.0.1", "::1", name, name.split(".")[0]}
 
 
 def require_program(name: str, search_path: str, advice: str) -> None:
@@ -74,13 +78,14 @@ _ATTEMPTS = 200
 
 def is_free(port: int) -> bool:
     """Return whether a server could listen on `port` now, on all interfaces as torch's store does."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be listened on
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
+    for family in (socket.AF_INET, *([socket.AF_INET6] if socket.has_dualstack_ipv6() else [])):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT can be listened on
+            try:
+                probe.bind(("", port))
+                probe.listen(1)
+            except OSError:
+                return False
     return True
 
 

@@ -8,6 +8,7 @@ are really there in checks.py.
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,7 @@ from ds_ring.config.messages import Accepts, Refused, Section, sentence, shown
 
 from ..engines.engine import Engine
 from ..engines.engines import ENGINES
-from ..run.job import LOOPBACK, SECRET_VARIABLE
+from ..run.job import LOOPBACK, LOOPBACK_6, SECRET_VARIABLE
 
 MOST_SLOTS = 4096  # of one host: more than any has devices or cores
 _MOST_LETTERS = 4096  # Linux's own limit of a path; of a variable it is 128 KiB
@@ -33,6 +34,10 @@ _FILE = Accepts("the path of a file", "write it relative to the folder of this Y
 _WORD = Accepts("a word", "write one of these words")
 _WORDS = Accepts("a list", "write ['--steps', 100], or one '- item' on each line")
 _VARIABLES = Accepts("a mapping of names to values", "write 'NAME: value' lines")
+_NAMES = Accepts(
+    "a list of names of the caller's environment variables",
+    "write [MY_TOKEN, 'MY_*'], and NAME: value lines under environment",
+)
 _NAME = Accepts("a host name or address", "write letters, digits, dots, dashes and colons only")
 _HOSTS = Accepts(
     "'local' or a list of hosts", "write 'local' and slots: 2, or '- {name: node-0, slots: 8}' lines"
@@ -59,6 +64,9 @@ def _path(value: object, info: ValidationInfo) -> Path:
     folder: Path = (info.context or {}).get("folder", Path())
     try:
         return (folder / value).resolve()
+    except UnicodeEncodeError:
+        got = f"{shown(value)}, which this locale ({sys.getfilesystemencoding()}) has no letters for"
+        raise Refused(sentence(_FILE.what, got, "export LC_ALL=C.UTF-8")) from None
     except (OSError, RuntimeError, ValueError):  # links in a circle
         raise Refused(sentence(_FILE.what, f"{shown(value)}, a link to itself", _FILE.advice)) from None
 
@@ -105,7 +113,16 @@ def _variables(value: object) -> dict[str, str]:
     return {name: _text(item) for name, item in value.items()}
 
 
-_HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:-]*$", max_length=253)]
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise Refused(sentence(_NAMES.what, shown(value), _NAMES.advice))
+    for name in value:
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_]\w*\*?", name, re.ASCII):
+            raise Refused(sentence(_NAMES.what, shown(name), _NAMES.advice))
+    return tuple(value)
+
+
+_HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:-]*$", max_length=253)]
 _File = Annotated[Path, BeforeValidator(_path), _FILE]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), _WORDS]
 
@@ -162,6 +179,7 @@ class Cluster(Section):
     environment: Annotated[dict[str, str], BeforeValidator(_variables), _VARIABLES] = Field(
         default_factory=dict
     )
+    env: Annotated[tuple[str, ...], BeforeValidator(_names), _NAMES] = ()
     script: _File
     deepspeed_config: _File
     script_args: _Texts = ()
@@ -183,7 +201,7 @@ class Cluster(Section):
     @property
     def is_local(self) -> bool:
         """Return whether this machine runs all of it."""
-        return len(self.hosts) == 1 and self.hosts[0].name in (LOCAL_NAME, LOOPBACK)
+        return len(self.hosts) == 1 and self.hosts[0].name in (LOCAL_NAME, LOOPBACK, LOOPBACK_6)
 
     @property
     def reaches_out(self) -> bool:

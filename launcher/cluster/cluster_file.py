@@ -31,7 +31,7 @@ from ds_ring.config.messages import (
 )
 from ds_ring.errors import RingConfigError
 
-from ..run.job import LOOPBACK
+from ..run.job import LOOPBACK, LOOPBACK_6
 from .cluster import LOCAL_NAME, Cluster, Host
 
 MOST_BYTES = 2**17  # some thousand hosts; PyYAML reads about a MB in two seconds
@@ -267,7 +267,7 @@ def _misfits(cluster: Cluster) -> Iterator[Problem]:
     names = [host.name for host in cluster.hosts]
     twice = ", ".join(sorted(name for name, count in Counter(names).items() if count > 1))
     on_each_host = not cluster.is_local and not cluster.reaches_out
-    on_loopback = not cluster.is_local and len(names) > 1 and names[0] in (LOCAL_NAME, LOOPBACK)
+    on_loopback = not cluster.is_local and len(names) > 1 and names[0] in (LOCAL_NAME, LOOPBACK, LOOPBACK_6)
     if twice:
         got = f"{twice} more than once"
         yield Problem("hosts", sentence("every host once", got, "add its slots up in one line"))

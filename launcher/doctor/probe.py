@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from ..run import probe
+from ..run.probe import answer
 
 PACKAGES = ("ds_ring", "torch", "deepspeed", "numpy", "transformers", "pydantic", "mpi4py")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -181,9 +182,9 @@ def main() -> None:
         print("expected a request from ds-ring, got none; `ds-ring doctor` starts this by itself")
         sys.exit(2)
     request: Answer = json.loads(line)
-    print(json.dumps(examine(request)), flush=True)
+    answer(examine(request))
     if sys.stdin.readline():
-        print(json.dumps(look(request)), flush=True)
+        answer(look(request))
         sys.stdin.readline()
     remove_marks(request)
 

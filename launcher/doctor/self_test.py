@@ -33,6 +33,7 @@ from torch.profiler import ProfilerActivity, profile
 from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import presence
 from ds_ring.integrations.deepspeed.initialize import init_distributed
+from ds_ring.integrations.deepspeed.run_report import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.module import options_from_config
 from ds_ring.runtime.autograd import ring_attention_op
@@ -394,6 +395,7 @@ def main() -> int:
 
     if init_distributed().type == "cpu":
         torch.set_num_threads(1)
+    mark_ring()
     config = RingConfig.from_deepspeed(options.deepspeed_config)
     config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)

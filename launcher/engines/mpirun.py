@@ -18,7 +18,8 @@ import subprocess
 import sys
 from types import FrameType
 
-from ..run.job import Invocation, Job, module_command
+from ..run.environment_file import read_environment
+from ..run.job import ENVIRONMENT_FILE, Invocation, Job, module_command
 from .engine import NUMBERS_OF_RANKS, Engine
 
 _FROM_OPEN_MPI = {
@@ -38,6 +39,8 @@ _libc = ctypes.CDLL(None)  # loaded before the fork
 _MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
 
 
+# [Note: secrets on the wire] Open MPI hands `-x NAME` to its daemons of other hosts in clear. What is private
+# is written into a file of each host by ssh instead, and each rank reads it (environment_file.py).
 class Mpirun(Engine):
     """Start the ranks of all hosts by Open MPI's mpirun; a process of this module runs in each rank."""
 
@@ -59,6 +62,10 @@ class Mpirun(Engine):
                 "expected ssh: true with engine mpirun, got false; mpirun starts all hosts itself"
             )
         environment = {**job.environment, "MASTER_ADDR": job.master_address, "MASTER_PORT": str(job.port)}
+        by_file: dict[str, str] = {}
+        if not cluster.is_local:
+            names = [name for name in environment if name in job.private]
+            by_file = job.carried | {name: environment.pop(name) for name in names}
         hosts = ",".join(f"{host.name}:{host.slots}" for host in cluster.hosts)
         # Bound to one core each, ranks of more than one thread would stand in each other's way.
         argv = ["mpirun", "-n", str(cluster.world_size), "--host", hosts, "--bind-to", "none"]
@@ -66,14 +73,15 @@ class Mpirun(Engine):
             argv += ["--allow-run-as-root"]
         if cluster.ssh_port is not None:
             argv += ["--prtemca", "plm_ssh_args", f"-p {cluster.ssh_port}"]
-        for name in sorted(environment):  # the values are taken from its own environment
-            argv += ["-x", name]
+        for name in (*sorted(environment), *([ENVIRONMENT_FILE] if by_file else [])):
+            argv += ["-x", name]  # the values are taken from its own environment
         argv += [*cluster.engine_args, *module_command("ds_ring_launcher.engines.mpirun"), *job.rank_command]
         return Invocation(
             argv,
             job.with_own_programs(environment),
             programs={"mpirun": _MPIRUN_ADVICE},
             private=job.private,
+            by_file=by_file,
             unset=self.unset,
             end_signal=_END_SIGNAL,
         )
@@ -85,7 +93,10 @@ def main(argv: list[str]) -> int:
     if missing:
         sys.exit(f"engines.mpirun: expected to be started by Open MPI's mpirun, which sets {missing[0]}")
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # mpirun, or its daemon here, may be killed itself
-    environment = {**os.environ, **{name: os.environ[source] for name, source in _FROM_OPEN_MPI.items()}}
+    environment = dict(os.environ)
+    if ENVIRONMENT_FILE in environment:
+        environment |= read_environment(environment.pop(ENVIRONMENT_FILE))
+    environment |= {name: os.environ[source] for name, source in _FROM_OPEN_MPI.items()}
     told_to_end = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:

@@ -96,10 +96,12 @@ class Slurm(Engine):
         """Return a script for sbatch that runs `ds-ring launch` on the YAML at `config` in its allocation."""
         seconds = max(_SIGNAL_SECONDS, round(cluster.grace_seconds) + 60)
         most = max(host.slots for host in cluster.hosts)
-        log = f"{cluster.run_folder}/slurm-%j.log" if cluster.run_folder else "slurm-%j.log"
+        # a % in it would be a pattern of Slurm's
+        run = "" if cluster.run_folder is None else f"{cluster.run_folder}/".replace("%", "%%")
+        log = f"{run}slurm-%j.log"
         lines = [
             "#!/bin/bash",
-            f"#SBATCH --job-name={cluster.script.stem}",
+            f"#SBATCH --job-name={re.sub(r'[^A-Za-z0-9._-]', '_', cluster.script.stem)}",
             f"#SBATCH --nodes={len(cluster.hosts)}",
             f"#SBATCH --nodelist={','.join(host.name for host in cluster.hosts)}",
             f"#SBATCH --ntasks-per-node={most}",
@@ -107,7 +109,7 @@ class Slurm(Engine):
             "#SBATCH --exclusive",
             "#SBATCH --requeue",
             "#SBATCH --open-mode=append",
-            f"#SBATCH --output={log}",
+            f"#SBATCH --output={_quoted(log)}",
             f"#SBATCH --signal=B:USR1@{seconds}",
             "# Time, partition and account: sbatch --time=... --partition=... --account=... THIS_SCRIPT",
             "",
@@ -115,6 +117,13 @@ class Slurm(Engine):
         command = [*module_command("ds_ring_launcher.cli"), "launch", str(config.absolute())]
         command += ["--", *extra_args] if extra_args else []
         return "\n".join([*lines, _BODY.format(command=shlex.join(command), preempted=PREEMPTED)])
+
+
+def _quoted(word: str) -> str:
+    """Return a word of an #SBATCH line, which sbatch reads as a shell does, but for comments."""
+    if re.fullmatch(r"[A-Za-z0-9_@%+=:,./-]+", word):
+        return word
+    return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
 
 
 # bash runs a trap only between commands, and `wait` is the one that a signal interrupts.

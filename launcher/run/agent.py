@@ -40,13 +40,15 @@ def main(stdin: IO[str]) -> int:
         return _refuse(f"script: expected a Python file, got no {request['script']}; copy it to this host")
     raise_file_limit()
     with process.private_folder() as folder:
-        invocation = _invocation(request, str(folder))
+        invocation = process.with_rank_marks(_invocation(request, str(folder)), folder)
         grace = process.Grace(request["grace_seconds"])
         with process.signals_noted() as signals:
             threading.Thread(target=_listen, args=(stdin, grace), daemon=True).start()
-            return process.run(
+            status = process.run(
                 invocation, dict(os.environ), request["script"], signals, grace, folder, subprocess.DEVNULL
             )
+        process.say_without_ring(status, folder)
+        return status
 
 
 def _invocation(request: dict[str, Any], folder: str) -> Invocation:

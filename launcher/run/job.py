@@ -5,6 +5,7 @@ The agent on another host imports this file: it imports nothing of ds_ring that 
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import resource
 import shlex
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 # path of a real file begins with it.
 FOLDER = Path("/ds-ring-agent-folder")
 _SHELL_FOLDER = "ds_ring_folder"
-LOOPBACK = "127.0.0.1"
+LOOPBACK, LOOPBACK_6 = "127.0.0.1", "::1"
 RANK_SCRIPT = Path(__file__).with_name("rank_script.py")  # runs the script in each rank
+ENVIRONMENT_FILE = "DS_RING_ENVIRONMENT_FILE"  # of a rank of mpirun's: its private variables, on its host
 SECRET_VARIABLE = "DS_RING_SECRET"  # the launcher gives it to every rank, a new one for each launch
 
 
@@ -48,24 +50,36 @@ class Invocation:
     files: dict[Path, str] = field(default_factory=dict)
     programs: dict[str, str] = field(default_factory=dict)  # needed on PATH -> what to do without it
     private: frozenset[str] = frozenset()  # variables whose values are shown to nobody
+    by_file: dict[str, str] = field(default_factory=dict)  # that every host gets in a file of its own
     unset: tuple[str, ...] = ()  # patterns of variables of the caller's that the engine does not get
     end_signal: int | None = None  # that makes the engine end its ranks in their own time
 
     def as_shell(self) -> str:
         """Return the same as a shell script, with the names of private variables and not their values."""
-        lines = (
-            [_UNSET.format(names="|".join(self.unset).replace("*", "[A-Za-z_0-9]*"))] if self.unset else []
-        )
+        names = "|".join(self.unset).replace("*", "[A-Za-z_0-9]*")
+        lines = [_UNSET.format(names=names)] if names else []
         if FOLDER_VARIABLE in self.environment:
             lines.append(f"mkdir -p {_quoted(self.environment[FOLDER_VARIABLE])}")
         if self.files:  # in a folder that nobody else can write to ([Note: planted links] in json_text.py)
             lines.append(f'{_SHELL_FOLDER}="$(mktemp -d "${{TMPDIR:-/tmp}}/ds-ring-XXXXXXXX")" || exit')
-        lines += [f"cat > {_quoted(str(path))} <<'EOF'\n{text}EOF" for path, text in self.files.items()]
+        lines += [_here_document(path, text) for path, text in self.files.items()]
         lines += [
             _private_line(name) if name in self.private else f"export {name}={_quoted(value)}"
             for name, value in sorted(self.environment.items())
         ]
+        if self.by_file:
+            lines.append(f"# ds-ring writes {', '.join(sorted(self.by_file))}, as JSON,")
+            lines.append("# into a file of mode 0600 on each host by ssh, and names it here")
+            lines.append(f': "${{{ENVIRONMENT_FILE}?}}"; export {ENVIRONMENT_FILE}')
         return "\n".join([*lines, f"exec {' '.join(map(_quoted, self.argv))}"])
+
+
+def _here_document(path: Path, text: str) -> str:
+    """Return the lines of a shell script that write a file; a line of it may be EOF, as a host's name."""
+    end = "EOF"
+    while end in text.splitlines():
+        end += "_"
+    return f"cat > {_quoted(str(path))} <<'{end}'\n{text}{end}"
 
 
 def _quoted(word: str) -> str:
@@ -74,7 +88,7 @@ def _quoted(word: str) -> str:
     return f'"${_SHELL_FOLDER}"'.join(parts) or "''"
 
 
-_UNSET = r"for name in $(env | sed -nE 's/^({names})=.*/\1/p'); do unset \"$name\"; done"
+_UNSET = 'for name in $(env | sed -nE "s/^({names})=.*/\\1/p"); do unset "$name"; done'
 
 
 def _private_line(name: str) -> str:
@@ -84,6 +98,14 @@ def _private_line(name: str) -> str:
         return f'export {name}="$({make})"'
     return f': "${{{name}?export it first: its value stands under environment in the YAML}}"; export {name}'
 
+
+# Of the caller's environment, what ranks on other hosts get: settings of libraries, by the beginning of their
+# names (README.md has the list). Those of one host (PATH, HOME, CUDA_VISIBLE_DEVICES) stay there.
+CARRIED = (
+    "COMET_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "LD_LIBRARY", "MLFLOW", "MV2", "NCCL", "PYTHON",
+    "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "UCX", "WANDB_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+    "http_proxy", "https_proxy", "no_proxy",
+)  # fmt: skip
 
 # One thread for each rank: ranks on a CPU share its cores, and torch takes all of them by default.
 _DEVICE_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -118,6 +140,17 @@ class Job:
         secret = {} if self.secret is None else {SECRET_VARIABLE: self.secret}
         run = {} if self.attempt_folder is None else {FOLDER_VARIABLE: str(self.attempt_folder)}
         return {**_DEVICE_ENVIRONMENT[self.cluster.device], **self.cluster.environment, **secret, **run}
+
+    @property
+    def carried(self) -> dict[str, str]:
+        """Return what ranks on other hosts get of the caller's environment: CARRIED, and the YAML's."""
+        wanted = (*(f"{name}*" for name in CARRIED), *self.cluster.env)
+        return {
+            name: value
+            for name, value in self.caller_environment.items()
+            if any(fnmatch.fnmatchcase(name, one) for one in wanted)
+            and not any(fnmatch.fnmatchcase(name, one) for one in self.cluster.starter.unset)
+        }
 
     @property
     def private(self) -> frozenset[str]:

@@ -18,10 +18,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_ring.errors import RingError
+
 from ..cluster.checks import require_program
 from ..cluster.cluster import Cluster, Host
+from .job import module_command
+from .probe import MARK
 
 _LAST_WORDS_SECONDS = 1.0
+HOSTS_MISSING = 69  # sysexits.h's EX_UNAVAILABLE
+
+
+class HostsMissing(RingError, RuntimeError):
+    """Hosts of the YAML do not answer, or do not reach the master; the message names each, and why."""
+
+    exit_status = HOSTS_MISSING
 
 
 @dataclass(frozen=True)
@@ -88,13 +99,15 @@ class AskedHost:
         cluster: says what reaches its hosts.
         host: of its list.
         module: what runs there.
+        here: the host is this machine, and needs nothing that reaches it.
 
     Raises:
         RingConfigError: what reaches hosts is not on PATH.
     """
 
-    def __init__(self, cluster: Cluster, host: str, module: str) -> None:
+    def __init__(self, cluster: Cluster, host: str, module: str, here: bool = False) -> None:
         command, advice = cluster.starter.reach(host, cluster.ssh_port, module)
+        command = module_command(module) if here else command
         self._by = command[0]
         require_program(self._by, os.environ.get("PATH", os.defpath), advice)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  closed by `end`
@@ -113,12 +126,20 @@ class AskedHost:
             print(json.dumps(question), file=self._process.stdin, flush=True)
 
     def answer(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next line; None at the end of the output, at the deadline, or for what is no answer."""
-        try:
-            found = json.loads(self._lines.get(timeout=max(deadline - time.monotonic(), 0.01)))
-        except (queue.Empty, ValueError):
-            return None
-        return found if isinstance(found, dict) else None
+        """Return the next answer; None at the end of the output, or at the deadline."""
+        while True:
+            try:
+                line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))
+                if not line:
+                    return None
+                # whatever a shell of that host prints comes before it, on the same line, too
+                found = json.loads(line.partition(MARK)[2])
+            except queue.Empty:
+                return None
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
 
     def silence(self, seconds: float) -> str:
         """Return why there was no answer."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 LOOPBACK = "lo"
+MARK = "ds-ring-answer: "
 
 
 def main() -> None:
@@ -23,10 +24,10 @@ def main() -> None:
     # IPv6's wildcard takes IPv4 connections, too.
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
-        _say({"host": os.uname().nodename, "port": server.getsockname()[1], "addresses": addresses()})
+        answer({"host": os.uname().nodename, "port": server.getsockname()[1], "addresses": addresses()})
         for line in sys.stdin:
             asked = json.loads(line)
-            _say(_connect(asked["address"], int(asked["port"]), float(asked["seconds"])))
+            answer(_connect(asked["address"], int(asked["port"]), float(asked["seconds"])))
 
 
 def addresses() -> dict[str, list[str]]:
@@ -80,8 +81,9 @@ def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
     return {"reached": True, "address": own, "interface": _interface_of(own)}
 
 
-def _say(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+def answer(said: dict[str, Any]) -> None:
+    """Print an answer to ds-ring on another host: marked, since a shell there may print lines of its own."""
+    print(f"{MARK}{json.dumps(said)}", flush=True)
 
 
 if __name__ == "__main__":

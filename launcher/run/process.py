@@ -23,7 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +32,7 @@ import psutil
 from ds_ring.errors import RingConfigError
 
 from .job import Invocation, module_command
+from .run_folder import FOLDER_VARIABLE, has_ring
 
 # The processes of a run are found by an environment variable that they inherit. An engine may start sessions
 # and process groups of its own; only a process that starts with an empty environment loses the variable.
@@ -166,8 +167,30 @@ def private_folder() -> Iterator[Path]:
 
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
+_MARKS = "ranks"
 
 _Handler = Callable[[int, FrameType | None], object]
+
+
+NO_RING = (
+    "no rank has made a ring: ring_attention of the DeepSpeed JSON was not at work. Call ds_ring.initialize,"
+    " or ds_ring.enable() before the Trainer is made"
+)
+
+
+def with_rank_marks(invocation: Invocation, folder: Path) -> Invocation:
+    """Let ranks mark in `folder` that they have made a ring, where no attempt has a folder for it."""
+    if FOLDER_VARIABLE in invocation.environment:
+        return invocation
+    marks = folder / _MARKS
+    marks.mkdir()
+    return replace(invocation, environment={**invocation.environment, FOLDER_VARIABLE: str(marks)})
+
+
+def say_without_ring(status: int, folder: Path) -> None:
+    """Say it where ranks that have ended well had `with_rank_marks`, and none has made a ring."""
+    if status == 0 and (folder / _MARKS).is_dir() and not has_ring(folder / _MARKS):
+        say(NO_RING)
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Run a script as a rank, by this file's path: `python -m` would look into the working folder first.
 
-A working folder with a module `queue`, or a folder `torch`, would take the place of those modules in an engine
-and in rank.py, where a script started by its path would never see them. Engines that start their helpers by
+A working folder with a module `queue`, or a folder `torch`, would take the place of those modules in an
+engine and in rank.py, where a script started by its path would never see them. Engines that start helpers by
 `python -m` get PYTHONSAFEPATH from the launcher, which ends here: the script has what Python gives it.
 
     python -u rank_script.py [--local_rank=N] [--only] SCRIPT ...    --only: no log, no fault file

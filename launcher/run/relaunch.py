@@ -34,11 +34,11 @@ from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
 from .job import Job, module_command
-from .presence import HostPresence, address_of_master, ask_hosts
-from .process import POLL_SECONDS, few, say, signals_noted
-from .run_folder import CONFIG, PREEMPTED, TOLD_TO_END, RankFault, RunFolder
+from .presence import HOSTS_MISSING, HostPresence, HostsMissing, address_of_master, ask_hosts
+from .process import NO_RING, POLL_SECONDS, few, say, signals_noted
+from .run_folder import CONFIG, PREEMPTED, TOLD_TO_END, RankFault, RunFolder, has_ring
 from .run_lock import run_held
-from .run_records import RankStop, exits_of, has_ring, newest_checkpoint, stops_of
+from .run_records import RankStop, exits_of, newest_checkpoint, stops_of
 from .start import start
 
 # Whether another attempt follows is decided from what the ranks left behind (run_folder.py), from all
@@ -310,16 +310,9 @@ def _config_for(
     return made
 
 
-HOSTS_MISSING = 69  # sysexits.h's EX_UNAVAILABLE
 _OPTIMIZER = re.compile(r"zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt$")
 _CONVERT_SECONDS = 3600
 _HOST_SECONDS = 10.0  # without relaunch, too
-
-
-class HostsMissing(RingError, RuntimeError):
-    """Hosts of the YAML do not answer, or do not reach the master; the message names each, and why."""
-
-    exit_status = HOSTS_MISSING
 
 
 def run(job: Job) -> int:
@@ -383,12 +376,23 @@ class _RelaunchedRun:
             checkpoint=None if before is None else before[0], interfaces=presence.interfaces,
             checkpoints=None if self.checkpoints is None else str(self.checkpoints),
         )  # fmt: skip
-        status = start(job, self.signals) if not self.signals else 128 + self.signals[0]
+        status = self._start(job)
         progressed = newest_checkpoint(self.checkpoints) != before
         attempt_folder = self.folder.attempt(self.number)
         return outcome_of(
             self.number, attempt_folder, job.cluster.hosts, status, next(iter(self.signals), None), progressed
         )
+
+    def _start(self, job: Job) -> int:
+        if self.signals:
+            return 128 + self.signals[0]
+        try:
+            return start(job, self.signals)
+        except HostsMissing as error:  # one that answered a moment ago
+            if not self.history:
+                raise
+            say(f"error: {error}")
+            return HOSTS_MISSING
 
     def _presence(self) -> HostPresence:
         """Return who is there; wait for the others as long as the YAML says."""
@@ -466,6 +470,8 @@ class _RelaunchedRun:
             ring=outcome.has_ring,
         )  # fmt: skip
         if outcome.verdict == "done":
+            if not outcome.has_ring:
+                say(NO_RING)
             return
         culprit, logs = outcome.culprit, self.folder.attempt(self.number)
         fault = None if culprit is None or culprit.kind == "lost" else culprit.fault

@@ -170,3 +170,8 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         replace_text(path, json.dumps(value))
     except OSError:
         pass
+
+
+def has_ring(folder: Path) -> bool:
+    """Return whether a rank of an attempt has made a ring."""
+    return any(True for _ in folder.glob("rank-*.ring"))

@@ -319,8 +319,3 @@ def stops_of(folder: Path) -> list[RankStop]:
         fault = faults.get(rank)
         found.append(RankStop(rank, when, None if fault is not None else exits.get(rank), fault))
     return sorted(found, key=lambda stop: (math.inf if stop.when_ns is None else stop.when_ns, stop.rank))
-
-
-def has_ring(folder: Path) -> bool:
-    """Return whether a rank of an attempt has made a ring."""
-    return any(True for _ in folder.glob("rank-*.ring"))

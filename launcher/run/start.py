@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..cluster import checks
+from ..cluster.cluster import Cluster
 from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
-from .job import FOLDER, Invocation, Job
+from .job import ENVIRONMENT_FILE, FOLDER, Invocation, Job
+from .presence import AskedHost, HostsMissing
 from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, few, say
 
 
@@ -43,13 +47,49 @@ def _start(job: Job, signals: list[int]) -> int:
     for program, advice in invocation.programs.items():
         checks.require_program(program, invocation.environment["PATH"], advice)
     say(said)
-    grace = process.Grace(cluster.grace_seconds)
-    return process.run(invocation, job.caller_environment, script, signals, grace, job.folder)
+    grace, caller = process.Grace(cluster.grace_seconds), job.caller_environment
+    if cluster.is_local:
+        invocation = process.with_rank_marks(invocation, job.folder)
+    with _environment_files(cluster, invocation) as invocation:
+        status = process.run(invocation, caller, script, signals, grace, job.folder)
+    if cluster.is_local:
+        process.say_without_ring(status, job.folder)
+    return status
+
+
+@contextmanager
+def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Invocation]:
+    """Keep the values of `by_file` in a file on each host ([Note: secrets on the wire]); HostsMissing where
+    one does not take it.
+    """
+    if not invocation.by_file:
+        yield invocation
+        return
+    path = f"/tmp/ds-ring-{secrets.token_hex(16)}/environment"  # the same on all hosts, and nobody's before
+    deadline, asked = time.monotonic() + _FILE_SECONDS, dict[str, AskedHost]()
+    try:
+        for host in cluster.hosts:
+            here = host.name in checks.own_names()
+            asked[host.name] = AskedHost(cluster, host.name, "ds_ring_launcher.run.environment_file", here)
+            asked[host.name].ask({"path": path, "values": invocation.by_file})
+        missing = {
+            name: one.silence(_FILE_SECONDS) for name, one in asked.items() if one.answer(deadline) is None
+        }
+        if missing:
+            names = "; ".join(f"{name}: {why}" for name, why in missing.items())
+            raise HostsMissing(
+                f"hosts: expected every host to take the ranks' environment by ssh, got {names}; let this"
+                " host reach them by ssh without a password"
+            )
+        yield replace(invocation, environment={**invocation.environment, ENVIRONMENT_FILE: path})
+    finally:
+        for one in asked.values():
+            one.end(_LAST_WORDS_SECONDS)
 
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
     """Return what an agent on each host is told to run."""
-    variables = {name: value for name, value in job.caller_environment.items() if name.startswith(_CARRIED)}
+    variables = job.carried
     there = replace(job, folder=FOLDER, caller_environment=variables)
     cluster = job.cluster
     made = [cluster.starter.invocation(replace(there, node_rank=rank)) for rank in range(len(cluster.hosts))]
@@ -64,8 +104,8 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
 # ends, the run ends.
 
 _SSH_FAILED = 255
-# What DeepSpeed exports to other hosts of the caller's environment: settings of libraries.
-_CARRIED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY")
+_FILE_SECONDS = 30.0
+_LAST_WORDS_SECONDS = 2.0
 
 
 def run_agents(

@@ -286,13 +286,9 @@ exec env -i "${kept[@]}" bash -c "$*"
 
 def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
     require_engine("mpirun")
-    agent = workplace.folder / "agent"
-    agent.write_text(FAKE_SSH)
-    agent.chmod(stat.S_IRWXU)
-    hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nssh_port: 2222\n"
-    master = f"master_address: 127.0.0.1\nengine_args: [--prtemca, plm_ssh_agent, {agent}]\n"
-    path = workplace.write(f"engine: mpirun\n{hosts}{master}environment: {{GREETING: it's 2 words}}\n", MEET)
-    status, output = workplace.launch(path)
+    hosts, caller = by_ssh(workplace, "mpirun")
+    path = workplace.write(f"{hosts}ssh_port: 2222\nenvironment: {{GREETING: it's 2 words}}\n", MEET)
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **caller))
     assert status == 0, output
     assert "rank 0 sums 3" in output and "rank 1 sums 3" in output
     assert workplace.report(1)["environment"]["GREETING"] == "it's 2 words"

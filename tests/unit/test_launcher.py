@@ -433,7 +433,8 @@ def test_mpirun(folder: Path) -> None:
     made = invocation(folder, "engine: mpirun\nenvironment: {A: a b}\n" + HOSTS + SCRIPT)
     command = shlex.join(made.argv)
     assert "mpirun -n 6 --host node-0:4,node-1:2" in command
-    assert "-x A -x MASTER_ADDR -x MASTER_PORT" in command
+    assert "-x MASTER_ADDR -x MASTER_PORT -x DS_RING_ENVIRONMENT_FILE" in command and "-x A " not in command
+    assert made.by_file == {"A": "a b"}
     assert (made.environment["MASTER_ADDR"], made.environment["MASTER_PORT"]) == ("node-0", "20001")
 
 

@@ -47,6 +47,7 @@ from ds_ring.integrations.deepspeed.run_report import (
     attempt_folder,
     attempt_of,
     check_monitor,
+    mark_ring,
     ranks_per_node,
     report_steps,
 )
@@ -185,6 +186,7 @@ def _features(
         features["rank_speeds"] = MeasuredSpeeds(engine, session)
     elif speeds is not None:
         session.set_speeds(tuple(speeds))
+    mark_ring()
     if trains:
         features |= report_steps(engine, session) | refuse_direct_backward(engine)
     else:

@@ -254,6 +254,14 @@ def attempt_folder() -> Path | None:
     return Path(named) if named else None
 
 
+def mark_ring() -> None:
+    """Say in the folder of this attempt that this rank has made a ring: the launcher tells where none has."""
+    folder = attempt_folder()
+    if folder is not None:
+        with suppress(OSError):  # a full disk ends no training
+            append_text(folder / f"rank-{dist.get_rank()}.ring", "")
+
+
 def attempt_of(folder: Path | None) -> tuple[str, int] | None:
     """Return which run this is and which attempt of it, by the folder's path; None where there is none."""
     found = None if folder is None else re.fullmatch(r"attempt-(\d+)", folder.name)
