@@ -12,7 +12,7 @@ import pkgutil
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -45,7 +45,8 @@ class Patch:
         kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or
             "added" (a new attribute): the value. "hook": a function that torch calls, with keyword arguments
             too (or with the gradient, if the target is a tensor). "registered": a function without arguments,
-            which `apply` calls and which changes the target in an official way.
+            which `apply` calls and which changes the target in an official way; it may return what takes the
+            change back.
         feature: name of what asks for the change; "checkpoint.files" is a part of "checkpoint".
         versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
@@ -69,14 +70,16 @@ class Patch:
 
 @dataclass(frozen=True)
 class AppliedPatch:
-    """An applied row. `undo` takes it back; `handle` is the one of a hook."""
+    """An applied row. `undo` takes it back; `handle` is the one of a hook; `owner` is what was changed."""
 
     row: Patch
     undo: Callable[[], object]
     handle: Any = None
+    owner: Any = None
 
 
 _tables: list[PatchTable] = []
+_ENDING = ("engine", "tensor")  # objects whose changes end with them; others are taken back with the session
 _of_process: set[tuple[PatchTable, str]] = set()  # features that changed classes, modules or the interpreter
 _of_subject: weakref.WeakKeyDictionary[Any, set[tuple[PatchTable, str]]] = weakref.WeakKeyDictionary()
 
@@ -104,15 +107,29 @@ class PatchTable:
         Args:
             features: by name, objects whose attributes are named like the stages of the feature's rows.
             subject: the session for which `describe` lists the rows; None for changes of the whole process.
+                Its list `changes`, if it has one, gets those of objects that may outlive the session.
             objects: by the names with which targets begin. Rows of objects that are not given are left out.
 
         Raises:
             RingConfigError: the installed package has no such target.
         """
         changes = self._apply_all(features, objects)
+        self._note(changes, subject)
+        record = getattr(subject, "changes", None)
+        if record is not None:
+            known = {(change.row.target, id(change.owner)) for change in record if change.row.kind == "set"}
+            record += [
+                change
+                for change in changes
+                if change.row.target.partition(".")[0] not in _ENDING
+                # What was set twice is as it was before the first time.
+                and (change.row.kind != "set" or (change.row.target, id(change.owner)) not in known)
+            ]
+        return changes
+
+    def _note(self, changes: Sequence[AppliedPatch], subject: Any) -> None:
         found = _of_process if subject is None else _of_subject.setdefault(subject, set())
         found.update((self, change.row.feature.partition(".")[0]) for change in changes)
-        return changes
 
     def _apply_all(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[AppliedPatch]:
         changes: list[AppliedPatch] = []
@@ -130,11 +147,9 @@ class PatchTable:
     @contextmanager
     def applied(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> Iterator[None]:
         """Apply the rows inside the context only; without a subject `describe` does not learn of it."""
-        changes = (
-            self._apply_all(features, objects)
-            if subject is None
-            else self.apply(features, subject, **objects)
-        )
+        changes = self._apply_all(features, objects)
+        if subject is not None:
+            self._note(changes, subject)
         try:
             yield
         finally:
@@ -175,12 +190,12 @@ class PatchTable:
 
     def _apply(self, row: Patch, part: Any, objects: Mapping[str, Any]) -> AppliedPatch:
         if row.kind == "registered":
-            part()
-            return AppliedPatch(row, lambda: None)
+            back = part()
+            return AppliedPatch(row, back if callable(back) else lambda: None)
         if row.kind == "hook":
             options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
             handle = getattr(objects[row.target], _HOOKS[row.stage])(part, **options)
-            return AppliedPatch(row, handle.remove, handle)
+            return AppliedPatch(row, handle.remove, handle, objects[row.target])
         try:
             owner, name = self._owner(row, objects)
             before = None if row.kind == "added" else _get(owner, name)
@@ -190,9 +205,8 @@ class PatchTable:
         # or a property that can be set
         own = own or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
         _set(owner, name, _wrapped(before, part) if row.kind == "wrapped" else part)
-        return AppliedPatch(
-            row, (lambda: _set(owner, name, before)) if own else (lambda: delattr(owner, name))
-        )
+        back = (lambda: _set(owner, name, before)) if own else (lambda: _delete(owner, name))
+        return AppliedPatch(row, back, owner=owner)
 
     def _is_for_installed(self, row: Patch) -> bool:
         return not row.versions or version(self.package) in SpecifierSet(row.versions, prereleases=True)
@@ -237,6 +251,11 @@ def _set(owner: Any, name: str, value: Any) -> None:
         owner[name] = value
     else:
         setattr(owner, name, value)
+
+
+def _delete(owner: Any, name: str) -> None:
+    with suppress(AttributeError):  # somebody else has taken it away
+        delattr(owner, name)
 
 
 def undo(changes: list[AppliedPatch]) -> None:

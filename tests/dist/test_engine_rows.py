@@ -29,7 +29,7 @@ METHODS = {
     "module_state_dict": ["Settled", "name_culprit"],
     "allreduce_gradients": ["name_culprit"],
     "load_module_state_dict": ["name_culprit"],
-    "destroy": ["name_culprit"],
+    "destroy": ["_destroy", "name_culprit"],
 }
 # In the order in which torch calls them.
 BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]

@@ -7,9 +7,6 @@ left out: what is a time is held to what it counts (`check_logs`).
 from __future__ import annotations
 
 import copy
-import json
-import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,41 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.dist.deepspeed_ranks import start_deepspeed
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
-RING_KEYS = ("sequence_parallel_size", "ring_attention")
-
-Logs = list[dict[str, Any]]
-
-# What two runs cannot have in common, and why. A rate times its runtime is a count, which is compared.
-TIMES = {
-    r"(\w+_)?runtime": "seconds of a run",
-    r"\w+_model_preparation_time": "seconds that the engine took to start",
-    r"step_time": "seconds of a step",
-    r"profiling/.*": "seconds of a function",
-}
-RATES = r"(\w+)_(samples|steps|tokens)_per_second"
-
-
-def check_logs(got: Logs, expected: Logs, rel: float = 2e-5) -> float:
-    """Compare all keys of all logs; return the greatest difference, relative above 0.01."""
-    worst = 0.0
-    assert len(got) == len(expected) > 0
-    for one, other in zip(got, expected, strict=True):
-        assert one.keys() == other.keys(), f"keys {sorted(one.keys() ^ other.keys())} of {other}"
-        for key, value in other.items():
-            rate = re.fullmatch(RATES, key)
-            if rate:
-                counts = [entry[key] * entry[f"{rate[1]}_runtime"] for entry in (one, other)]
-                assert counts[0] == pytest.approx(counts[1], rel=0.05, abs=0.05), f"{key}: {one}, {other}"
-            elif any(re.fullmatch(pattern, key) for pattern in TIMES):
-                assert one[key] > 0
-            elif isinstance(value, int | float):
-                worst = max(worst, abs(one[key] - value) / max(abs(value), 1e-2))
-                assert one[key] == pytest.approx(value, rel=rel, abs=rel * 1e-2), f"{key}: {one}, {other}"
-            else:
-                assert one[key] == value, key
-    return worst
+from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 
 
 class Both(NamedTuple):
@@ -128,8 +91,7 @@ def run_trainer(
     rank: int, world_size: int, cases: list[str], config: str, ring: bool, more: dict[str, Any]
 ) -> dict[str, Logs]:
     """What Trainer logs with models, or losses, of one's own."""
-    deepspeed = start_deepspeed()
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    start_deepspeed()
     import ds_ring
 
     if ring:
@@ -138,15 +100,9 @@ def run_trainer(
 
 
 def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
-    from accelerate.state import AcceleratorState, GradientState
-    from transformers import Trainer, TrainingArguments
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    sys.path.insert(0, str(EXAMPLES))
+    start_trainers()
     import text
+    from transformers import Trainer, TrainingArguments
 
     class Own(Trainer):
         def compute_loss(
@@ -215,17 +171,6 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         return iter(self.samples)
-
-
-def configs(folder: Path, ring: int, **changes: Any) -> tuple[str, str]:
-    """The JSON without a ring, and with one."""
-    config = (
-        json.loads((EXAMPLES / "ds_config.json").read_text()) | {"zero_optimization": {"stage": 2}} | changes
-    )
-    plain = {key: value for key, value in config.items() if key not in RING_KEYS}
-    (folder / "plain.json").write_text(json.dumps(plain))
-    (folder / "ring.json").write_text(json.dumps(config | {"sequence_parallel_size": ring}))
-    return str(folder / "plain.json"), str(folder / "ring.json")
 
 
 def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **more: Any) -> None:

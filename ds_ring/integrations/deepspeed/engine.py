@@ -44,6 +44,8 @@ _ROWS = (
         "what the training loop made of the loss and the logits", when="verify_first_batch"),
     Patch("engine.compile", "around_compile", "wrapped", "compile",
         'backend="ds_ring" gets the session; DeepCompile and a second backend are refused'),
+    Patch("module._compiled_call_impl", "around_compile", "set", "compile.graph",
+        "a graph of the ring ends with the engine", when='engine.compile(backend="ds_ring") was called'),
     Patch("engine", "before_forward", "hook", "monitor", _MONITOR, when="monitor"),
     Patch("engine", "after_forward", "hook", "monitor", _MONITOR, when="monitor"),
     Patch("engine.step", "around_step", "wrapped", "monitor", _MONITOR, when="monitor"),
@@ -77,6 +79,7 @@ _ROWS = (
     Patch("engine.step", "around_step", "wrapped", "settled", _SETTLED),
     *(Patch(f"engine.{method}", "around_save", "wrapped", "settled", _SETTLED) for method in (
         "save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict")),
+    Patch("engine.destroy", "around_call", "wrapped", "end", "takes the ring off the model"),
     # The outermost: a rank's failure is named whatever was called.
     *(Patch(f"engine.{method}", "around_call", "wrapped", "culprits", _CULPRITS) for method in (
         "forward", "backward", "step", "allreduce_gradients", "save_checkpoint", "load_checkpoint",

@@ -10,6 +10,7 @@ import copy
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -64,6 +65,8 @@ warnings.filterwarnings(
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
 _DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
+
+_sessions: weakref.WeakSet[RingSession] = weakref.WeakSet()  # of engines made so far
 
 ConfigSource = str | dict[str, Any]
 
@@ -130,31 +133,34 @@ def initialize(
         if deepspeed_config.get("gradient_allreduce_op", "mean") == "sum"
         else float(dist.get_world_size())
     )
+    end_sessions_on(model)
     session = RingSession(ring_config, mesh, pattern_from_config(ring_config), device, divisor)
-    first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
-    attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
-    if _has_part_of_transformers(model):
-        with imports_of("a model of transformers", "transformers"):
-            from ds_ring.integrations.transformers.attention import attach
-        attached = list(attach(model, session))
-    sizes = sizes_of(model) if ring_config.dynamic_ring else None
-    if getattr(args, "deepspeed_config", None) is not None:
-        args = copy.copy(args)
-        args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
-    engine, engine_optimizer, _, scheduler = name_culprit(
-        mesh, _start_engine,
-        args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
-        lr_scheduler=lr_scheduler, distributed_port=distributed_port,
-        dist_init_required=dist_init_required, collate_fn=collate_fn,
-        config=deepspeed_config if trains else without_optimizer(deepspeed_config),
-    )  # fmt: skip
-    features = _features(engine, session, attached, trains)
-    if first_batch is not None:
-        first_batch.engine, features["first_batch"] = engine, first_batch
-    DEEPSPEED.apply(features, session, engine=engine)
-    if sizes is not None:
-        dtype = next(engine.module.parameters()).dtype
-        name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
+    _sessions.add(session)
+    with session.ending_on_error():
+        first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
+        attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
+        if _has_part_of_transformers(model):
+            with imports_of("a model of transformers", "transformers"):
+                from ds_ring.integrations.transformers.attention import attach
+            attached = list(attach(model, session))
+        sizes = sizes_of(model) if ring_config.dynamic_ring else None
+        if getattr(args, "deepspeed_config", None) is not None:
+            args = copy.copy(args)
+            args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
+        engine, engine_optimizer, _, scheduler = name_culprit(
+            mesh, _start_engine,
+            args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler, distributed_port=distributed_port,
+            dist_init_required=dist_init_required, collate_fn=collate_fn,
+            config=deepspeed_config if trains else without_optimizer(deepspeed_config),
+        )  # fmt: skip
+        features = _features(engine, session, attached, trains)
+        if first_batch is not None:
+            first_batch.engine, features["first_batch"] = engine, first_batch
+        DEEPSPEED.apply(features, session, engine=engine)
+        if sizes is not None:
+            dtype = next(engine.module.parameters()).dtype
+            name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
     loader = None
     if training_data is not None:
         loader = session.loader(
@@ -169,6 +175,14 @@ def initialize(
     return engine, engine_optimizer, loader, scheduler
 
 
+def end_sessions_on(model: torch.nn.Module) -> None:
+    """Take earlier rings off a model: the hooks of two would cut each batch twice."""
+    parts = set(map(id, model.modules()))
+    for session in list(_sessions):
+        if any(id(change.owner) in parts for change in session.changes):
+            session.end("its model was given to a later engine")
+
+
 def _features(
     engine: DeepSpeedEngine, session: RingSession, attached: list[Any], trains: bool
 ) -> dict[str, Any]:
@@ -178,6 +192,7 @@ def _features(
         "ring_use": RingUse(session, engine, is_own=not attached),
         "compile": SimpleNamespace(around_compile=partial(_compile, engine, session, attached)),
         "settled": Settled(engine, session.mesh),
+        "end": SimpleNamespace(around_call=partial(_destroy, session)),
     }
     if session.config.monitor:
         features["monitor"] = RingMonitor(engine, session)
@@ -198,7 +213,13 @@ def _features(
     return features
 
 
+def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
+    destroy()
+    session.end("engine.destroy() was called")
+
+
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    session.check_at_work()
     if not session.batches.is_off:
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
@@ -239,6 +260,8 @@ def _compile(
         backend = backend_of(session)
         for one in attached:
             one.rewritten = True
+        graph = {"compile.graph": SimpleNamespace(around_compile=None)}
+        DEEPSPEED.apply(graph, session, module=engine.module)
     compile_model(backend, *args, **kwargs)
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.integrations.adapter import describe
+from ds_ring.integrations.adapter import AppliedPatch, describe, undo
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
     LABEL_KEYS,
@@ -148,6 +148,8 @@ class RingSession:
         attached: for each model on the ring, what takes it off meanwhile.
         dynamic: what batches are divided with, under `"dynamic_ring": true`.
         stop_request: the signals by which this process was asked to end.
+        changes: of objects that outlive the session: `end` takes them back.
+        ended: why the session has ended; empty until then.
         latest: "loss", the last mean loss that was asked for; for the report of run_report.py.
     """
 
@@ -160,6 +162,8 @@ class RingSession:
     needs: ModelNeeds = field(default_factory=ModelNeeds, repr=False)
     attached: list[Callable[[], AbstractContextManager[None]]] = field(default_factory=list, repr=False)
     dynamic: DynamicRing = field(default_factory=DynamicRing, repr=False)
+    changes: list[AppliedPatch] = field(default_factory=list, repr=False)
+    ended: list[str] = field(default_factory=list, repr=False)
     latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
     speeds: list[float] = field(default_factory=list)  # of the ranks of the ring; empty for equal ones
@@ -167,6 +171,31 @@ class RingSession:
     _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
         default_factory=OrderedDict, repr=False
     )
+
+    def end(self, why: str) -> None:
+        """Leave the model as it was before this session, whose engine and batches raise from now on."""
+        if not self.ended:
+            self.ended.append(why)
+            undo(self.changes)
+            self.attached.clear()
+
+    @contextmanager
+    def ending_on_error(self) -> Iterator[None]:
+        """End the session if what is done inside fails: a start that is tried again finds a plain model."""
+        try:
+            yield
+        except BaseException:
+            self.end("its start failed")
+            raise
+
+    def check_at_work(self) -> None:
+        """Raise RingConfigError if the session has ended."""
+        if self.ended:
+            raise RingConfigError(
+                f"engine: expected one at work, got one whose ring has ended: {self.ended[0]}; make an engine"
+                " of the model by ds_ring.initialize (or deepspeed.initialize under ds_ring.enable()), and"
+                " use the latest one"
+            )
 
     def set_speeds(self, speeds: tuple[float, ...]) -> None:
         """Place the batches that come next by these speeds of the ring's ranks, the same on all of them."""
@@ -257,6 +286,7 @@ class RingSession:
         return self._shard(lambda: joined(assigned, samples, packed), assigned)
 
     def _shard(self, batch: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> Batch:
+        self.check_at_work()
         prepared, report, fault = self._prepare(batch)
         mesh = longest = None
         if assigned is not None:

@@ -95,6 +95,13 @@ def own_implementation(part: PreTrainedModel) -> str:
     return "sdpa" if part._supports_sdpa else "eager"
 
 
+def set_implementations(attention_of: dict[PreTrainedModel, str], session: RingSession | None = None) -> None:
+    """Set every model's attention: outer models first, since a configuration hands it down."""
+    for part, name in attention_of.items():
+        off = {"attention.off": SimpleNamespace(around_off=name)}
+        TABLE.apply(off, session, config=part.config)
+
+
 @dataclass(eq=False)
 class Attached:
     """A transformers model that is attached to a ring."""
@@ -120,18 +127,12 @@ class Attached:
         if generate is not None:
             features["generation.off"] = SimpleNamespace(around_off=generate.own)
         with TABLE.applied(features, model=model, generator=model):
-            self._set_implementations(self.own)
+            set_implementations(self.own, self.session)
             try:
                 with paused(self.changes):
                     yield
             finally:
-                self._set_implementations(on)
-
-    def _set_implementations(self, attention_of: dict[PreTrainedModel, str]) -> None:
-        """Set every model's attention: outer models first, since a configuration hands it down."""
-        for part, name in attention_of.items():
-            off = {"attention.off": SimpleNamespace(around_off=name)}
-            TABLE.apply(off, self.session, config=part.config)
+                set_implementations(on, self.session)
 
     def put_on(self) -> None:
         """Apply model.py's table to the model: the sharding, checks, and what its family needs.

@@ -29,7 +29,12 @@ from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import checks
-from ds_ring.integrations.transformers.attached import REWRITTEN, Attached, own_implementation
+from ds_ring.integrations.transformers.attached import (
+    REWRITTEN,
+    Attached,
+    own_implementation,
+    set_implementations,
+)
 from ds_ring.integrations.transformers.attention_name import NAME, name_them
 from ds_ring.integrations.transformers.checks import check_class
 from ds_ring.integrations.transformers.compressed import check_section, compresses, entries_of
@@ -318,7 +323,13 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
         return
     names = attention_of_parts(model, NAME)
-    switch = SimpleNamespace(at_initialize=lambda: model.set_attn_implementation(names))
+
+    def switch_all() -> Callable[[], None]:
+        earlier = {part: part.config._attn_implementation for part in parts}
+        model.set_attn_implementation(names)
+        return lambda: set_implementations(earlier)
+
+    switch = SimpleNamespace(at_initialize=switch_all)
     try:
         known = checks.uses_interface(type(model)) or not image_encoders(model)
         if model._can_set_attn_implementation() and known:

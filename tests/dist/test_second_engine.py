@@ -1,0 +1,152 @@
+"""What of a ring outlives its engine: nothing. A model goes from stage to stage, each with an engine of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
+
+SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
+
+
+def state_of(model: nn.Module) -> list[Any]:
+    """Everything of a model that an engine may have left: hooks, attributes, attention and loss; DeepSpeed leaves its
+    own hooks.
+    """
+    found: list[Any] = []
+    for name, module in model.named_modules():
+        kept = {key for key in vars(module) if not key.startswith(("_", "ds_"))} - {"training"}
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        ours = [str(one) for one in hooks if not getattr(one, "__module__", "").startswith("deepspeed")]
+        found.append((name, sorted(kept), ours, module._compiled_call_impl))
+    found += [part.config._attn_implementation for part in model.modules() if hasattr(part, "config")]
+    return [*found, model.loss_function]
+
+
+def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[str, Any]:
+    """Losses of two steps by two engines of one model, the state of the model before and after, and what the first
+    engine says afterwards.
+    """
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    if whole:
+        ds_ring.enable()
+    start = deepspeed.initialize if whole else ds_ring.initialize
+    model = build_model(SIZE, "sdpa")
+    states, losses, config = [state_of(model)], [], json_config(world_size, SIZE.samples, 0)
+    batch = build_batch(SIZE)
+    engines: list[Any] = []
+
+    def step() -> Any:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        engines.append(start(model=model, optimizer=sgd, config=config)[0])
+        if ending == "compiled":
+            engines[-1].compile(backend="ds_ring")
+        local = batch if whole else engines[-1].ring.shard_batch(batch)
+        loss = engines[-1](**local).loss
+        losses.append(float(loss if whole else engines[-1].ring.mean_loss(loss)))
+        engines[-1].backward(loss)
+        engines[-1].step()
+
+    step()
+    if ending in ("destroy", "compiled"):
+        engines[0].destroy()
+        states.append(state_of(model))
+    elif ending == "failed start":
+        engines[0].destroy()
+        wrong = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+        with pytest.raises(
+            AssertionError, match="train_batch_size"
+        ):  # DeepSpeed's, after ours is on the model
+            start(model=model, config=config | wrong)
+        states.append(state_of(model))
+    step()
+    with pytest.raises(ds_ring.RingConfigError) as error:
+        engines[0](**batch)
+    told = str(error.value)
+    engines[-1].destroy()
+    states.append(state_of(model))
+    left = [(was, one) for state in states for was, one in zip(states[0], state, strict=True) if was != one]
+    return {"losses": losses, "left": str(left), "told": told}
+
+
+def losses_alone() -> list[float]:
+    model = build_model(SIZE, "sdpa")
+    sgd, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = model(**build_batch(SIZE)).loss
+        losses.append(float(loss))
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+    return losses
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("ending", ["later engine", "destroy", "failed start", "compiled"])
+@pytest.mark.day("later engine-True", "failed start-True", "destroy-False")
+def test_a_second_engine_trains_as_the_first(rank_pool: Any, ending: str, whole: bool) -> None:
+    words = {
+        "later engine": "whose ring has ended: its model was given to a later engine",
+        "destroy": "whose ring has ended: engine.destroy() was called",
+        "compiled": "whose ring has ended: engine.destroy() was called",
+        "failed start": "whose ring has ended: engine.destroy() was called",
+    }
+    for found in rank_pool(2).run(two_engines, ending, whole):
+        assert found["losses"] == pytest.approx(losses_alone(), rel=1e-5)
+        assert found["left"] == "[]"
+        assert words[ending] in found["told"]
+
+
+def stages(rank: int, world_size: int, config: str, ring: bool) -> Logs:
+    """What two Trainers log that train one model; the first one finds its batch size, with an engine for each try."""
+    start_deepspeed()
+    import ds_ring
+
+    if ring:
+        ds_ring.enable()
+    start_trainers()
+    import text
+    from transformers import Trainer, TrainingArguments
+
+    class Narrow(Trainer):
+        """For which more than three samples are too much."""
+
+        def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            found = super().training_step(model, inputs, *args, **kwargs)
+            if len(inputs["input_ids"]) > 3:
+                raise RuntimeError("CUDA out of memory.")
+            return found
+
+    model = text.model(use_cache=False)
+    arguments = {
+        "max_steps": 2, "learning_rate": 1e-2, "logging_steps": 1, "report_to": [], "disable_tqdm": True,
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "per_device_eval_batch_size": 2,
+    }  # fmt: skip
+    logs: Logs = []
+    for stage, kind in enumerate((Narrow, Trainer)):
+        if stage:
+            start_trainers()
+        own = {"per_device_train_batch_size": 4 - 2 * stage, "auto_find_batch_size": not stage}
+        trainer = kind(
+            model=model, args=TrainingArguments(str(Path(config).parent), deepspeed=config, **arguments, **own),
+            train_dataset=text.samples(8, 60), eval_dataset=text.samples(3, 50),
+        )  # fmt: skip
+        trainer.train()
+        logs += trainer.state.log_history
+    return logs
+
+
+def test_a_model_goes_from_trainer_to_trainer(rank_pool: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    plain, on_ring = configs(tmp_path, 2)
+    expected = rank_pool(1).run(stages, plain, False)[0]
+    for logs in rank_pool(2).run(stages, on_ring, True):
+        check_logs(logs, expected)
