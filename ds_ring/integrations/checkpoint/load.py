@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint.compatible import deepspeed_errors_typed, require_loadable
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -26,11 +28,15 @@ from ds_ring.integrations.checkpoint.manifest import (
     FolderLocks,
     Storage,
     changes_by_others,
+    digest_of,
     earlier_tags,
+    entries_of,
     faults_of,
     files_in,
     is_universal,
     read_latest,
+    read_manifest,
+    require_alike,
     require_folder,
     require_plain_tag,
     storage_of,
@@ -87,10 +93,18 @@ def load_checkpoint(
     Raises:
         RingCheckpointMissingError: there is no checkpoint of the tag asked for.
         RingCheckpointError: the tag asked for, or every checkpoint, is damaged or unfinished, or the first
-            that is whole has what no crash leaves there ([Note: damage or changes]). On every rank.
-        RingMismatchError: the ranks ask for different tags.
+            that is whole has what no crash leaves there ([Note: damage or changes]), is not the same on all
+            ranks ([Note: one checkpoint for all]) or is of another ZeRO stage, dtype, optimizer, scheduler or
+            model, as far as DeepSpeed cannot load that. On every rank.
+        RingMismatchError: the ranks ask for different tags, or with different options.
     """
     under_way.finish()
+    wanted = {
+        "load_module_strict": load_module_strict, "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states, "load_module_only": load_module_only,
+        "custom_load_fn": custom_load_fn is not None,
+    }  # fmt: skip
+    require_alike("load_checkpoint", wanted)
     chosen = _choose(engine, Path(load_dir), tag)
     if chosen is None:
         return None, None
@@ -98,10 +112,17 @@ def load_checkpoint(
         _require_latest(Path(load_dir), chosen)
     universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
     kind = {"checkpoint.universal": SimpleNamespace(around_load=universal)}
+    folder, optimizer = Path(load_dir, chosen), load_optimizer_states and not load_module_only
+    _require_loadable(
+        engine, folder,
+        universal=universal, strict=load_module_strict, optimizer=optimizer, module=custom_load_fn is None,
+        scheduler=load_lr_scheduler_states and not load_module_only,
+    )  # fmt: skip
+    typed = nullcontext() if custom_load_fn else deepspeed_errors_typed(folder, engine, optimizer)
     # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
-    with weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):
-        if load_optimizer_states and not load_module_only:
-            _require_size(engine, Path(load_dir, chosen), universal)
+    with typed, weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):
+        if optimizer:
+            _require_size(engine, folder, universal)
         path, client_state = type(engine).load_checkpoint(
             engine,
             load_dir,
@@ -119,28 +140,19 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
     """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
     for.
     """
-
-    def existing() -> str | None:
-        if tag is None:
-            return None
-        require_folder(root / require_plain_tag(str(tag), "tag"))
-        return str(tag)
-
-    def require_unchanged(folder: Path) -> None:
-        if os.path.lexists(folder) and (found := changes_by_others(folder)):
-            raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
-
-    leads = dist.get_rank() == 0
-
-    asked = together(existing)
+    asked = together(lambda: None if tag is None else require_plain_tag(str(tag), "tag"))
     if len(set(asked)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
+    storage = storage_of(engine.local_rank, engine.use_node_local_storage())
     universal = bool(engine.load_universal_checkpoint())
-    proposals = together(lambda: _proposals(root, asked[0], universal) if leads else [])[0]
-    storage, found = storage_of(engine.local_rank, engine.use_node_local_storage()), []
+    leads, found = dist.get_rank() == 0, list[str]()
+    proposals = _proposals(root, asked[0], universal, storage)
     for position, name in enumerate(proposals):
         folder = root / name
-        together(partial(require_unchanged, folder))
+        _require_seen_by_all(folder, storage)
+        if tag is not None:
+            together(partial(require_folder, folder))
+        together(partial(_require_unchanged, folder))
         faults = _faults_everywhere(folder, storage, universal)
         # The first whole one is taken; what is older is not even read.
         if not faults:
@@ -161,6 +173,69 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
             "\n".join([f"expected a whole checkpoint in {root}, got damage in {which}:", *found])
         )
     return None
+
+
+def _require_unchanged(folder: Path) -> None:
+    if os.path.lexists(folder) and (found := changes_by_others(folder)):
+        raise RingCheckpointError("\n".join([f"{folder} was changed by somebody:", *found]))
+
+
+# [Note: one checkpoint for all] Ranks may be given other paths, or another folder under the same path on
+# another host. So all ranks look for the file `latest` and the folder, and the digests of their manifests are
+# compared: of all ranks, or with node-local storage of the ranks of each host.
+def _agreed(storage: Storage, check: Callable[[], None]) -> None:
+    """Call a check that comes to one result on all ranks of a storage. Collective."""
+    if len(storage.ranks) == dist.get_world_size():
+        check()
+    else:
+        together(check)
+
+
+def _require_seen_by_all(folder: Path, storage: Storage) -> None:
+    """Raise RingCheckpointError if some ranks see the folder and others do not. Collective."""
+    seen = together(lambda: (str(folder), os.path.lexists(folder)))
+
+    def check() -> None:
+        blind = [rank for rank in storage.ranks if not seen[rank][1]]
+        if 0 < len(blind) < len(storage.ranks):
+            raise RingCheckpointError(
+                f"checkpoint {folder.name}: expected every rank to see its folder, got no {seen[blind[0]][0]}"
+                f" on {len(blind)} of {len(storage.ranks)}, the first of them rank {blind[0]}; {_SHARE}"
+            )
+
+    _agreed(storage, check)
+
+
+_SHARE = (
+    'give all ranks one path to one folder, shared between the hosts, or with "checkpoint":'
+    ' {"use_node_local_storage": true} a whole checkpoint on every host'
+)
+
+
+def _require_one_checkpoint(storage: Storage, digests: Sequence[tuple[str, str]]) -> None:
+    """Raise RingCheckpointError unless the ranks that share a storage have read one manifest.
+
+    `digests` has the digest and the folder of each rank.
+    """
+    # Other hosts' checkpoints differ in their files where each has its own.
+    other = next((rank for rank in storage.ranks if digests[rank][0] != digests[storage.ranks[0]][0]), None)
+    if other is not None:
+        first = storage.ranks[0]
+        raise RingCheckpointError(
+            f"expected one checkpoint on all ranks, got {digests[first][1]} on rank {first} and another one,"
+            f" {digests[other][1]}, on rank {other}; {_SHARE}"
+        )
+
+
+def _require_loadable(engine: DeepSpeedEngine, folder: Path, **wanted: bool) -> None:
+    """Raise RingCheckpointError on every rank for what DeepSpeed cannot load. Collective."""
+
+    def compare() -> None:
+        training = read_manifest(folder).training if (folder / MANIFEST).exists() else None
+        if training is not None:
+            require_loadable(folder, training, engine, **wanted)
+
+    together(compare)
 
 
 def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> None:
@@ -191,24 +266,33 @@ def _require_latest(root: Path, chosen: str) -> None:
         )
 
 
-def _proposals(root: Path, tag: str | None, universal: bool) -> list[str]:
-    """Return tags in the order in which to try them."""
+def _proposals(root: Path, tag: str | None, universal: bool, storage: Storage) -> list[str]:
+    """Return tags in the order in which to try them. Collective."""
     if tag is not None:
         return [tag]
-    if universal:
-        newest = read_latest(root, LATEST_UNIVERSAL)
-        if newest is None:
-            raise RingCheckpointMissingError(
-                f"{root}: expected a file '{LATEST_UNIVERSAL}', got none; pass a tag"
-            )
-        return [newest]
-    newest = read_latest(root)
-    if newest is None:
-        sealed = [tag for tag in earlier_tags(root, "") if not tag.startswith(".")]
-        hint = f"; whole checkpoints are there: pass tag={sealed[0]!r}" if sealed else ""
-        log.warning("no file '%s' in %s, nothing is loaded%s", LATEST, root, hint)
-        return []
-    return [newest, *earlier_tags(root, newest)]
+    name = LATEST_UNIVERSAL if universal else LATEST
+    named = together(lambda: read_latest(root, name))
+    _require_one_latest(root / name, named, storage)
+    newest = named[0]
+    if newest is None and universal:
+        raise RingCheckpointMissingError(f"{root}: expected a file '{name}', got none; pass a tag")
+    if universal or newest is None:
+        if newest is None and dist.get_rank() == 0:
+            sealed = [tag for tag in earlier_tags(root, "") if not tag.startswith(".")]
+            hint = f"; whole checkpoints are there: pass tag={sealed[0]!r}" if sealed else ""
+            log.warning("no file '%s' in %s, nothing is loaded%s", LATEST, root, hint)
+        return [] if newest is None else [newest]
+    return together(lambda: [newest, *earlier_tags(root, newest)] if dist.get_rank() == 0 else [])[0]
+
+
+def _require_one_latest(path: Path, named: Sequence[str | None], storage: Storage) -> None:
+    """Raise RingCheckpointError where ranks do not find the same tag in `latest`."""
+    # With storage of their own hosts may have been cut short at different tags, but not have none at all.
+    compared = named if len(storage.ranks) == len(named) else [tag is None for tag in named]
+    other = next((rank for rank, tag in enumerate(compared) if tag != compared[0]), None)
+    if other is not None:
+        got = f"got {named[0] or 'none'} on rank 0 and {named[other] or 'none'} on rank {other}"
+        raise RingCheckpointError(f"{path}: expected the same tag on all ranks, {got}; {_SHARE}")
 
 
 def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
@@ -216,6 +300,12 @@ def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[
     if universal and not any(together((folder / MANIFEST).exists)):
         if dist.get_rank() == 0:
             log.error("%s is a universal checkpoint without %s: it is loaded unverified", folder, MANIFEST)
+        sizes = together(lambda: str([(path, status.st_size) for path, status in entries_of(folder)]))
+        _agreed(storage, lambda: _require_one_checkpoint(storage, [(one, str(folder)) for one in sizes]))
         return []
-    everyones = together(lambda: faults_of(folder, storage.share_of))
-    return list(dict.fromkeys(fault for faults in everyones for fault in faults))
+    everyones = together(lambda: (faults_of(folder, storage.share_of), digest_of(folder), str(folder)))
+    faults = list(dict.fromkeys(fault for found, *_ in everyones for fault in found))
+    if not faults:
+        digests = [(digest, where) for _, digest, where in everyones]
+        _agreed(storage, lambda: _require_one_checkpoint(storage, digests))
+    return faults

@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ds_ring.config.json_text import replace_text, write_at_once
-from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingMismatchError
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -150,6 +150,21 @@ def record_files(folder: Path, paths: Iterable[str]) -> list[FileRecord]:
         return list(threads.map(record, paths))
 
 
+class Training(Strict):
+    """Say what a checkpoint is of: stage, dtype, optimizer, scheduler and model."""
+
+    zero_stage: Annotated[int, Field(ge=0, le=3)]
+    dtype: str  # of the model: "float32", "float16", "bfloat16"
+    wrapper: str  # class of DeepSpeed's optimizer around the own one; "" for none
+    optimizer: str  # class; "" for none
+    settings: tuple[tuple[str, ...], ...]  # names, by group of parameters
+    states: tuple[str, ...]  # names of a parameter's states; none before the first step
+    scheduler: str  # class; "" for none
+    scheduler_states: tuple[str, ...]  # names
+    shapes: dict[str, tuple[int, ...]]  # of the state dict's tensors
+    frozen: tuple[str, ...]  # names of parameters
+
+
 class Manifest(Strict):
     """List all files of a checkpoint."""
 
@@ -157,10 +172,15 @@ class Manifest(Strict):
     global_steps: int  # optimizer steps done, which puts the checkpoints of a run in order
     saved_unix_seconds: float  # tells checkpoints of one step apart
     files: tuple[FileRecord, ...]  # sorted by path
+    training: Training | None = (
+        None  # unknown of a checkpoint that was accepted, or saved by an older version
+    )
     digest: str = ""  # sha256 of everything above
 
     def digest_of_the_rest(self) -> str:
-        return hashlib.sha256(self.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+        # Without `training` where there is none, as older versions count.
+        text = self.model_dump_json(exclude={"digest"}, exclude_none=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 def files_in(folder: Path) -> Iterator[str]:
@@ -175,12 +195,14 @@ def files_in(folder: Path) -> Iterator[str]:
 # [Note: sealed] The manifest is written last, after every file of every rank, so a folder without one was
 # never finished: it needs no other mark. It carries a digest of itself: a flipped bit in it is not taken for
 # damage to the files.
-def write_manifest(folder: Path, files: Iterable[FileRecord], global_steps: int) -> Manifest:
+def write_manifest(
+    folder: Path, files: Iterable[FileRecord], global_steps: int, training: Training | None = None
+) -> Manifest:
     """Write the manifest of the checkpoint in `folder` ([Note: sealed])."""
-    files = tuple(sorted(files, key=lambda record: record.path))
-    manifest = Manifest(global_steps=global_steps, saved_unix_seconds=time.time(), files=files)
+    files, now = tuple(sorted(files, key=lambda record: record.path)), time.time()
+    manifest = Manifest(global_steps=global_steps, saved_unix_seconds=now, files=files, training=training)
     manifest = manifest.model_copy(update={"digest": manifest.digest_of_the_rest()})
-    write_at_once(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+    write_at_once(folder / MANIFEST, manifest.model_dump_json(indent=1, exclude_none=True) + "\n")
     return manifest
 
 
@@ -201,6 +223,14 @@ def read_manifest(folder: Path) -> Manifest:
     if manifest.digest != manifest.digest_of_the_rest():
         raise RingCheckpointError(f"{folder / MANIFEST}: damaged, its own digest does not match")
     return manifest
+
+
+def digest_of(folder: Path) -> str:
+    """Return the digest of the manifest in `folder`; "" where there is none to trust."""
+    try:
+        return read_manifest(folder).digest
+    except RingCheckpointError:
+        return ""
 
 
 def require_folder(folder: Path) -> None:
@@ -433,7 +463,7 @@ def together(act: Callable[[], T]) -> list[T]:
     """Return the result of `act` on every rank, by rank. Collective; an error of one is raised on all.
 
     Raises:
-        RingCheckpointMissingError: so did `act`, on every rank on which it failed.
+        RingCheckpointMissingError: so did `act`, on every rank.
         RingCheckpointError: `act` could not read or write a file, or raised this error, on some rank.
     """
     import torch.distributed as dist
@@ -447,10 +477,25 @@ def together(act: Callable[[], T]) -> list[T]:
     dist.all_gather_object(everyones, mine)
     failed = [(rank, text, missing) for rank, (_, text, missing) in enumerate(everyones) if text]
     if failed:
-        kind = RingCheckpointMissingError if all(missing for *_, missing in failed) else RingCheckpointError
+        # Where some ranks see what others miss, a script must not take it for a run that has not begun.
+        missing = len(failed) == len(everyones) and all(one for *_, one in failed)
+        kind = RingCheckpointMissingError if missing else RingCheckpointError
         texts = "; ".join(f"rank {rank}: {text}" for rank, text, _ in failed)
         raise kind(f"checkpoint: expected every rank to succeed, got {texts}")
     return [value for value, *_ in everyones]
+
+
+def require_alike(what: str, options: dict[str, Any]) -> None:
+    """Raise RingMismatchError on every rank unless all ranks pass the same options. Collective."""
+    everyones = together(lambda: options)
+    other = next((rank for rank, one in enumerate(everyones) if one != everyones[0]), None)
+    if other is not None:
+        first, second = everyones[0], everyones[other]
+        name = next(name for name in first if first[name] != second[name])
+        raise RingMismatchError(
+            f"{what}: expected the same {name} on all ranks, got {first[name]!r} on rank 0 and"
+            f" {second[name]!r} on rank {other}; pass one value"
+        )
 
 
 log = logging.getLogger(__name__)

@@ -101,7 +101,8 @@ def resize_checkpoint(
         with weights_only_below(root):
             _require_convertible(folder)
             _convert(folder, work / new, workers)
-        write_manifest(work / new, record_files(work / new, files_in(work / new)), manifest.global_steps)
+        files = record_files(work / new, files_in(work / new))
+        write_manifest(work / new, files, manifest.global_steps, manifest.training)
         give_its_name(work / new, root / new)
         write_at_once(root / LATEST_UNIVERSAL, new)
         write_at_once(root / LATEST, new)

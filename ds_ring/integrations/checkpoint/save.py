@@ -33,15 +33,18 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.config.json_text import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
+from ds_ring.integrations.checkpoint.compatible import training_of
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     MANIFEST,
     FileRecord,
     FolderLocks,
     Storage,
+    Training,
     files_in,
     is_folder,
     record_files,
+    require_alike,
     require_plain_tag,
     storage_of,
     together,
@@ -235,7 +238,7 @@ def save_checkpoint(
         RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),
             another job saves in `save_dir`, hosts do not share it, the tag is no plain name, or the client
             state has what loading would refuse. On every rank; what was written of it is removed.
-        RingMismatchError: the ranks save different tags.
+        RingMismatchError: the ranks save different tags, or with different options.
     """
     if not save_dir:
         raise RingConfigError(f"save_dir: expected the path of a folder, got {save_dir!r}; pass one")
@@ -245,10 +248,16 @@ def save_checkpoint(
     tags = together(lambda: require_plain_tag(tag, "tag"))
     if len(set(tags)) > 1:
         raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
+    wanted = {
+        "save_latest": save_latest, "background": background,
+        "exclude_frozen_parameters": exclude_frozen_parameters,
+    }  # fmt: skip
+    require_alike("save_checkpoint", wanted)
     hidden = root / f".{tag}.saving"
     reporting = storage.ranks if background else ()
     together(lambda: _make_room(root, hidden, locks, reporting) if storage.leads else None)
     writes = _Writes(hidden, HostCopy() if background else None)
+    of = int(engine.global_steps), training_of(engine, exclude_frozen_parameters)
     try:
         with writes.watching(engine):
             done = type(engine).save_checkpoint(
@@ -260,11 +269,11 @@ def save_checkpoint(
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
         if background:  # a fault so far is reported as well: the ranks must decide alike
-            rest = root / tag, engine.global_steps, save_latest, storage, locks
+            rest = root / tag, of, save_latest, storage, locks
             under_way.start(functools.partial(_seal_later, writes, *rest))
             return bool(done)
         reports = dict(enumerate(together(writes.records)))
-        together(lambda: _seal(hidden, storage, reports, engine.global_steps) if storage.leads else None)
+        together(lambda: _seal(hidden, storage, reports, *of) if storage.leads else None)
     except RingCheckpointError:  # the same on all ranks: nobody writes any more
         if storage.leads:
             shutil.rmtree(hidden, ignore_errors=True)
@@ -277,7 +286,12 @@ def save_checkpoint(
 
 
 def _seal_later(
-    writes: _Writes, folder: Path, global_steps: int, save_latest: bool, storage: Storage, locks: FolderLocks
+    writes: _Writes,
+    folder: Path,
+    of: tuple[int, Training],
+    save_latest: bool,
+    storage: Storage,
+    locks: FolderLocks,
 ) -> None:
     """Write this rank's files; on a storage's first rank commit the checkpoint once all have. In a thread."""
     reports_folder = _reports_of(writes.folder)
@@ -285,7 +299,7 @@ def _seal_later(
         reports = exchange_reports(reports_folder, storage, writes.records)
         if reports is None:
             return
-        _seal(writes.folder, storage, reports, global_steps)
+        _seal(writes.folder, storage, reports, *of)
     except BaseException:
         if storage.leads:
             shutil.rmtree(writes.folder, ignore_errors=True)
@@ -381,7 +395,9 @@ def _copy_scripts(copy: Callable[[str], object], folder: str, hidden: Path) -> N
         shutil.rmtree(work)
 
 
-def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -> None:
+def _seal(
+    folder: Path, storage: Storage, reports: Reports, global_steps: int, training: Training | None = None
+) -> None:
     """Write the manifest of one storage, over its ranks' files and whatever else lies in the folder."""
     files: dict[str, FileRecord] = {}
     for rank in storage.ranks:
@@ -396,7 +412,7 @@ def _seal(folder: Path, storage: Storage, reports: Reports, global_steps: int) -
                 )
             files[record.path] = record
     others = [path for path in files_in(folder) if path not in files]  # swapped-out tensors, say
-    write_manifest(folder, [*files.values(), *record_files(folder, others)], global_steps)
+    write_manifest(folder, [*files.values(), *record_files(folder, others)], global_steps, training)
 
 
 def give_its_name(hidden: Path, folder: Path) -> None:
