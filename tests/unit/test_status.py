@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import time
 from html.parser import HTMLParser
@@ -11,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.run_report import RunHistory
 from ds_ring_launcher import cli
+from ds_ring_launcher.cluster.cluster import Host
+from ds_ring_launcher.run import run_lock
+from ds_ring_launcher.run.relaunch import culprit_of
 from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
+from ds_ring_launcher.run.run_lock import run_held
+from ds_ring_launcher.run.run_records import EventRecord, MetricsRecord, newest_checkpoint
 from ds_ring_launcher.status import page as page_module
 from ds_ring_launcher.status.page import (
     HEIGHT,
@@ -29,6 +37,7 @@ from ds_ring_launcher.status.page import (
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
 from ds_ring_launcher.status.table import tables_of
+from tests.clock import unqueued_seconds
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
 
@@ -129,6 +138,160 @@ def test_whatever_stands_in_the_files_is_read(run: RunFolder) -> None:
     ]  # fmt: skip
     assert status.course[-1].step == 9 and status.links == ()
     page_of(status)
+
+
+def hostile_files(run: RunFolder, what: str) -> None:
+    """Put something into a run's folder that no part of ds_ring writes."""
+    folder, start = run.attempt(2), {"event": "start", "attempt": 2, "at": time.time()}
+    deep = "[" * 200_000
+    lines = {
+        "deep JSON": deep,
+        "a deep object": '{"event": ' + deep,
+        "mixed types of at": "\n".join(
+            json.dumps({"event": "fault", "attempt": 2, "at": at}) for at in ("x", 1, None, [2], True)
+        ),
+        "at 1e300": json.dumps({**start, "at": 1e300}),
+        "slots 10**9": json.dumps({**start, "hosts": {"node-0": 10**9}, "world_size": 10**9}),
+        "many hosts": json.dumps(
+            {**start, "hosts": {f"n{n}": 4096 for n in range(10_000)}, "world_size": 1 << 20}
+        ),
+        "a long integer": '{"event": "start", "attempt": 2, "at": ' + "9" * 5000 + "}",
+        "a verdict that is none": json.dumps({"event": "end", "attempt": 2, "verdict": {"a": 1}, "why": 3}),
+    }
+    if what in lines:
+        with open(run.path / "attempts.jsonl", "a") as file:
+            file.write(lines[what] + "\n")
+        (folder / "rank-0.metrics.json").write_text(lines[what])
+    elif what == "faults of mixed types":
+        good = {
+            "rank": 0,
+            "at": 1.0,
+            "step": 1,
+            "kind": "error",
+            "type": "E",
+            "message": "m",
+            "frames": ["f"],
+        }
+        wrong = [
+            {"at": "x"},
+            {"at": None},
+            {"rank": -5},
+            {"rank": "1"},
+            {"frames": 3},
+            {"frames": [3]},
+            {"kind": 4},
+        ]
+        for number, change in enumerate([{}, *wrong]):
+            path = folder / f"rank-{number}.fault.json"
+            path.write_text(json.dumps({**good, "traceback": "t", "rank": number, **change}))
+    elif what == "rank -5":
+        (folder / "rank--5.metrics.json").write_text('{"rank": -5, "at": 1.0, "links": [{"from": -1}]}')
+        (folder / "rank--5.exit.json").write_text('{"rank": -5, "status": 1}')
+    elif what == "a FIFO":
+        for name in ("rank-7.metrics.json", "rank-7.fault.json", "rank-7.exit.json", "history.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+            os.mkfifo(folder / name)
+        os.mkfifo(run.path / "launcher.json")
+        (run.path.parent / "checkpoints/latest").unlink()
+        os.mkfifo(run.path.parent / "checkpoints/latest")
+    elif what == "a link to /dev/zero":
+        for path in (folder / "rank-7.metrics.json", folder / "history.jsonl", run.path / "launcher.json"):
+            path.unlink(missing_ok=True)
+            path.symlink_to("/dev/zero")
+        manifest = run.path.parent / "checkpoints/global_step2/ds_ring_manifest.json"
+        manifest.unlink()
+        manifest.symlink_to("/dev/zero")
+    elif what == "a file of a terabyte":
+        for path in (run.path / "attempts.jsonl", folder / "rank-0.metrics.json", run.path / "launcher.json"):
+            with open(path, "ab") as file:
+                file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "deep JSON", "a deep object", "mixed types of at", "at 1e300", "slots 10**9", "many hosts",
+        "a long integer", "a verdict that is none", "faults of mixed types", "rank -5", "a FIFO",
+        "a link to /dev/zero", "a file of a terabyte",
+    ],
+)  # fmt: skip
+def test_files_that_nobody_of_ds_ring_writes_are_left_out(run: RunFolder, what: str) -> None:
+    hostile_files(run, what)
+    started = unqueued_seconds()
+    status = read_run(run.path)
+    json.dumps(status.document(), allow_nan=False)
+    page_of(status)
+    tables_of(status, 16)
+    culprit_of(run.attempt(2), (Host(name="node-0", slots=1),), 1)
+    newest_checkpoint(run.path.parent / "checkpoints")
+    assert unqueued_seconds() - started < 5.0
+    assert [one.number for one in status.attempts] == [1, 2]
+    if what == "faults of mixed types":
+        assert [(one.rank, one.state) for one in status.ranks] == [(0, "raised E")]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            [*EventRecord.model_fields, *MetricsRecord.model_fields, "from", "frames", "traceback"]
+        ),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
+            max_leaves=8,
+        ),
+    )
+)
+def test_a_record_of_any_values_is_read(
+    tmp_path_factory: pytest.TempPathFactory, value: dict[str, Any]
+) -> None:
+    found = RunFolder(tmp_path_factory.mktemp("run"))
+    found.start_attempt()
+    text = json.dumps({"event": "start", "attempt": 1, "rank": 0, **value})
+    for name in ("attempts.jsonl", "launcher.json"):
+        (found.path / name).write_text(text)
+    for name in (
+        "history.jsonl",
+        "rank-0.metrics.json",
+        "rank-0.fault.json",
+        "rank-0.exit.json",
+        "rank-0.log",
+    ):
+        (found.attempt(1) / name).write_text(text)
+    status = read_run(found.path)
+    json.dumps(status.document(), allow_nan=False)
+    page_of(status)
+    culprit_of(found.attempt(1), (Host(name="node-0", slots=1),), 1)
+
+
+def test_a_readers_clock_that_is_ahead_makes_no_run_silent(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "BEAT_SECONDS", 0.1)
+    ahead = time.time() + 240.0
+    with run_held(run.path):
+        assert read_run(run.path, ahead).state == "silent"
+        found = read_run(run.path, ahead, confirm_seconds=20.0)
+        assert found.state == "running" and abs(found.at - time.time()) < 60
+    assert read_run(run.path, ahead, confirm_seconds=0.5).state == "silent"  # nobody speaks any more
+    (run.path / "launcher.json").write_text(
+        re.sub('"started": [^,]*', '"started": 1.0', (run.path / "launcher.json").read_text())
+    )
+    started = time.monotonic()
+    assert (
+        read_run(run.path, ahead, confirm_seconds=60.0).state == "silent"
+    )  # its launcher is known to be gone
+    assert time.monotonic() - started < 30
+
+
+def test_a_run_without_a_ring_says_so(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    end = {"status": 0, "verdict": "done", "next": "stop", "why": "done", "wait_seconds": 0.0}
+    run.record("end", 2, **end, ring=False)
+    assert cli.main(["status", str(run.path)]) == 0
+    assert "done (no rank has made a ring)" in " ".join(capsys.readouterr().out.split())
+    assert "no rank has made a ring" in page_of(read_run(run.path))
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "another folder", "an attempt"])
