@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ds_ring.errors import RingConfigError
 
 from ..run.job import RANK_SCRIPT, Invocation, Job, module_command
-from ..run.rank_script import ONLY, SAFE_PATH
+from ..run.rank_script import FIRST, ONLY, SAFE_PATH
 from .engine import Engine
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ class DeepSpeed(Engine):
         # At "info" it writes the values of NCCL's variables into the log.
         argv += ["--log_level=warning", *cluster.engine_args]
         # Its runner starts its launcher by `python -m`, in whose ranks rank_script.py ends this.
-        keeper = [str(RANK_SCRIPT), ONLY] if job.attempt_folder is None else []
-        argv += [*keeper, *job.rank_command]
+        first = sum(host.slots for host in cluster.hosts[: job.node_rank])
+        only = [ONLY] if job.attempt_folder is None else []
+        argv += [str(RANK_SCRIPT), f"{FIRST}{first}", *only, *job.script_command]
         environment = job.with_own_programs(job.environment)
         if not job.caller_environment.get(_SAFE):
             environment[_SAFE] = SAFE_PATH

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shlex
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +24,7 @@ from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.engines import slurm
 from ds_ring_launcher.engines.engine import ssh_command
 from ds_ring_launcher.engines.engines import ENGINES
-from ds_ring_launcher.run import agent, process, start
+from ds_ring_launcher.run import agent, environment_file, process, start
 from ds_ring_launcher.run.job import FOLDER, RANK_SCRIPT, Invocation, Job
 from tests.clock import unqueued_seconds
 
@@ -330,7 +333,7 @@ def test_local_deepspeed(folder: Path) -> None:
         *(sys.executable, "-P", "-u", "-m", "deepspeed.launcher.runner", f"--hostfile={folder / 'hostfile'}"),
         *("--master_port=20001", "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1"),
         "--log_level=warning",
-        *(str(RANK_SCRIPT), "--only"),
+        *(str(RANK_SCRIPT), "--first=0", "--only"),
         *(str(folder / "train.py"), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")),
         *("--lr", "0.1", "--steps", "3"),
     ]
@@ -487,3 +490,145 @@ def test_an_agents_ranks_have_the_grace_of_what_ends_them(
     grace = process.Grace(60.0)
     agent._listen(io.StringIO(said), grace)
     assert grace.seconds == seconds
+
+
+def test_local_ranks_of_hosts_of_different_sizes_begin_at_0(folder: Path) -> None:
+    """DeepSpeed's launcher says 1 and 0 to ranks 1 and 2, on the second of two hosts of 1 and 2 slots."""
+    text = f"hosts: [{{name: node-0, slots: 1}}, {{name: node-1, slots: 2}}]\n{SCRIPT}"
+    cluster = read_cluster(write(folder, text))
+    made = start.on_each_host(Job(cluster, 0, 20001, folder, {}))["node-1"]
+    (folder / "train.py").write_text("import os, sys; print(os.environ['LOCAL_RANK'], sys.argv[1])\n")
+    command = made.argv[made.argv.index(str(RANK_SCRIPT)) :]
+    told = []
+    for rank, given in ((1, 1), (2, 0)):
+        environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(given), "PYTHONSAFEPATH": "ds-ring"}
+        words = [sys.executable, command[0], f"--local_rank={given}", *command[1:]]
+        told.append(subprocess.run(words, env=environment, capture_output=True, text=True).stdout.split())
+    assert told == [["0", "--local_rank=0"], ["1", "--local_rank=1"]]
+
+
+def test_the_callers_settings_of_libraries_reach_other_hosts(folder: Path) -> None:
+    caller = {
+        "WANDB_API_KEY": "a", "HF_TOKEN": "b", "GLOO_SOCKET_IFNAME": "eth0", "MY_TOKEN": "c", "MY_OTHER": "d",
+        "CUDA_VISIBLE_DEVICES": "1", "HOME": "/h", "TORCHELASTIC_USE_AGENT_STORE": "True", "PET_NNODES": "9",
+    }  # fmt: skip
+    for engine in ("deepspeed", "torchrun", "mpirun"):
+        text = f"engine: {engine}\nenv: [MY_T*, NOWHERE]\n{HOSTS}{SCRIPT}"
+        cluster = read_cluster(write(folder, text))
+        job = Job(cluster, 0, 20001, folder, caller, (), "ab" * 32)
+        if engine == "mpirun":
+            made = cluster.starter.invocation(job)
+            found, command = made.by_file, shlex.join(made.argv)
+            assert not any(name in command for name in ("WANDB", "SECRET", "MY_TOKEN"))
+            assert "WANDB_API_KEY" in made.as_shell() and '"a"' not in made.as_shell()
+        else:
+            found = start.on_each_host(job)["node-1"].environment
+        expected = list(caller)[:4]
+        assert {name for name in caller if name in found} == set(expected)
+        assert [found[name] for name in expected] == ["a", "b", "eth0", "c"]
+        assert found["DS_RING_SECRET"] == "ab" * 32
+
+
+def test_an_engine_gets_no_options_from_the_environment(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caller = {
+        "PET_MAX_RESTARTS": "3", "RANK": "5", "TORCHELASTIC_USE_AGENT_STORE": "True", "DLTS_JOB_ID": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1", "PRTE_MCA_prte_default_hostfile": "/x",
+        "SLURM_EXPORT_ENV": "NONE", "PYTHON_EXEC": "/bin/false", "OMPI_MCA_btl": "tcp", "SLURM_JOB_ID": "7",
+    }  # fmt: skip
+    left = {
+        "deepspeed": {*list(caller)[4:]},
+        "torchrun": {*list(caller)[4:7], *list(caller)[8:]},
+        "mpirun": {*list(caller)[6:]},
+        "slurm": {*list(caller)[4:6], *list(caller)[7:]},
+    }
+    for engine, names in left.items():
+        assert set(process.without_options(caller, ENGINES[engine].unset)) == names
+        assert "left out of the engine's environment: " in capsys.readouterr().err
+    shell = invocation(folder, LOCAL).as_shell().splitlines()[0]
+    done = subprocess.run(
+        ["sh", "-c", f"{shell}\nenv"], env={**os.environ, **caller}, capture_output=True, text=True
+    )
+    assert "PET_MAX" not in done.stdout and "OMPI_MCA_btl=tcp" in done.stdout and not done.stderr
+
+
+def test_a_host_that_is_named_eof_ends_no_here_document(tmp_path: Path) -> None:
+    text = "EOF\nnode-1\n"
+    script = Invocation(["true"], {}, {tmp_path / "it's tasks": text}).as_shell()
+    subprocess.run(["sh", "-c", script], check=True)
+    assert (tmp_path / "it's tasks").read_text() == text
+
+
+def test_the_environment_of_a_host_stands_in_a_file_of_its_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "environment"
+    request = json.dumps({"path": str(path), "values": {"TOKEN": "x"}})
+    seen = []
+
+    class Lines(io.StringIO):
+        def read(self, *_: object) -> str:  # the end of the run is near
+            seen.append((stat.S_IMODE(path.stat().st_mode), stat.S_IMODE(path.parent.stat().st_mode)))
+            seen.append(environment_file.read_environment(str(path)))
+            if len(seen) == 2:
+                environment_file.main(Lines(request + "\n"))  # another name of the same host
+            return ""
+
+    environment_file.main(Lines(request + "\n"))
+    assert seen == [(0o600, 0o700), {"TOKEN": "x"}] * 2 and not path.parent.exists()
+    assert capsys.readouterr().out.count("written") == 2
+    path.parent.mkdir(mode=0o755)
+    with pytest.raises(SystemExit, match="expected a folder of this user alone"):
+        environment_file.main(Lines(request + "\n"))
+    with pytest.raises(SystemExit, match="expected a folder of this user alone"):
+        environment_file.read_environment(str(path))
+    path.parent.chmod(0o700)
+    with pytest.raises(SystemExit, match="expected the environment that ds-ring has written"):
+        environment_file.read_environment(str(path))
+    with pytest.raises(SystemExit, match="expected a request from ds-ring"):
+        environment_file.main(io.StringIO("hello\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("env: 3", "env: expected a list of names of the caller's environment variables, got 3"),
+        ("env: [A-B]", 'got "A-B"'),
+        (
+            "environment: {PET_NNODES: 2}",
+            "expected that torchrun does not read as options, got PET_NNODES",
+        ),
+    ],
+)
+def test_bad_names_of_variables_are_refused(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(RingConfigError, match=re.escape(message)):
+        read_cluster(write(folder, f"engine: torchrun\n{LOCAL}{text}\n"))
+
+
+def test_a_path_that_the_locale_has_no_letters_for_is_named(folder: Path) -> None:
+    path = folder / "cluster.yaml"
+    path.write_text(LOCAL.replace("train.py", "é.py"), encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "ds_ring_launcher.cli", "launch", str(path), "--dry-run"]
+    done = subprocess.run(command, env={**os.environ, **ascii_only}, capture_output=True, text=True)
+    assert (
+        done.returncode == 2
+        and "this locale (ascii) has no letters for; export LC_ALL=C.UTF-8" in done.stderr
+    )
+
+
+def test_an_address_of_ip_version_6_is_one(folder: Path) -> None:
+    cluster = read_cluster(write(folder, LOCAL + 'master_address: "::1"\n'))
+    assert cluster.master_address == "::1"
+    local = read_cluster(write(folder, 'hosts: [{name: "::1", slots: 2}]\n' + SCRIPT))
+    assert local.is_local
+
+
+def test_a_full_tmp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process.tempfile, "tempdir", "/proc/none")
+    with (
+        pytest.raises(RingConfigError, match="expected a folder for temporary files"),
+        process.private_folder(),
+    ):
+        pass
