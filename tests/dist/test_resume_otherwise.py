@@ -186,7 +186,7 @@ TABLE: dict[str, tuple[Setup, Setup, dict[str, Any], str]] = {
     "stage 0 at 1": (Setup(0), Setup(1), {}, "expected a checkpoint of ZeRO 1, got one of ZeRO 0; set"),
     "stage 2 at 0": (Setup(2), Setup(0), {}, "expected a checkpoint of ZeRO 0, got one of ZeRO 2; set"),
     "stage 0 at 3": (Setup(0), Setup(3), {}, "expected a checkpoint of ZeRO 3, got one of ZeRO 0; set"),
-    "stage 3 at 1": (Setup(3), Setup(1), {}, "zero_to_fp32.py"),
+    "stage 3 at 1": (Setup(3), Setup(1), {}, "load what its zero_to_fp32 makes"),
     "weights of 3 at 2": (Setup(3), Setup(2), ALONE, "expected a checkpoint of ZeRO 2, got one of ZeRO 3"),
     "weights of 1 at 3": (Setup(1), Setup(3), STATES, "expected a checkpoint of ZeRO 3, got one of ZeRO 1"),
     "weights of 0 at 2": (Setup(0), Setup(2), ALONE, ""),

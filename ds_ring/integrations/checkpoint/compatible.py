@@ -90,7 +90,7 @@ def _stage_problem(saved: Training, mine: Training, optimizer: bool) -> str:
     before, now = saved.zero_stage, mine.zero_stage
     set_back = f'set "stage": {before} under "zero_optimization" again'
     if (before == 3) != (now == 3):
-        how = "load what zero_to_fp32.py makes of it into the model before ds_ring.initialize"
+        how = "load what its zero_to_fp32 makes of it into the model before ds_ring.initialize"
         return f"expected a checkpoint of ZeRO {now}, got one of ZeRO {before}; {set_back}, or {how}"
     alone = "load its weights alone with load_module_only=True"
     if optimizer and before != now and {before, now} != {1, 2}:
@@ -223,8 +223,8 @@ def _states_after_a_step(engine: DeepSpeedEngine) -> tuple[str, ...]:
     # Whoever wrote the class says what it takes: where that is more than defaults, nothing is compared.
     with suppress(Exception), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1))
-        parameter.grad = torch.zeros(1)
         optimizer = make([parameter], **(own.defaults if own is not None else {}))
+        parameter.sum().backward()
         optimizer.step()
         return _states_of(optimizer)
     return ()
