@@ -398,3 +398,105 @@ def test_one_lost_host_ends_the_others(workplace: Workplace) -> None:
     deadline = time.monotonic() + 25
     while workplace.left_behind() and time.monotonic() < deadline:
         time.sleep(0.1)
+
+
+SHADOWS = ("queue", "psutil", "signal", "fnmatch")  # a file; `torch` and `deepspeed` as folders
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
+@pytest.mark.day("run_folder-mpirun")
+def test_modules_of_the_working_folder_take_no_others_place(
+    workplace: Workplace, engine: str, run_folder: str
+) -> None:
+    require_engine(engine)
+    path = workplace.write(f"engine: {engine}\n{LOCAL}{run_folder}")
+    elsewhere = workplace.folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in SHADOWS:
+        (elsewhere / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    for name in ("torch", "deepspeed"):
+        (elsewhere / name).mkdir()
+        (elsewhere / name / "__init__.py").write_text("raise SystemExit('shadowed')\n")
+    command = [*DS_RING[:1], "-P", *DS_RING[1:], str(path)]
+    started = workplace.start(["sh", "-c", 'cd elsewhere && exec "$@"', "sh", *command])
+    status, output = workplace.finish(started)
+    assert status == 0 and "shadowed" not in output, output
+    for rank in range(2):
+        assert "PYTHONSAFEPATH" not in workplace.report(rank)["environment"]
+
+
+def test_an_environment_of_another_job_is_left_out(workplace: Workplace) -> None:
+    require_engine("mpirun")
+    path = workplace.write(f"engine: mpirun\n{LOCAL}")
+    odd = {"RANK": "7", "WORLD_SIZE": "9", "PET_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], **odd))
+    assert status == 0 and "left out of the engine's environment: PET_MAX_RESTARTS, RANK" in output, output
+    seen = [workplace.report(rank)["environment"] for rank in range(2)]
+    assert [(one["RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "2"), ("1", "2")]
+    assert not {"PET_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"} & (set(seen[0]) | set(seen[1]))
+
+
+@pytest.mark.night
+def test_torchrun_does_not_start_a_rank_again(workplace: Workplace) -> None:
+    script = (
+        "import pathlib, sys\nwith open(pathlib.Path(__file__).with_name('starts'), 'a') as f: f.write('x')\n"
+    )
+    path = workplace.write(f"engine: torchrun\n{LOCAL}", script + "sys.exit(3)\n")
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], PET_MAX_RESTARTS="3"))
+    assert status != 0 and len((workplace.folder / "starts").read_text()) <= 2, output
+
+
+@pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
+@pytest.mark.day("run_folder")
+def test_closed_streams_end_no_rank(workplace: Workplace, run_folder: str) -> None:
+    require_engine("mpirun")
+    path = workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}")
+    closed = 'exec "$@" <&- >&- 2>&-'
+    started = workplace.start(["bash", "-c", closed, "bash", *DS_RING, str(path)])
+    assert workplace.finish(started)[0] == 0
+    assert workplace.report(1)["environment"]["RANK"] == "1"
+    if run_folder:
+        assert "rank 1 reports" in (workplace.folder / "run/attempt-1/rank-1.log").read_text()
+        assert (workplace.folder / "run/attempt-1/rank-1.stopped").exists()
+
+
+@pytest.mark.parametrize("run_folder", ["", "run_folder: run\n"], ids=["plain", "run_folder"])
+@pytest.mark.day("run_folder")
+def test_a_run_in_which_no_rank_made_a_ring_says_so(workplace: Workplace, run_folder: str) -> None:
+    require_engine("mpirun")
+    status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}"))
+    assert status == 0 and output.count("no rank has made a ring") == 1, output
+    made = REPORT + "(pathlib.Path(os.environ['DS_RING_RUN_FOLDER']) / f'rank-{rank}.ring').touch()\n"
+    status, output = workplace.launch(workplace.write(f"engine: mpirun\n{LOCAL}{run_folder}", made))
+    assert status == 0 and "no rank has made a ring" not in output, output
+
+
+@pytest.mark.night  # DeepSpeed's launcher needs a file of the launcher's, and takes seconds to start
+def test_a_tmp_that_is_cleaned_meanwhile_ends_no_relaunch(workplace: Workplace) -> None:
+    place = workplace.folder / "tmp"
+    place.mkdir()
+    script = f"""
+import os, pathlib, shutil, sys, time
+again = pathlib.Path(__file__).with_name("again")
+if os.environ["RANK"] == "0" and not again.exists():
+    for path in pathlib.Path({str(place)!r}).iterdir():
+        shutil.rmtree(path, ignore_errors=True)
+    again.touch()
+    raise ValueError("once")
+time.sleep(1)
+"""
+    text = f"engine: deepspeed\n{LOCAL}run_folder: run\nrelaunch: {{checkpoints: c, backoff_seconds: 0.1}}\n"
+    path = workplace.write(text, script)
+    status, output = workplace.finish(workplace.start([*DS_RING, str(path)], TMPDIR=str(place)))
+    assert status == 0 and "attempt 1 failed: rank 0 on localhost raised ValueError" in output, output
+    assert not list(place.glob("ds-ring-*"))
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("engine", ["torchrun", "deepspeed"])
+def test_ranks_meet_at_an_address_of_ip_version_6(workplace: Workplace, engine: str) -> None:
+    status, output = workplace.launch(
+        workplace.write(f'engine: {engine}\n{LOCAL}master_address: "::1"\n', MEET)
+    )
+    assert status == 0 and "rank 1 sums 3" in output, output

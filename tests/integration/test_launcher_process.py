@@ -152,3 +152,77 @@ def test_mpirun_names_the_rank_and_runs_the_script(tmp_path: Path) -> None:
     without = subprocess.run(command, env=dict(os.environ), capture_output=True, text=True, timeout=60)
     assert without.returncode == 1
     assert "expected to be started by Open MPI's mpirun" in without.stderr
+
+
+# An engine that hands SIGTERM on to its rank, as DeepSpeed's does; the rank counts them, and saves for 1 s.
+ENGINE = """
+import os, pathlib, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[2], sys.argv[1]], env={**os.environ, "RANK": "0"})
+signal.signal(signal.SIGTERM, lambda *_: rank.terminate())
+sys.exit(rank.wait())
+"""
+SAVES = """
+import pathlib, signal, sys, time
+heard, told = pathlib.Path(sys.argv[1]), []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+heard.write_text("")
+while not told:
+    time.sleep(0.02)
+time.sleep(1)
+heard.write_text(f"{len(told)} signals")
+"""
+
+
+def test_without_a_run_folder_a_rank_is_told_once_to_end(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+
+    def send_when_started() -> None:
+        while not heard.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    sender = threading.Thread(target=send_when_started)
+    sender.start()
+    assert run_python(ENGINE, str(heard), SAVES, grace_seconds=60.0) == 128 + signal.SIGTERM
+    sender.join()
+    assert heard.read_text() == "1 signals"
+
+
+def test_what_a_script_leaves_at_work_is_named_before_it_is_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid_file = tmp_path / "pid"
+    assert run_python(LEAVES_A_CHILD, str(pid_file), SLEEPS, grace_seconds=0.2) == 0
+    assert f"(pid {pid_file.read_text()}) at work, which end in 0.2 s" in capfd.readouterr().err
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def test_a_killed_launcher_leaves_no_folder(tmp_path: Path) -> None:
+    code = f"""
+import os, sys
+from ds_ring_launcher.run import process
+from ds_ring_launcher.run.job import Invocation
+with process.private_folder() as folder:
+    made = Invocation([sys.executable, "-c", {SLEEPS!r}], {{}}, {{folder / "hostfile": "x"}})
+    process.run(made, dict(os.environ), "train.py", [], process.Grace(1.0), folder)
+"""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    started = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("ds-ring-*/hostfile")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5)  # the guardian is told after the file is there
+    assert list(tmp_path.iterdir())
+    started.kill()
+    started.wait()
+    while list(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_closed_standard_streams_are_opened(tmp_path: Path) -> None:
+    code = "from ds_ring_launcher.run.job import open_standard_streams as o; o(); import os, sys\n"
+    code += "print('heard', file=sys.stdout), print('heard', file=sys.stderr)\n"
+    code += f"os.fstat(0), os.fstat(1), os.fstat(2), open({str(tmp_path / 'done')!r}, 'w').write('yes')"
+    subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "$1" <&- >&- 2>&-', "sh", code], check=True)
+    assert (tmp_path / "done").read_text() == "yes"

@@ -143,6 +143,7 @@ def test_of_two_launches_of_a_run_one_is_refused(tmp_path: Path, rounds: int) ->
 FAKE_SSH = """#!/bin/bash
 while [[ $1 == -* ]]; do [[ $1 == -[po] ]] && shift; shift; done
 host=$1; shift
+echo "welcome to $host"; printf "{{}} and a line without an end: "
 [[ -e {folder}/gone-$host ]] && {{ echo "ssh: connect to host $host: No route to host" >&2; exit 255; }}
 kept=(PATH="$PATH" HOME="$HOME" PYTHONPATH="$PYTHONPATH" DS_RING_TEST_MARK="$DS_RING_TEST_MARK")
 exec env -i "${{kept[@]}}" bash -c "$*"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,73 @@ def test_what_an_exception_says_of_itself() -> None:
     assert raised(RingCheckpointError("full")).kind == "storage"
     assert raised(OSError(28, "No space left on device")).kind == "storage"
     assert raised(OSError(2, "No such file")).kind == "error"
+
+
+def test_what_compiled_code_raised_is_told_by_where_it_was_called() -> None:
+    import torch
+
+    from ds_ring.errors import RingPeerError
+
+    def caught(call: Any) -> RankFault:
+        try:
+            call()
+        except BaseException as error:
+            return fault_of(error, 1, 4)
+        raise AssertionError
+
+    def wrapped() -> None:
+        try:
+            raise RingPeerError(1, 2, 3, "its connection ended")
+        except RingPeerError as error:
+            raise ValueError("training failed") from error
+
+    calls: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d", "torch": torch}
+    exec(
+        "def collective():\n    torch.ones(2).view(3)", calls
+    )  # as gloo does, it raises a RuntimeError in C++
+    in_collective, in_script = caught(calls["collective"]), caught(lambda: torch.ones(2).view(3))
+    assert (in_collective.kind, in_collective.raised) == ("lost", False)
+    assert (in_script.kind, in_script.raised) == ("error", False)
+    assert caught(lambda: torch.save(torch.ones(1 << 20), "/dev/full")).kind == "storage"
+    assert (caught(wrapped).kind, caught(wrapped).blames) == ("lost", 3)
+
+
+def at(path: Path, seconds: float) -> None:
+    os.utime(path, (seconds, seconds))
+
+
+@pytest.mark.parametrize("killed_first", [True, False])
+def test_the_first_to_end_is_the_culprit(tmp_path: Path, killed_first: bool) -> None:
+    """Rank 1 was killed; before or after that rank 0 raised, in compiled code or by itself."""
+    for rank in range(4):
+        (tmp_path / f"rank-{rank}.log").touch()
+        (tmp_path / f"rank-{rank}.stopped").touch()
+        at(tmp_path / f"rank-{rank}.stopped", 1000.0)
+    for raised in (True, False):
+        fault = replace(BUG, rank=0, raised=raised, message="nccl: Connection reset by peer")
+        write_fault(tmp_path, fault)
+        at(tmp_path / "rank-0.fault.json", 1001.0 if killed_first else 999.0)
+        found = culprit_of(tmp_path, HOSTS, 1)
+        assert (found.kind, found.rank) == (("lost", 1) if killed_first else ("error", 0))
+        assert found.signature is None or not killed_first
+
+
+def test_a_rank_that_left_in_the_middle_is_named_with_its_status(tmp_path: Path) -> None:
+    for number, status in enumerate((0, 17)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for rank in range(2):
+            (folder / f"rank-{rank}.log").touch()
+        write_exit(folder, 1, status, step=3)
+        at(folder / "rank-1.exit.json", 1000.0)
+        for blames in (1, None):  # by ds_ring's monitor; by gloo, which names nobody
+            fault = replace(BUG, rank=0, kind="lost", type="RingPeerError", blames=blames)
+            write_fault(folder, fault)
+            found = culprit_of(folder, HOSTS[:1], 1)
+            assert found.what == f"rank 1 on node-0 left with status {status} while others were at work"
+            assert (found.kind, found.signature) == ("left", ("left", 1) if status == 0 else None)
+    history = [Outcome(n, 1, None, False, False, culprit_of(tmp_path / "0", HOSTS[:1], 1)) for n in (1, 2)]
+    assert decide(history[:1], POLICY).again and not decide(history, POLICY).again
 
 
 @pytest.mark.parametrize(
