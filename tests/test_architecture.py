@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom up. A module imports from its own layer or a lower one; a package stands for all in it.
 LAYERS = [
-    ["errors", "registry"],
+    ["errors", "limits", "registry"],
     ["masks"],
     ["config"],
     ["schedule"],
@@ -63,6 +63,7 @@ IMPORTERS = {
     "integrations.deepspeed.batch_sharding": {"runtime.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"runtime.exchange"},
     "integrations.deepspeed.loss": {"runtime.exchange"},
+    "integrations.deepspeed.run_report": {"runtime.exchange"},  # the limit of a sum
     "integrations.deepspeed.dynamic_ring": {"runtime.exchange"},  # measures it
     "integrations.transformers.generation": {"runtime.exchange"},  # the prompt's last logits, to all ranks
     "integrations.transformers.images": {"runtime.exchange"},  # features, to the ranks of their tokens
@@ -531,7 +532,7 @@ OWN_OBJECTS = {
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("runtime.context", "function"): "a function of ours, which it marks for torch.compile",
-    ("runtime.mesh", "weakref.finalize(mesh, watch.leave)"): "its own finalizer",
+    ("runtime.mesh", "weakref.finalize(mesh.use, _drop, watch, mesh.use.groups)"): "its own finalizer",
     ("integrations.diffusers", "name"): "the member of an enumeration that it makes",
     ("runtime.process_groups", "options"): "of a process group that is being made",
 }

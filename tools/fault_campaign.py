@@ -2,7 +2,8 @@
 
 Real processes over gloo: attention alone (and the start before it), a DeepSpeed training step, or what is
 outside the ring in a DeepSpeed run: step, backward's collectives, checkpoints, loader, start, at ZeRO 0 to 3
-(one stage a round). A round is good if every survivor ends with a typed error that names the culprit, in
+(one stage a round). Mode "late" has a rank that sleeps, or leaves with status 0, at every place outside of
+a pass. A round is good if every survivor ends with a typed error that names the culprit, in
 time, or, where its collective is none of ours, with the culprit first (or last, where it ended itself) in
 its log; and no process hangs.
 
@@ -10,6 +11,7 @@ Example:
     python tools/fault_campaign.py --rounds 10
     python tools/fault_campaign.py --rounds 10 --mode deepspeed --only kill stop
     python tools/fault_campaign.py --rounds 4 --mode outside
+    python tools/fault_campaign.py --rounds 2 --mode late
     python tools/fault_campaign.py --rounds 10 --transport pull
 """
 
@@ -25,9 +27,14 @@ from bench import parser_of, print_row
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' campaign
 
 from tests.dist.campaign import Zygote, play
-from tests.dist.faults import KINDS, OUTSIDE, WHILE_STARTING
+from tests.dist.faults import KINDS, LATE, OUTSIDE, WHILE_STARTING
 
-KINDS_OF = {"attention": (*KINDS, *WHILE_STARTING), "deepspeed": KINDS, "outside": tuple(OUTSIDE)}
+KINDS_OF = {
+    "attention": (*KINDS, *WHILE_STARTING),
+    "deepspeed": KINDS,
+    "outside": tuple(OUTSIDE),
+    "late": tuple(LATE),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

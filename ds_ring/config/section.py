@@ -31,6 +31,7 @@ from ds_ring.config.pattern_section import (
     without_effect,
 )
 from ds_ring.errors import RingMeshError
+from ds_ring.limits import Timeouts
 from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import KERNELS, LAYOUTS
@@ -297,10 +298,25 @@ class RingConfig(Section):
         default=10.0, description="silence after which a rank counts as lost"
     )
     hop_timeout_seconds: Timeout = Field(
-        default=60.0, description="longest wait for one hop's messages; at least heartbeat_timeout_seconds"
+        default=Timeouts().hop,
+        description="longest wait for one hop's messages, and for a rank that is inside the engine's forward,"
+        " backward or step; at least heartbeat_timeout_seconds",
     )
     first_pass_timeout_seconds: Timeout = Field(
         default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
+    )
+    step_timeout_seconds: Timeout = Field(
+        default=Timeouts().step,
+        description="longest wait for a rank that is outside the engine's forward, backward and step: in its"
+        " data set, an evaluation of its own, or the script; a tenth of it later a warning says which rank,"
+        " and where it is",
+    )
+    checkpoint_timeout_seconds: Timeout = Field(
+        default=Timeouts().checkpoint, description="the same for a rank that saves or loads a checkpoint"
+    )
+    start_timeout_seconds: Timeout = Field(
+        default=Timeouts().start,
+        description="longest wait until every rank has come to ds_ring.initialize, and its engine is made",
     )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
     verify_first_batch: Flag = Field(
@@ -331,6 +347,11 @@ class RingConfig(Section):
             start = f"deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch"
             advice += f", or start {whole} processes ({start})"
         raise RingMeshError(f"{SP_KEY} {whole} does not divide world size {world_size}; {advice}")
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """Return how long ranks wait for each other."""
+        return Timeouts(*(getattr(self, f"{name}_timeout_seconds") for name in Timeouts._fields))
 
     def fingerprint(self) -> str:
         """Return 16 hex digits, equal on two ranks exactly if every key is."""
@@ -429,14 +450,16 @@ class RingConfig(Section):
             raise Refused(sentence("false", 'true beside "attention": "as_is"', "a graph has one ring"))
         return value
 
-    @field_validator("hop_timeout_seconds")
+    @field_validator(*(f"{name}_timeout_seconds" for name in Timeouts._fields))
     @classmethod
-    def _outlasts_the_heartbeat(cls, hop: float, info: ValidationInfo) -> float:
+    def _outlasts_the_heartbeat(cls, limit: float, info: ValidationInfo) -> float:
         heartbeat = info.data.get("heartbeat_timeout_seconds", 0)
-        if hop < heartbeat:
-            advice = "raise it, or lower the other: a hop that gives up first cannot name the lost rank"
-            raise Refused(sentence(f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{hop:g}", advice))
-        return hop
+        if limit < heartbeat:
+            advice = "raise it, or lower the other: a wait that gives up first cannot name the lost rank"
+            raise Refused(
+                sentence(f"at least heartbeat_timeout_seconds, {heartbeat:g}", f"{limit:g}", advice)
+            )
+        return limit
 
 
 def strip_section(source: JsonSource) -> Json:

@@ -6,6 +6,7 @@ In order: what ranks write to the process group's store (`RankPresence`), waitin
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
 import json
 import logging
@@ -28,6 +29,7 @@ from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerEr
 from ds_ring.health.monitor import failure_detector, handshake
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch, keep_for_ever, peer_error
+from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
@@ -140,6 +142,8 @@ ENDED = "its process ended while the ranks were starting (killed, or crashed)"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+WARNED_PART = failure_detector.WARNED_PART
+START = Limit(Timeouts().start, "timeout_s")
 
 
 # [Note: joining] Every rank announces its host and process in the store of the process group. When all have
@@ -165,7 +169,7 @@ class Arrival:
         store: of the process group.
         name: of this arrival; a process may join several times.
         rank, world_size: of the world.
-        deadline: time on the monotonic clock by which all ranks must have come.
+        limit: within which all ranks must have come.
         collective: a running collective of the same ranks; None if their default group has no collective that
             breaks when a rank dies.
     """
@@ -176,11 +180,12 @@ class Arrival:
         name: str,
         rank: int,
         world_size: int,
-        deadline: float,
+        limit: Limit,
         collective: FirstCollective | None,
     ) -> None:
         self.store, self.name, self.rank, self.world_size = store, name, rank, world_size
-        self.deadline, self._collective = deadline, collective
+        self._limit, self._began, self._collective = limit, time.monotonic(), collective
+        self._warned = False
         self._keys = [f"{name}/{rank}" for rank in range(world_size)]
         self._mine = presence()
         self._complete_at: float | None = None  # time at which all ranks were known to have come
@@ -219,13 +224,27 @@ class Arrival:
         pause_s = FIRST_LOOK_S
         while not self._or_lost(ready):
             self.check()
-            if time.monotonic() > self.deadline:
-                missing = self._missing() or [0]
-                late = "it did not come to where ds_ring starts before the deadline"
-                raise self._tell(Fault(missing[0], late))
+            seconds = time.monotonic() - self._began
+            if seconds > self._limit.seconds:
+                missing = self._or_lost(self._missing) or [0]
+                late = f"it did not come to where ds_ring starts within {self._limit.seconds:g} s"
+                raise self._tell(Fault(missing[0], f"{late} ({self._limit.key})"))
+            if not self._warned and seconds > WARNED_PART * self._limit.seconds:
+                self._warned = True
+                self._warn(seconds)
             time.sleep(pause_s)
             # The pause grows with the number of ranks, because all of them query one store.
             pause_s = min(2 * pause_s, LOOK_S + self.world_size * LOOK_S_PER_RANK)
+
+    def _warn(self, seconds: float) -> None:
+        """Log which ranks have not come, on the first rank that has."""
+        missing = self._or_lost(self._missing)
+        if missing and self.rank == min(set(range(self.world_size)) - set(missing), default=-1):
+            named = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
+            log.warning(
+                "the ranks %s are late: the others have waited %.1f s where ds_ring starts; they count as"
+                " failed after %g s (%s)", named, seconds, self._limit.seconds, self._limit.key,
+            )  # fmt: skip
 
     def _or_lost(self, ask: Callable[[], T]) -> T:
         """Return the result of a query, or raise PeerLost if the store is lost with its host."""
@@ -303,6 +322,70 @@ class Arrival:
         return PeerLost(fault)
 
 
+class Rendezvous(NamedTuple):
+    """Where the store of the default process group will be, and who this rank is.
+
+    `hosts`: this rank hosts the store. `attempt` is another one after a restart by torchrun, whose store
+    stays.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    hosts: bool
+    attempt: str
+
+
+# [Note: before the process group]
+# torch waits in `init_process_group` without saying for whom, and does not hear of a rank that has ended. So
+# ranks announce themselves before, in the very store that torch will use: a server of the same process and
+# port is shared.
+def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
+    """Wait until every rank has come, before the default process group is made.
+
+    Returns:
+        The store, to be kept until the group is made; None where this rank cannot host it, which torch says.
+
+    Raises:
+        RingPeerError: a rank did not come in time, or has died meanwhile; names it.
+    """
+    from torch.distributed.distributed_c10d import TCPStore
+
+    def connect(seconds: float) -> Store:
+        timeout = datetime.timedelta(seconds=seconds)
+        return TCPStore(
+            where.host, where.port, None, where.hosts, timeout, wait_for_workers=False, multi_tenant=True
+        )
+
+    warned_s = WARNED_PART * limit.seconds
+    try:
+        try:
+            store = connect(warned_s)
+        except RuntimeError:  # not there so far
+            if where.hosts:
+                return None
+            log.warning(
+                "rank 0 is late: %.1f s without an answer of the store at %s:%d; it counts as failed after"
+                " %g s (%s)", warned_s, where.host, where.port, limit.seconds, limit.key,
+            )  # fmt: skip
+            store = connect(limit.seconds - warned_s)
+        arrival = Arrival(store, f"ds_ring/start/{where.attempt}", where.rank, where.world_size, limit, None)
+        arrival.announce()
+        arrival.wait_for_all()
+    except PeerLost as lost:
+        raise peer_error(_line(where.world_size), where.rank, None, lost.fault) from lost
+    except RuntimeError as error:
+        fault = Fault(0, f"its store did not answer within {limit.seconds:g} s ({limit.key})")
+        raise peer_error(_line(where.world_size), where.rank, None, fault) from error
+    return store
+
+
+def _line(world_size: int) -> Grid:
+    """Return the numbering of a world before the sizes of its rings are known to all."""
+    return Grid(world_size, world_size)
+
+
 CONNECT_S = 2.0  # for one address of the monitor
 HANDSHAKE_S = 5.0
 JOIN_S = 60.0  # tries of all addresses together
@@ -328,7 +411,7 @@ def join(
     heartbeat_timeout_s: float,
     exit_after_s: float | None = None,
     secret: str | None = None,
-    timeout_s: float = 1800.0,
+    limit: Limit = START,
     collective: FirstCollective | None = None,
 ) -> Watch:
     """Join the failure detector of this job; rank 0 starts it. All ranks must call it in the same order.
@@ -339,7 +422,7 @@ def join(
         heartbeat_timeout_s: a rank that is silent for so long has failed; rank 0's holds.
         exit_after_s: of `Watch`.
         secret: what the launcher handed over, the same on all ranks; None without one.
-        timeout_s: until every rank has come here.
+        limit: until every rank has come here.
         collective: of `Arrival`.
 
     Raises:
@@ -353,7 +436,7 @@ def join(
             " `openssl rand -hex 32`, or let ds-ring launch make it"
         )
     name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
-    arrival = Arrival(store, name, rank, world_size, time.monotonic() + timeout_s, collective)
+    arrival = Arrival(store, name, rank, world_size, limit, collective)
     arrival.announce()
     if rank == 0:
         hosts = listening_hosts(store, arrival.wait_for_all())
@@ -442,7 +525,7 @@ def join_monitor(
     heartbeat_timeout_s: float,
     exit_after_fault_s: float | None,
     secret: str | None,
-    timeout_s: float = 1800.0,
+    limit: Limit = START,
 ) -> Watch | None:
     """Join the failure detector of this world; arguments as in `RingMesh.from_world`. Collective.
 
@@ -459,7 +542,7 @@ def join_monitor(
         return None
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
     collective = FirstCollective() if dist.get_backend() == "gloo" else None
-    settings = (heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s, collective)
+    settings = (heartbeat_timeout_s, exit_after_fault_s, secret, limit, collective)
     try:
         return join(store, rank, grid.world_size, *settings)
     except PeerLost as lost:

@@ -21,19 +21,46 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import util
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.monitor.failure_detector import GRACE_S, Fault, ranges_of
+from ds_ring.health.whereabouts import collective_calls, default_group_id, names_of, where_is
+from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
 LINGER_S = 1.5
 BEATS_PER_TIMEOUT = 5
 log = logging.getLogger(__name__)
+
+
+class LateNotice(NamedTuple):
+    """Say that others have waited for a rank, longer than a tenth of the limit.
+
+    Attributes:
+        rank: the late one, of the world.
+        what: for what the others wait.
+        seconds: so far.
+        limit: after which the rank counts as failed.
+        at: where in its program it is; "" if it did not answer.
+    """
+
+    rank: int
+    what: str
+    seconds: float
+    limit: Limit
+    at: str
+
+    def __str__(self) -> str:
+        where = f", and is in {self.at}" if self.at else ""
+        return (
+            f"rank {self.rank} is late: others have waited {self.seconds:.1f} s for it at {self.what}{where};"
+            f" it counts as failed after {self.limit.seconds:g} s ({self.limit.key})"
+        )
 
 
 class Watch:
@@ -51,6 +78,8 @@ class Watch:
         noticed: an error about it was raised here.
         exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
             leaves the process alone.
+        on_late: called, in the watch's thread, with a notice that a rank is late (this one, or another one if
+            this rank reports it), and with that rank's number once it goes on.
     """
 
     def __init__(
@@ -64,6 +93,11 @@ class Watch:
         self.rank, self.heartbeat_timeout_s = rank, heartbeat_timeout_s
         self.fault: Fault | None = None
         self.noticed, self.exit_after_s = False, exit_after_s
+        self.on_late: Callable[[LateNotice | int], object] = log_late
+        self._stage: tuple[str, Limit] | None = None
+        self._told_calls: dict[str, int] = {}
+        self._not_compared: set[str] = set()
+        self._thread, self._group = threading.get_ident(), default_group_id()
         self._host = monitor_rank
         self._since = 0.0  # when the fault was known here
         # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
@@ -89,9 +123,37 @@ class Watch:
         with self._lock:
             self._waiting.discard(wake)
 
-    def waits(self, on: Sequence[int], place: tuple[int, int], what: str) -> None:
+    def waits(self, on: Sequence[int], place: tuple[int, int], what: str, limit: Limit | None = None) -> None:
         """Report that this rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
-        self._send({"kind": "wait", "on": ranges_of(on), "place": place, "what": what})
+        message: dict[str, Any] = {"kind": "wait", "on": ranges_of(on), "place": place, "what": what}
+        if limit is not None:
+            message |= {"limit": limit.seconds, "key": limit.key}
+        self._send(message)
+
+    def judge_collectives(self, what: str, limit: Limit) -> None:
+        """Report from now on how many collectives of torch.distributed this rank has begun, and where it is.
+
+        So a rank is named that keeps the others in a collective that is not ds_ring's, longer than its
+        `limit`: [Note: behind in a collective] in `collective_calls.py`. The calling thread is the one that
+        makes them. `what` and `limit` hold outside of `within`.
+        """
+        self._thread, self._group = threading.get_ident(), default_group_id()
+        self._stage = what, limit
+
+    def compare_not(self, groups: Iterable[object]) -> None:
+        """Leave process groups out of that comparison: their ranks send and receive."""
+        self._not_compared |= names_of(groups)
+
+    @contextmanager
+    def within(self, what: str, limit: Limit) -> Iterator[None]:
+        """Say where this rank is meanwhile, and how long others may wait for it there."""
+        before = self._stage
+        if before is not None:
+            self._stage = what, limit
+        try:
+            yield
+        finally:
+            self._stage = before
 
     def goes_on(self) -> None:
         """Report that the wait is over."""
@@ -110,10 +172,11 @@ class Watch:
         self._send({"kind": "failed", "cause": cause})
         self._know(Fault(self.rank, cause))
 
-    def leave(self) -> None:
-        """Send a goodbye and end the connection."""
+    def leave(self, ends: bool = False) -> None:
+        """Send a goodbye and end the connection; `ends` says that the process ends, too."""
         if self.is_open:
-            self._send({"kind": "bye"})
+            # Others may be in a collective that a process which ends will never begin.
+            self._send({"kind": "bye"} | (self._calls() if ends else {}))
             self._close()
         _living.discard(self)
 
@@ -130,7 +193,7 @@ class Watch:
                 text = "rank %d ends; rank %d had failed before: %s"
                 log.error(text, self.rank, self.fault.rank, self.fault.cause)
             time.sleep(max(0.0, self._since + LINGER_S - time.monotonic()))
-        self.leave()
+        self.leave(ends=True)
 
     def _know(self, fault: Fault) -> None:
         with self._lock:
@@ -157,6 +220,30 @@ class Watch:
             logging.shutdown()
             os._exit(1)
 
+    def _calls(self) -> dict[str, Any]:
+        """Return what a heartbeat says of collectives: nothing, if they are not judged."""
+        stage = self._stage
+        if stage is None or default_group_id() != self._group:
+            return {}
+        calls = collective_calls(self._not_compared)
+        changed = {name: number for name, number in calls.items() if self._told_calls.get(name) != number}
+        self._told_calls = calls
+        what, limit = stage
+        return {"in": what, "limit": limit.seconds, "key": limit.key, "calls": changed}
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        """Act on a message of the monitor."""
+        kind = message["kind"]
+        if kind == "fault":
+            self._know(Fault(message["rank"], message["cause"]))
+        elif kind == "where":
+            self._send({"kind": "at", "text": where_is(self._thread)})
+        elif kind == "late":
+            limit = Limit(message["limit_s"], message["key"])
+            self.on_late(LateNotice(message["rank"], message["what"], message["since"], limit, message["at"]))
+        elif kind == "on time":
+            self.on_late(int(message["rank"]))
+
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending, suppress(OSError):  # the reader notices, too, and says so
             if self.is_open:
@@ -182,7 +269,7 @@ class Watch:
             before = now
             if now >= next_beat:
                 next_beat = now + interval
-                self._send({"kind": "beat"})
+                self._send({"kind": "beat"} | self._calls())
             if now - answered > self.heartbeat_timeout_s:
                 self._lose_the_monitor(f"no answer for {now - answered:.1f} s")
                 return
@@ -197,16 +284,22 @@ class Watch:
                 return
             *lines, unread = (unread + data).split(b"\n")
             for line in lines:
-                message = json.loads(line)
                 answered = time.monotonic()
-                if message["kind"] == "fault":
-                    self._know(Fault(message["rank"], message["cause"]))
+                self._hear(json.loads(line))
 
     def _lose_the_monitor(self, how: str) -> None:
         if self.is_open and self.fault is None:
             what = f"the host of rank {self._host}, where the monitor process is, is lost: {how}"
             self._know(Fault(self._host, what))
         self._close()
+
+
+def log_late(notice: LateNotice | int) -> None:
+    """Log that a rank is late, or that it goes on."""
+    if isinstance(notice, int):
+        log.warning("rank %d goes on", notice)
+    else:
+        log.warning("%s", notice)
 
 
 _living: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -255,7 +348,7 @@ T = TypeVar("T")
 
 
 def call_guarded(
-    act: Callable[[], T], watch: Watch | None, grid: Grid, what: str, step: int, timeout_s: float
+    act: Callable[[], T], watch: Watch | None, grid: Grid, what: str, step: int, limit: Limit
 ) -> T:
     """Make a call in which all ranks of the world take part; leave it when one of them fails.
 
@@ -265,7 +358,7 @@ def call_guarded(
         grid: for the names of ranks in the error.
         what: for messages, "making process groups" say.
         step: the number of this call among those before the mesh's first one; the same on all ranks.
-        timeout_s: for the call.
+        limit: for the call.
 
     Raises:
         RingPeerError: a rank failed, or the time is over; names the rank.
@@ -290,7 +383,7 @@ def call_guarded(
     thread.start()
     # Most calls end at once: only a long one is worth a message to the monitor.
     if wait([call], PATIENCE_S).not_done:
-        _wait_watched(call, watch, grid, what, step, time.monotonic() + timeout_s)
+        _wait_watched(call, watch, grid, what, step, limit)
     error = None
     if call.done():
         thread.join()  # it only lets go of the call; [Note: threads at exit] in runtime/waiting.py
@@ -299,18 +392,19 @@ def call_guarded(
             return call.result()
     else:
         keep_for_ever(call, act)
-    cause = f"{what} failed" if call.done() else f"{what} did not end within {timeout_s:g} s"
+    cause = f"{what} failed" if call.done() else f"{what} did not end within {limit.seconds:g} s"
     fault = verdict(watch, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
     raise peer_error(grid, watch.rank, None, fault) from error
 
 
-def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: int, deadline: float) -> None:
-    """Tell the monitor, and wait until the call is over, a fault is known or the deadline passes."""
+def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: int, limit: Limit) -> None:
+    """Tell the monitor, and wait until the call is over, a fault is known or the limit passes."""
+    deadline = time.monotonic() + limit.seconds
     others = [rank for rank in range(grid.world_size) if rank != watch.rank]
     wake = threading.Event()
     call.add_done_callback(lambda _: wake.set())
     watch.expect(wake)
-    watch.waits(others, (-1, step), what)
+    watch.waits(others, (-1, step), what, limit)
     try:
         while not call.done() and watch.fault is None and time.monotonic() < deadline:
             wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
@@ -318,7 +412,7 @@ def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: in
             wait([call], PATIENCE_S)
         # The deadline has passed and nobody is known to have failed: ask the monitor who is late.
         elif not call.done():
-            watch.accuse(others, f"it did not come to {what} in time")
+            watch.accuse(others, f"it did not come to {what} within {limit.seconds:g} s ({limit.key})")
         if call.done():
             watch.goes_on()
     finally:

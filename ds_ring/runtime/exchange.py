@@ -29,7 +29,6 @@ from ds_ring.runtime.waiting import DeviceWatch, Pending, Place, blame, check_al
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
-BATCH_TIMEOUT_S = 1800.0  # for what runs once a batch: another rank may be saving or evaluating meanwhile
 
 
 class Route(NamedTuple):
@@ -75,11 +74,14 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
+        outside: for what is no pass: what it is, and the key of the JSON that sets its time.
     """
 
-    def __init__(self, mesh: RingMesh, hop_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, mesh: RingMesh, hop_timeout_s: float = 60.0, outside: tuple[str, str] | None = None
+    ) -> None:
         self.mesh = mesh
-        self.hop_timeout_s = hop_timeout_s
+        self.hop_timeout_s, self._outside = hop_timeout_s, outside
         self.counters = Counters()
         self.prepared = PreparedPasses()
         self.call = 0  # number of the current call, for error messages
@@ -155,7 +157,7 @@ class Exchange:
         counters.batches += sizes.is_one
         counters.messages_sent += sizes.sends
         counters.bytes_sent += sizes.sent_bytes
-        place = Place(self.call, hop)
+        place = Place(self.call, hop, self._outside)
         if mesh.use.broken is not None or (mesh.watch is not None and mesh.watch.fault is not None):
             check_alive(mesh, hop)
         try:
@@ -286,9 +288,15 @@ class Exchange:
         """Wait for one of torch's own collectives."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        streams, place = self._streams_that_wait(got[0], group), Place(self.call, None)
+        streams, place = self._streams_that_wait(got[0], group), Place(self.call, None, self._outside)
         watch = None if streams is None else self._device_watch
         Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
+
+
+def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
+    """Return an exchange for what ranks do together outside of passes: one may be reading data meanwhile."""
+    limit = mesh.timeouts.limit("step")
+    return Exchange(mesh, limit.seconds, (what, limit.key))
 
 
 def walk_owners(

@@ -6,14 +6,13 @@ in one process. A mesh of one rank needs no process group.
 
 from __future__ import annotations
 
-import datetime
 import functools
 import itertools
 import os
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
@@ -25,9 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.joining import join_monitor, leave_on_error
 from ds_ring.health.watch import Watch, call_guarded
+from ds_ring.limits import Limit, Timeouts
 from ds_ring.runtime.buffers import Buffers
 from ds_ring.runtime.kept_results import HostMemory
-from ds_ring.runtime.process_groups import check_seconds, make_groups, sequences_of, world_size_for
+from ds_ring.runtime.process_groups import (
+    NO_LIMIT,
+    check_seconds,
+    destroy_groups,
+    make_groups,
+    sequences_of,
+    world_size_for,
+)
 from ds_ring.runtime.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
@@ -52,6 +59,8 @@ class MeshUse:
         patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
         aborted: ids of the process groups that were aborted then.
         device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
+        groups: process groups that were made for the mesh and its smaller rings.
+        abandoned: a wait for a message was given up, so torch may be using a group for ever.
     """
 
     def __init__(self) -> None:
@@ -61,9 +70,15 @@ class MeshUse:
         self.patience_s = 0.0
         self.aborted: set[int] = set()
         self.device_watch: DeviceWatch | None = None
+        self.groups: list[ProcessGroup | None] = []
+        self.abandoned = False
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`
+
+    def is_healthy(self, watch: Watch | None) -> bool:
+        """Return whether no message can be under way for ever: destroying its group would not return."""
+        return self.broken is None and not self.abandoned and (watch is None or watch.fault is None)
 
     def check(self) -> None:
         """Refuse a mesh that is closed, or that another process made.
@@ -118,6 +133,28 @@ class MeshUse:
             self._busy.release()
 
 
+# [Note: groups of a mesh that was dropped]
+# Destroying a group of gloo closes this rank's sockets and threads and asks nobody, so it may happen at
+# another time on each rank. It changes torch's tables of groups, and a garbage collection may come in the
+# middle of whatever torch does with them: so the groups wait for the next mesh, which is made outside of it.
+# NCCL's communicators are finalized by all ranks together, which garbage is not: `RingMesh.close` does that.
+_dropped: deque[list[ProcessGroup | None]] = deque()
+
+
+def _drop(watch: Watch | None, groups: list[ProcessGroup | None]) -> None:
+    """Leave the watch of a mesh that is garbage; see [Note: groups of a mesh that was dropped]."""
+    if watch is not None:
+        watch.leave()
+    if groups and (watch is None or watch.fault is None):
+        _dropped.append(groups)
+
+
+def destroy_dropped_groups() -> None:
+    """Destroy gloo's groups of the meshes that are garbage."""
+    while _dropped:
+        destroy_groups(_dropped.popleft(), only_local=True)
+
+
 _serial = itertools.count()
 
 
@@ -129,6 +166,7 @@ class MeshOptions(TypedDict, total=False):
     exit_after_fault_s: float | None
     secret: str | None
     ranks_per_node: int | None
+    timeouts: Timeouts | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +191,7 @@ class RingMesh:
         traces: active traces of `runtime/trace.py`, innermost last; also seen by autograd's thread.
         use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
         ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
+        timeouts: how long ranks wait for each other outside of passes.
         ring_size, ulysses_size, sequence_size, data_size: of the grid.
         ring_rank, ulysses_rank, data_rank: this rank's coordinates.
         sequence_rank: place in the sequence group: ring_rank * ulysses_size + ulysses_rank.
@@ -178,6 +217,7 @@ class RingMesh:
     traces: list[Trace] = field(default_factory=list, repr=False)
     use: MeshUse = field(default_factory=MeshUse, repr=False)
     ranks_per_node: int | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts, repr=False)
 
     ring_size: int = field(init=False, repr=False)
     ulysses_size: int = field(init=False, repr=False)
@@ -218,6 +258,7 @@ class RingMesh:
         secret: str | None = None,
         watch: Watch | None = None,
         ranks_per_node: int | None = None,
+        timeouts: Timeouts | None = None,
     ) -> RingMesh:
         """Divide the initialised world into data x ring x ulysses; neighbouring ranks share a sequence.
 
@@ -226,7 +267,8 @@ class RingMesh:
         Args:
             ring_size: ranks of one K/V ring.
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
-            timeout_s: seconds until torch gives up on a collective of these groups (hops: the exchange's).
+            timeout_s: seconds until every rank has come here, and until the groups are made. (A hop has the
+                exchange's limit.)
             heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `monitor/`.
             exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
                 here (it is stuck in a collective outside ds_ring); None leaves it alone.
@@ -235,6 +277,7 @@ class RingMesh:
             watch: a failure detector that this process has joined already; the mesh takes it over.
             ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
                 rings over several nodes then travel on two levels where that sends less.
+            timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
 
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
@@ -243,7 +286,7 @@ class RingMesh:
             RingPeerError: another rank failed meanwhile; names it.
         """
         grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
-        more = (exit_after_fault_s, secret, watch, ranks_per_node)
+        more = (exit_after_fault_s, secret, watch, ranks_per_node, timeouts)
         return cls._join(grid, timeout_s, heartbeat_timeout_s, *more)
 
     @classmethod
@@ -304,6 +347,7 @@ class RingMesh:
         secret: str | None = None,
         watch: Watch | None = None,
         ranks_per_node: int | None = None,
+        timeouts: Timeouts | None = None,
     ) -> RingMesh:
         """Join the failure detector and make the groups of a grid; see `from_world`."""
         grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # or an error that says what it takes
@@ -311,24 +355,38 @@ class RingMesh:
             check_seconds(value, name)
         if exit_after_fault_s is not None:
             check_seconds(exit_after_fault_s, "exit_after_fault_s")
+        destroy_dropped_groups()
+        limits = timeouts or Timeouts(start=timeout_s)
+        start = limits.limit("start") if timeouts is not None else Limit(timeout_s, "timeout_s")
         # Before any group is made: from here on every rank hears of the death of another one.
         if watch is None and grid.sequence_size > 1:
-            watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, timeout_s)
+            watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, start)
         with leave_on_error(watch):
-            timeout = datetime.timedelta(seconds=timeout_s)
             what = "the making of the mesh's process groups"
-            groups = call_guarded(lambda: make_groups(grid, timeout), watch, grid, what, 2, timeout_s)
-        mesh = cls(grid, dist.get_rank(), *groups, watch, ranks_per_node=ranks_per_node)
-        if watch is not None:
-            weakref.finalize(mesh, watch.leave).atexit = False  # at exit the watch says goodbye by itself
+            groups = call_guarded(lambda: make_groups(grid, NO_LIMIT), watch, grid, what, 2, start)
+        mesh = cls(grid, dist.get_rank(), *groups, watch, ranks_per_node=ranks_per_node, timeouts=limits)
+        mesh.own(groups)
+        # At exit the watch says goodbye by itself.
+        weakref.finalize(mesh.use, _drop, watch, mesh.use.groups).atexit = False
         return mesh
 
-    def close(self) -> None:
-        """Leave the watch and free buffers; happens by itself when the mesh is garbage, or at exit.
+    def own(self, groups: Iterable[ProcessGroup | None]) -> None:
+        """Let `close` destroy process groups that were made for this mesh."""
+        self.use.groups.extend(groups)
+        if self.watch is not None:
+            self.watch.compare_not(group for group in groups if group is not None)
 
-        Every later use raises a RingMeshError.
+    def close(self) -> None:
+        """Leave the watch, destroy the process groups that the mesh has made, and free buffers.
+
+        Call it on every rank where the groups are NCCL's. Every later use raises a RingMeshError. A mesh that
+        is garbage leaves the watch by itself; its groups, if they are gloo's, are destroyed when the next
+        mesh is made.
         """
+        if not self.use.closed and self.use.is_healthy(self.watch):
+            destroy_groups(self.use.groups)
         self.use.closed = True
+        self.use.groups.clear()
         if self.watch is not None:
             self.watch.leave()
         self.buffers.release()
@@ -402,7 +460,7 @@ def check_mesh(mesh: object) -> None:
 _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
 
 
-def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingMesh]:
+def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
     """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
 
     A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, buffers, host
@@ -423,16 +481,18 @@ def make_sub_rings(mesh: RingMesh, timeout_s: float = 1800.0) -> dict[int, RingM
         "host_memory": mesh.host_memory,
         "traces": mesh.traces,
         "use": mesh.use,
+        "timeouts": mesh.timeouts,
     }
-    timeout, found = datetime.timedelta(seconds=timeout_s), {mesh.ring_size: mesh}
+    found = {mesh.ring_size: mesh}
     for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
         if size == 1:
             found[1] = replace(RingMesh.single(), **shared | {"watch": None})
             continue
         grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
         what = f"the making of the process groups of rings of {size}"
-        make = functools.partial(make_groups, grid, timeout)
-        groups = call_guarded(make, mesh.watch, grid, what, step, timeout_s)
+        make = functools.partial(make_groups, grid, NO_LIMIT)
+        groups = call_guarded(make, mesh.watch, grid, what, step, mesh.timeouts.limit("start"))
+        mesh.own(groups)
         more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
         found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
     return found

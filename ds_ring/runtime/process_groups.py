@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import inspect
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
+from ds_ring.limits import MOST_SECONDS
 from ds_ring.schedule.grid import Grid
+
+# Of torch's own waits: every wait of ds_ring has a limit of its own, which torch's must not cut short.
+NO_LIMIT = datetime.timedelta(seconds=MOST_SECONDS)
 
 
 class Groups(NamedTuple):
@@ -43,8 +48,8 @@ def world_size_for(caller: str) -> int:
 
 def check_seconds(value: object, name: str) -> None:
     """Refuse what is no number of seconds that a timer takes."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1e8:
-        raise RingMeshError(f"{name}: expected seconds above 0, at most 1e8, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_SECONDS:
+        raise RingMeshError(f"{name}: expected seconds above 0, at most {MOST_SECONDS:g}, got {shown(value)}")
 
 
 # torch sorts the ranks of a group otherwise, and gathers in that order: the ring's own would be lost.
@@ -78,6 +83,18 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
     cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
     _warm_up((sequence, ring, ulysses, data))
     return Groups(ring, ulysses, sequence, data, cpu)
+
+
+def destroy_groups(groups: Iterable[ProcessGroup | None], only_local: bool = False) -> None:
+    """Destroy groups that `make_groups` has made.
+
+    With `only_local` those of NCCL, which all ranks destroy together, are left alone.
+    """
+    for group in {id(group): group for group in groups if group is not None}.values():
+        # The default group is gone, and all others with it; or somebody else has destroyed this one.
+        with suppress(ValueError, AssertionError):
+            if not only_local or "nccl" not in str(dist.get_backend_config(group)):
+                dist.destroy_process_group(group)
 
 
 def sequences_of(

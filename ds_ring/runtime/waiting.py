@@ -25,10 +25,12 @@ from torch import Tensor
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import PATIENCE_S, Watch, keep_for_ever, peer_error, verdict
+from ds_ring.limits import MOST_SECONDS, Limit
 from ds_ring.runtime.device import Streams
 from ds_ring.runtime.mesh import RingMesh
 
-FOR_EVER = datetime.timedelta(days=365)
+_HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
+FOR_EVER = datetime.timedelta(seconds=MOST_SECONDS)
 LOOK_S, SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
 # What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
@@ -37,17 +39,27 @@ DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
 
 
 class Place(NamedTuple):
-    """The place in the program at which a wait happens: the number of the call, and the hop."""
+    """The place in the program at which a wait happens: the number of the call, and the hop.
+
+    `outside` is what it is outside of a pass, and the key of the JSON that sets its time.
+    """
 
     call: int
     hop: int | None
+    outside: tuple[str, str] | None = None
 
     def __str__(self) -> str:
+        if self.outside is not None:
+            return self.outside[0]
         return f"call {self.call}, " + ("before its first hop" if self.hop is None else f"hop {self.hop}")
 
     @property
     def key(self) -> tuple[int, int]:
         return self.call, -1 if self.hop is None else self.hop
+
+    @property
+    def limit_key(self) -> str:
+        return _HOP_KEYS if self.outside is None else self.outside[1]
 
 
 class Task:
@@ -212,6 +224,7 @@ def wait_for(
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
     job, watch = _WaitTask(works, arrived, hurried), mesh.watch
+    limit = Limit(max(deadline - time.monotonic(), PATIENCE_S), place.limit_key)
     # Tell the monitor only about waits longer than PATIENCE_S.
     if arrived is None:
         _waiters.start(job)
@@ -224,7 +237,7 @@ def wait_for(
         # The monitor's verdict sets the same event as the end of the works, so it ends the wait, too.
         watch.expect(job.wake)
         try:
-            _wait_watched(job, watch, peers, place, deadline)
+            _wait_watched(job, watch, peers, place, limit, deadline)
         finally:
             watch.expect_no_more(job.wake)
     if job.over and job.error is None:
@@ -232,13 +245,19 @@ def wait_for(
     if not job.over:
         # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
+        mesh.use.abandoned = True
     if isinstance(job.error, DEVICE_ERROR):
         raise own_fault(mesh, place, job.error) from job.error
     raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
 
 
 def _wait_watched(
-    job: _WaitTask, watch: Watch, peers: Sequence[Sequence[int]], place: Place, deadline: float
+    job: _WaitTask,
+    watch: Watch,
+    peers: Sequence[Sequence[int]],
+    place: Place,
+    limit: Limit,
+    deadline: float,
 ) -> None:
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
@@ -246,7 +265,7 @@ def _wait_watched(
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
         if told is not job.waits_for(peers):
             told = job.waits_for(peers)
-            watch.waits(told, place.key, str(place))
+            watch.waits(told, place.key, str(place), limit)
         # Wait at most one second at a time: no event is set when one of several works is done.
         job.pause(min(left_s, 1.0))
     if watch.fault is not None:
@@ -278,8 +297,7 @@ def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> 
 def _cause(error: BaseException | None, place: Place) -> str:
     if error is not None:
         return f"the connection to it failed at {place}: {first_line(error)}"
-    deadline = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
-    return f"it did not come to {place} before the deadline ({deadline})"
+    return f"it did not come to {place} before the deadline ({place.limit_key})"
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
@@ -379,7 +397,6 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
 
 SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
 IDLE_SWEEPS = 10  # without anything: the thread ends
-BUSY_TIMEOUT_S = 1800.0  # for what a device does before it comes to a batch: a step of the optimizer, say
 
 
 @dataclass(slots=True, eq=False)
@@ -586,20 +603,22 @@ class DeviceWatch:
     def _wait_for_begin(self, one: Pending) -> None:
         """Wait until the device comes to the wait: before, it is busy with something else.
 
-        A RingPeerError that names this rank says that it failed, or did not come within BUSY_TIMEOUT_S.
+        A RingPeerError that names this rank says that it failed, or did not come within
+        `step_timeout_seconds`: it may be in a step of the optimizer, say.
         """
         mesh = one.mesh
+        limit = mesh.timeouts.limit("step")
 
         try:
             if look(
                 lambda: one.came() or (mesh.watch is not None and mesh.watch.fault is not None),
-                BUSY_TIMEOUT_S,
+                limit.seconds,
                 self._hurried,
             ):
                 return
         except RuntimeError as error:  # of an event's query
             raise own_fault(mesh, one.place, error) from error
-        cause = f"its device did not come to {one.place} within {BUSY_TIMEOUT_S:g} s"
+        cause = f"its device did not come to {one.place} within {limit.seconds:g} s ({limit.key})"
         raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.dist.faults import IN_THE_CALL, OUTSIDE, WHILE_STARTING, culprit_of
+from tests.dist.faults import IN_THE_CALL, LATE, LATE_PLACES, LIMITS_S, OUTSIDE, WHILE_STARTING, culprit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HEARTBEAT_S, HOP_S = 2.0, 6.0
@@ -62,7 +65,7 @@ def play(
     with tempfile.TemporaryDirectory() as folder:
         job = {"world_size": world_size, "folder": folder, "kind": kind, "mode": mode, "deadline_s": 90.0}
         job |= {"heartbeat_timeout_s": HEARTBEAT_S, "hop_timeout_s": HOP_S, "batch_number": 5 + turn % 4}
-        job |= {"stage": turn % 4, "transport": transport}
+        job |= {"stage": turn % 4, "transport": transport, "port": _free_port()}
         job |= {"stopped": [culprit_of(kind)] if kind.startswith("stop") else []}
         exits = zygote.run(job)["exits"]
         return judge(kind, exits, Path(folder), world_size)
@@ -77,12 +80,14 @@ def judge(kind: str, exits: list[int | None], folder: Path, world_size: int) -> 
     limit = HOP_S + 3.0 if kind == SLEEP else 2 * HEARTBEAT_S + 1.0
     limit = HEARTBEAT_S + 1.0 if kind in WHILE_STARTING else limit
     limit = HEARTBEAT_S + HOP_S + 3.0 if kind in OUTSIDE else limit  # stuck in a collective: the last resort
+    if kind in LATE:  # the same after the limit of the place; two heartbeats until its numbers are believed
+        limit = HEARTBEAT_S + HOP_S + 3.0 + limit_of(kind)
     latest = 0.0
     for rank in range(world_size):
         if rank == culprit and kind not in IN_THE_CALL:
             continue
         path = folder / f"rank{rank}.json"
-        if kind in OUTSIDE and exits[rank] and not path.exists() and says(folder, rank, culprit):
+        if kind in OUTSIDE | LATE and exits[rank] and not path.exists() and says(folder, rank, culprit):
             latest = max(latest, (folder / f"rank{rank}.log").stat().st_mtime - began)
             continue
         if exits[rank] is None or not path.exists():
@@ -96,6 +101,19 @@ def judge(kind: str, exits: list[int | None], folder: Path, world_size: int) -> 
         if not (named or own) or not exits[rank]:
             return Verdict(f"rank {rank} ended with {exits[rank]} and {seen}", latest)
     return Verdict("" if latest < limit else f"{latest:.2f} s, expected below {limit:g} s", latest)
+
+
+def limit_of(kind: str) -> float:
+    """Return the seconds that a rank may be late at the place of a fault of LATE."""
+    return LIMITS_S.get(LATE_PLACES[LATE[kind][0]], HOP_S)
+
+
+def _free_port() -> int:
+    """Return a port of this host below those that the kernel gives to connections."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def says(folder: Path, rank: int, culprit: int) -> bool:

@@ -105,6 +105,35 @@ OUTSIDE: dict[str, tuple[str, Callable[[], object]]] = {
 }
 
 
+# Where a rank is alive and late, or leaves as if all were done: every place outside of a pass. What limits
+# each is a key of the JSON; "step" also holds for what the script does between two calls of the engine.
+LATE_PLACES = {
+    "before the group is made": "start",
+    "after the group is made": "start",
+    "while configurations are compared": "hop",
+    "in the first group of the mesh": "start",
+    "while the engine is made": "start",
+    "before the first batch": "step",
+    "in the data set": "step",
+    "between forward and backward": "hop",
+    "in backward's collectives": "hop",
+    "before the step": "step",
+    "in step": "hop",
+    "before the mean loss": "step",
+    "in a collective of the script": "step",
+    "in an evaluation on one rank": "step",
+    "before a checkpoint": "step",
+    "in save_checkpoint": "checkpoint",
+}
+SLEEP_S = 90.0  # longer than every limit
+LATE: dict[str, tuple[str, Callable[[], object]]] = {
+    f"{what} {place}": (place, act)
+    for what, act in (("sleep", lambda: time.sleep(SLEEP_S)), ("exit(0)", _leave))
+    for place in LATE_PLACES
+}
+LIMITS_S = {"step": 8.0, "checkpoint": 9.0, "start": 10.0}  # of a campaign; "hop" is the job's
+
+
 def _strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x], dim=-1)[..., 0]
 
@@ -116,7 +145,7 @@ def culprit_of(kind: str) -> int:
 
 def preload(modes: list[str]) -> None:
     """Imports that every rank shares."""
-    if "deepspeed" in modes or "outside" in modes:
+    if {"deepspeed", "outside", "late"} & set(modes):
         import deepspeed
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  seconds, else within initialize
         import transformers.models.llama.modeling_llama  # noqa: F401
@@ -129,12 +158,18 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     """One rank of a campaign: ends with the error that it saw, after writing it down."""
     torch.set_num_threads(1)
     folder, kind = Path(job["folder"]), job["kind"]
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", store, rank=rank, world_size=job["world_size"])
     armed = rank == culprit_of(kind)
-    if armed and kind in WHILE_STARTING | OUTSIDE:
-        arm_the_start(*(WHILE_STARTING | OUTSIDE)[kind], folder)
-    work = {"deepspeed": train, "attention": attend, "outside": train_and_save}[job["mode"]]
+    if job["mode"] == "late":  # ds_ring.initialize makes the group
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"])}
+        if armed and LATE[kind][0] == "before the group is made":
+            happens_now(folder)
+            LATE[kind][1]()
+    else:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", store, rank=rank, world_size=job["world_size"])
+    if armed and kind in WHILE_STARTING | OUTSIDE | LATE:
+        arm_the_start(*(WHILE_STARTING | OUTSIDE | LATE)[kind], folder)
+    work = {"deepspeed": train, "attention": attend}.get(job["mode"], train_and_save)
     try:
         work(rank, job, kind if armed else None)
     except RingError as error:
@@ -215,6 +250,10 @@ def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
         "first group": (dist, "new_group", 1),
         "last group": (dist, "new_group", 2),
         "configs": (config_agreement, "_gather", 1),
+        "after the group is made": (joining, "join", 1),
+        "while configurations are compared": (config_agreement, "_gather", 1),
+        "in the first group of the mesh": (dist, "new_group", 1),
+        "while the engine is made": (torch.nn.Module, "to", 1),  # by DeepSpeed, of the model
     }
     if where in places:
         before_call(*places[where], fault)
@@ -298,10 +337,11 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
     from tests.dist.deepspeed_ranks import json_config
 
     folder = Path(job["folder"])
-    where, act = OUTSIDE.get(fault or "", ("", lambda: None))
+    where, act = (OUTSIDE | LATE).get(fault or "", ("", lambda: None))
+    late = job["mode"] == "late"
 
     def fails(place: str, step: int = 2) -> None:
-        if where == place and step == 2:
+        if step == 2 and where == (_LATE_NAMES.get(place, place) if late else place):
             happens_now(folder)
             act()
 
@@ -316,6 +356,8 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
 
     section = {"heartbeat_timeout_seconds": job["heartbeat_timeout_s"]}
     section |= {"hop_timeout_seconds": job["hop_timeout_s"], "transport": job["transport"]}
+    if late:
+        section |= {f"{name}_timeout_seconds": seconds for name, seconds in LIMITS_S.items()}
     model = _model()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     config = json_config(job["world_size"], 1, job["stage"]) | {"ring_attention": section}
@@ -327,19 +369,40 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
         return take_step(*args, **kwargs)
 
     engine._take_model_step = take_step_or_fail
+    fails("before the first batch")
     for step, batch in enumerate(engine.ring.loader(Samples(), 1)):
         loss = engine(**batch).loss
-        if where == "backward" and step == 2:  # this one gets its gradient last, behind the ring's
+        fails("between forward and backward", step)
+        if (
+            where in ("backward", _LATE_NAMES["backward"]) and step == 2
+        ):  # this one gets its gradient last, behind the ring's
             engine.module.get_input_embeddings().weight.register_hook(lambda _: fails("backward"))
         engine.backward(loss)
+        fails("before the step", step)
         engine.step()
         fails("script", step)
         dist.all_reduce(torch.ones(1000))
+        if where == "in an evaluation on one rank" and step == 2:
+            happens_now(folder)
+            with engine.ring.off(), torch.no_grad():
+                ends, ids = time.monotonic() + SLEEP_S, torch.ones(1, SMALL, dtype=torch.long)
+                while time.monotonic() < ends:
+                    engine(input_ids=ids)
+                    if act is _leave:
+                        act()
+        fails("before a checkpoint", step)
         if step == 2:
-            if where == "save":
+            if where in ("save", _LATE_NAMES["save"]):
                 before_call(type(engine), "save_checkpoint", 1, lambda: fails("save"))
             engine.save_checkpoint(str(folder / "checkpoints"))
+        fails("before the mean loss", step)
         engine.ring.mean_loss(loss)
+
+
+_LATE_NAMES = {
+    "loader": "in the data set", "step": "in step", "backward": "in backward's collectives",
+    "script": "in a collective of the script", "save": "in save_checkpoint",
+}  # fmt: skip
 
 
 def _model() -> torch.nn.Module:

@@ -21,6 +21,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     verify_checkpoint,
 )
 from ds_ring.integrations.checkpoint.save import HostCopy, _make_room, _seal, exchange_reports, give_its_name
+from ds_ring.limits import Limit
 from tests.dist.checkpoint_ranks import SIZE, Refused, load_and_train, start_engine, train_to
 from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
@@ -115,7 +116,7 @@ def test_a_report_that_was_cut_short_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / ".0").touch()
     (tmp_path / "1.json").write_text('{"files": [{"pa')
     with pytest.raises(RingCheckpointError, match=r"rank 1: its report .* cut short"):
-        exchange_reports(tmp_path, Storage((0, 1), 0), list)
+        exchange_reports(tmp_path, Storage((0, 1), 0), list, Limit(1.0, "a key"))
     assert not tmp_path.exists()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -9,8 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring import (
@@ -24,8 +27,9 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from ds_ring.runtime.mesh import destroy_dropped_groups, make_sub_rings
 from tests.clock import unqueued_seconds
-from tests.dist.harness import RankPool
+from tests.dist.harness import RankPool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
 
 Pool = Callable[[int], RankPool]
@@ -185,3 +189,58 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
     mesh.close()
     with pytest.raises(RingMeshError, match=r"mesh\.close"):
         ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh)
+
+
+def resources_of(rank: int, world_size: int, how: str, meshes: int) -> list[tuple[int, int, int]]:
+    """Descriptors, threads and process groups before, after 3 meshes and after all; a pass at the end is right."""
+    process, found = psutil.Process(), []
+
+    def count() -> None:
+        gc.collect()
+        found.append((process.num_fds(), process.num_threads(), len(dist.distributed_c10d._world.pg_map)))
+
+    count()
+    for number in range(meshes):
+        mesh: RingMesh | None = RingMesh.from_world(2, ulysses_size=2)
+        attend(right_arguments(mesh))
+        if how == "closed" and (number % 3 or rank):  # rank 0 leaves some to the garbage collection
+            mesh.close()
+        elif how == "closed at other times" and rank:
+            time.sleep(0.02 * rank)
+            mesh.close()
+        mesh = None
+        if number == 2:
+            count()
+    gc.collect()
+    destroy_dropped_groups()
+    time.sleep(0.5)  # threads of watches and of gloo end
+    count()
+    mesh = RingMesh.from_world(2, ulysses_size=2)
+    attend(right_arguments(mesh))
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped", "closed at other times"])
+@pytest.mark.day("closed", "dropped")
+def test_meshes_that_are_closed_or_dropped_leave_nothing_behind(how: str) -> None:
+    """25 of them took descriptors from 10 to 265, threads from 4 to 156, groups from 1 to 51."""
+    for start, early, end in run_ranks(resources_of, 4, how, 8):
+        assert end[2] == start[2], "process groups"
+        assert end[1] <= start[1] + 8 and end[0] <= start[0] + 8, (start, early, end)
+        assert early[0] < start[0] + 100, "the groups of a dropped mesh go when the next one is made"
+
+
+def with_smaller_rings(rank: int, world_size: int) -> tuple[int, int]:
+    before = len(dist.distributed_c10d._world.pg_map)
+    mesh = RingMesh.from_world(world_size)
+    rings = make_sub_rings(mesh)
+    between = len(dist.distributed_c10d._world.pg_map)
+    assert between > before + len(rings) - 1
+    mesh.close()
+    return before, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_closing_a_mesh_destroys_the_groups_of_its_smaller_rings(rank_pool: Pool) -> None:
+    for before, after in rank_pool(4).run(with_smaller_rings):
+        assert before == after

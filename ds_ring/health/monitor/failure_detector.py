@@ -6,11 +6,14 @@ job, so the first fault wins and every survivor names the same culprit.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+from .collective_calls import CollectiveCalls, RankStage
 
 CallAndHop = tuple[int, int]  # number of the call, hop
 Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
@@ -51,6 +54,9 @@ class ReportedWait:
     place: CallAndHop  # at which (call, hop)
     what: str  # that place, for messages
     since: float  # seconds
+    limit_s: float = math.inf  # the waiting rank accuses after this time
+    key: str = ""  # of the JSON, which sets the limit
+    is_own: bool = True  # told by the rank; else derived from the numbers of collectives
 
 
 class End(NamedTuple):
@@ -83,6 +89,10 @@ class Waits:
             if not self._at[wait.place]:
                 del self._at[wait.place]
 
+    def forgive(self, seconds: float) -> None:
+        """Move the beginning of all waits by a pause of the monitor."""
+        self.of = {rank: replace(wait, since=wait.since + seconds) for rank, wait in self.of.items()}
+
     def end_of(self, rank: int) -> End:
         """Follow the waits from a rank."""
         # Every rank on the way ends where this one does, so a ring of n ranks is followed once, not n times.
@@ -107,6 +117,8 @@ class Waits:
         return self._ends[rank]
 
 
+WARNED_PART = 0.1  # of a limit, after which a late rank is named in a warning
+CALLS_LOOK_S = 0.2  # between two looks at the numbers of collectives
 GRACE_S = 0.5  # a late or broken wait is judged after this: the deaths behind it are heard first
 LEFT_S = 1.0  # somebody still waits so long after a rank said goodbye: it left too early
 JOIN_S = 2.0  # all ranks join within this or the heartbeat timeout of the first one: they wait to be let in
@@ -118,6 +130,17 @@ class Fault(NamedTuple):
 
     rank: int
     cause: str
+
+
+class LateRank(NamedTuple):
+    """A rank that others wait for, longer than a tenth of the time that it may take."""
+
+    rank: int
+    waiting: int  # one of those that wait for it
+    what: str  # for what they wait
+    since: float  # seconds
+    limit_s: float
+    key: str  # of the JSON, which sets the limit
 
 
 class Accusation(NamedTuple):
@@ -142,6 +165,9 @@ class FailureDetector:
     _accusations: dict[int, Accusation] = field(default_factory=dict)  # the first one of each rank
     _left: dict[int, float] = field(default_factory=dict)  # when a rank said goodbye, in that order
     _broken: tuple[float, str] | None = None  # when to judge the first report of a broken collective
+    _calls: CollectiveCalls = field(default_factory=CollectiveCalls)
+    _calls_due: float = 0.0
+    _whereabouts: dict[int, str] = field(default_factory=dict)  # of ranks that were asked
 
     def join(self, rank: int, now: float) -> None:
         """Note that a rank is here from now on."""
@@ -157,7 +183,10 @@ class FailureDetector:
             if not isinstance(place, list) or [type(number) for number in place] != [int, int]:
                 raise ValueError(f"place: expected two whole numbers, got {place!r:.40}")
             at, what = (place[0], place[1]), _text_in(message, "what")
-            self._waits.begin(rank, ReportedWait(self._group(rank, message), at, what, now))
+            limit_s, key = math.inf, ""
+            if "limit" in message:
+                limit_s, key = _seconds_in(message, "limit"), _text_in(message, "key")
+            self._waits.begin(rank, ReportedWait(self._group(rank, message), at, what, now, limit_s, key))
         elif kind == "go":
             self._waits.end(rank)
         elif kind == "accuse":
@@ -169,9 +198,15 @@ class FailureDetector:
         elif kind == "failed":
             self.blame(rank, _text_in(message, "cause"))
         elif kind == "bye":
+            if not self._take_calls(rank, message, now):  # it goes on without this watch
+                self._calls.forget(rank)
             self._left.setdefault(rank, now)
             self._waits.end(rank)
-        elif kind != "beat":
+        elif kind == "beat":
+            self._take_calls(rank, message, now)
+        elif kind == "at":
+            self._whereabouts[rank] = _text_in(message, "text")
+        else:
             raise ValueError(f"expected a message of a rank, got the kind {kind!r:.40}")
 
     def close(self, rank: int) -> None:
@@ -184,11 +219,20 @@ class FailureDetector:
         self._first_join, self._last_join = self._first_join + seconds, self._last_join + seconds
         for rank in self.heard:
             self.heard[rank] += seconds
+        self._left = {rank: at + seconds for rank, at in self._left.items()}
+        if self._broken is not None:
+            self._broken = (self._broken[0] + seconds, self._broken[1])
+        self._waits.forgive(seconds)
+        self._calls.forgive(seconds)
+        self._accusations = {
+            rank: one._replace(due=one.due + seconds) for rank, one in self._accusations.items()
+        }
 
     def look(self, now: float) -> Fault | None:
         """Return the first fault, if there is one by now."""
         if self.fault is None:
             self._look_for_silence(now)
+            self._look_at_calls(now)
             self._look_for_early_leavers(now)
             self._look_at_broken(now)
             for rank, accusation in list(self._accusations.items()):
@@ -196,6 +240,27 @@ class FailureDetector:
                     del self._accusations[rank]
                     self._settle(rank, accusation)
         return self.fault
+
+    def late_ranks(self, now: float) -> dict[int, LateRank]:
+        """Return the ranks for which others have waited for a tenth of the limit and longer."""
+        found: dict[int, LateRank] = {}
+        for waiting, wait in self._waits.of.items():
+            end = self._waits.end_of(waiting)
+            if end.circle or end.rank in self._left:
+                continue
+            limit_s, key = self._limit(wait, end.rank)
+            before = found.get(end.rank)
+            if now - wait.since >= WARNED_PART * limit_s and (before is None or wait.since < before.since):
+                found[end.rank] = LateRank(end.rank, waiting, wait.what, wait.since, limit_s, key)
+        return found
+
+    def whereabouts(self, rank: int) -> str | None:
+        """Return where in its program a rank was when it was asked; None if it has not answered."""
+        return self._whereabouts.get(rank)
+
+    def ask_again(self, rank: int) -> None:
+        """Forget where a rank was."""
+        self._whereabouts.pop(rank, None)
 
     def blame(self, rank: int, cause: str) -> None:
         """Record that a rank has failed, if it is the first one."""
@@ -216,6 +281,50 @@ class FailureDetector:
         if len(group) < 2:
             raise ValueError(f"on: expected other ranks than the own one, got {on!r:.40}")
         return group
+
+    def _take_calls(self, rank: int, message: dict[str, Any], now: float) -> bool:
+        """Take what a message says of the rank's collectives; return whether it says anything."""
+        if "in" not in message:
+            return False
+        stage = RankStage(_text_in(message, "in"), _seconds_in(message, "limit"), _text_in(message, "key"))
+        numbers = message.get("calls")
+        if not isinstance(numbers, dict) or any(type(one) is not int for one in numbers.values()):
+            raise ValueError(f"calls: expected whole numbers by process group, got {numbers!r:.40}")
+        self._calls.hear(rank, stage, numbers, now)
+        return True
+
+    def _look_at_calls(self, now: float) -> None:
+        """Blame a rank that is behind in a collective for too long: [Note: behind in a collective]."""
+        if now < self._calls_due:
+            return
+        self._calls_due = now + CALLS_LOOK_S
+        derived = self._calls.waits()
+        for rank in [
+            rank for rank, wait in self._waits.of.items() if not wait.is_own and rank not in derived
+        ]:
+            self._waits.end(rank)
+        for rank, one in derived.items():
+            told = self._waits.of.get(rank)
+            if now - one.since < self.heartbeat_timeout_s / 2 or (told is not None and told.is_own):
+                continue
+            group = one.behind | {rank}
+            if told is None or (told.place, told.since, told.group) != (one.place, one.since, group):
+                self._waits.begin(rank, ReportedWait(group, one.place, one.what, one.since, is_own=False))
+        for rank, wait in list(self._waits.of.items()):
+            if wait.is_own or self.fault is not None:
+                continue
+            end = self._waits.end_of(rank)
+            limit_s, key = self._limit(wait, end.rank)
+            if end.rank not in self._left and now - wait.since > limit_s:
+                cause = f"it did not come to {wait.what} within {limit_s:g} s ({key})"
+                self._settle(rank, Accusation(now, wait.group, cause))
+
+    def _limit(self, wait: ReportedWait, late: int) -> tuple[float, str]:
+        """Return for how long a wait may last whose end is the rank `late`, and the key that says so."""
+        if wait.is_own:
+            return wait.limit_s, wait.key
+        stage = self._calls.stage(late, wait.since)
+        return (math.inf, "") if stage is None else (stage.limit_s, stage.key)
 
     def _look_for_silence(self, now: float) -> None:
         for rank, heard in self.heard.items():
@@ -260,7 +369,16 @@ class FailureDetector:
         # A rank that waits for one that waits itself is no witness: the end of the chain counts.
         end, accused, cause = self._waits.end_of(by), min(accusation.group - {by}), accusation.cause
         if not end.circle:
-            self.blame(accused if end.rank == by else end.rank, cause)
+            culprit = accused if end.rank == by else end.rank
+            at = self._whereabouts.get(culprit)
+            self.blame(culprit, f"{cause}; it was in {at}" if at else cause)
+            return
+        # All may be in one call that is watched as a whole: who has begun fewer collectives there?
+        ahead = self._calls.waits()
+        behind = frozenset[int]().union(*(ahead[rank].behind for rank in end.circle if rank in ahead))
+        hung = (behind & accusation.group) - ahead.keys()
+        if hung:
+            self.blame(min(hung), cause)
             return
         waits = {rank: self._waits.of[rank] for rank in end.circle}
         usual = Counter(wait.place for wait in waits.values()).most_common(1)[0][0]
@@ -277,3 +395,10 @@ def _text_in(message: dict[str, Any], key: str) -> str:
     if not isinstance(text, str):
         raise ValueError(f"{key}: expected a text, got {text!r:.40}")
     return text[:TEXT_CHARACTERS]
+
+
+def _seconds_in(message: dict[str, Any], key: str) -> float:
+    seconds = message.get(key)
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ValueError(f"{key}: expected seconds above 0, got {seconds!r:.40}")
+    return float(seconds)

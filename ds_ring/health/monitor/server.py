@@ -28,6 +28,7 @@ PAUSED_S = 1.0  # the monitor itself did not run for this time: do not count sil
 STRANGER_S = 5.0  # maximum duration of a handshake
 TURN_S = 0.5  # minimum duration that a handshake gets, even if others wait for its place
 ACCEPTS = 64  # new connections that are accepted before the ranks are served again
+ASKED_S = 1.0  # a late rank has so long to say where it is
 UNSENT_BYTES = 1 << 18  # limit of unsent data for a client that does not read
 
 
@@ -45,6 +46,15 @@ UNSENT_BYTES = 1 << 18  # limit of unsent data for a client that does not read
 # process with all of torch), and it does not notice that a client is gone. Here the monitor sees the end of a
 # connection: a rank that is killed, aborts or crashes is detected within milliseconds, a rank that is stopped
 # or cut off after the heartbeat timeout.
+
+
+@dataclass
+class LateNotice:
+    """A rank that others wait for: when it was asked where it is, and the rank that was told the answer."""
+
+    asked: float
+    since: float
+    reporter: int | None = None
 
 
 @dataclass(eq=False)
@@ -82,6 +92,7 @@ class Server:
         # One that waits for every second rank names them all.
         self.line_bytes = 16384 + 16 * detector.world_size
         self.told, self.empty_s = False, EMPTY_S
+        self.late: dict[int, LateNotice] = {}
 
     def serve(self) -> None:
         """Serve until every rank has disconnected, or none has connected in time."""
@@ -117,14 +128,39 @@ class Server:
         fault = self.detector.look(now)
         if fault is not None and not self.told:
             self.told = True
-            for client in list(self.ranks.values()):
-                self._tell(client, fault)
+            for rank in list(self.ranks):
+                self._tell_of(rank, fault)
+        if fault is None:
+            self._report_late_ranks(now)
         for client in list(self.strangers):
             if now - client.since <= STRANGER_S:
                 break
             self._drop(client)
         if not self.listening:
             self._make_room(now)
+
+    # Ask a late rank where it is, and tell it and one other rank, once, that others wait for it.
+    def _report_late_ranks(self, now: float) -> None:
+        late = self.detector.late_ranks(now)
+        for rank, one in late.items():
+            notice = self.late.get(rank)
+            if notice is None:
+                self.late[rank] = LateNotice(now, one.since)
+                self.detector.ask_again(rank)
+                self._tell(rank, {"kind": "where"})
+            elif notice.reporter is None:
+                at = self.detector.whereabouts(rank)
+                if at is not None or now - notice.asked > ASKED_S:
+                    notice.reporter = min((other for other in self.ranks if other != rank), default=rank)
+                    message = {"kind": "late", **one._asdict(), "since": now - one.since, "at": at or ""}
+                    for other in {rank, notice.reporter}:
+                        self._tell(other, message)
+        for rank in [rank for rank in self.late if rank not in late]:
+            notice = self.late.pop(rank)
+            if notice.reporter is not None:
+                message = {"kind": "on time", "rank": rank, "since": now - notice.since}
+                for other in {rank, notice.reporter}:
+                    self._tell(other, message)
 
     def _accept(self, listener: Any) -> None:
         for _ in range(ACCEPTS):
@@ -224,7 +260,7 @@ class Server:
             self.detector.join(rank, time.monotonic())
         self._send(client, answer)
         if client.handshake.done and self.told and self.detector.fault is not None:
-            self._tell(client, self.detector.fault)
+            self._tell_of(client.handshake.rank, self.detector.fault)
 
     def _drop(self, client: Client, cause: str = "") -> None:
         if client.gone:
@@ -240,9 +276,13 @@ class Server:
                 self.detector.blame(client.handshake.rank, cause)
             self.detector.close(client.handshake.rank)
 
-    def _tell(self, client: Client, fault: Fault) -> None:
-        message = {"kind": "fault", "rank": fault.rank, "cause": fault.cause}
-        self._send(client, json.dumps(message).encode() + b"\n")
+    def _tell_of(self, rank: int, fault: Fault) -> None:
+        self._tell(rank, {"kind": "fault", "rank": fault.rank, "cause": fault.cause})
+
+    def _tell(self, rank: int, message: dict[str, Any]) -> None:
+        client = self.ranks.get(rank)
+        if client is not None:
+            self._send(client, json.dumps(message).encode() + b"\n")
 
     def _send(self, client: Client, data: bytes) -> None:
         client.unsent += data

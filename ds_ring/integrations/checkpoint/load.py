@@ -47,14 +47,19 @@ from ds_ring.integrations.checkpoint.pickles import require_weights_only, weight
 from ds_ring.integrations.checkpoint.resize import ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.limits import Limit, Timeouts
 
 log = logging.getLogger(__name__)
 
 
-def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None = None) -> SimpleNamespace:
+def guard_checkpoints(
+    engine: DeepSpeedEngine,
+    attempt: tuple[str, int] | None = None,
+    limit: Limit = Timeouts().limit("checkpoint"),  # noqa: B008  # an immutable value
+) -> SimpleNamespace:
     """Return save.py's save_checkpoint and the load_checkpoint below as methods of an engine.
 
-    `attempt` is that of `FolderLocks`.
+    `attempt` is that of `FolderLocks`, `limit` that of a save in the background.
     """
     if engine.checkpoint_engine.is_decoupled():
         raise RingConfigError(
@@ -62,7 +67,7 @@ def guard_checkpoints(engine: DeepSpeedEngine, attempt: tuple[str, int] | None =
             f" {type(engine.checkpoint_engine).__name__}, which writes on in the background where no manifest"
             ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
         )
-    under_way = BackgroundSave()
+    under_way = BackgroundSave(limit)
     save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way)
     load = partial(load_checkpoint, under_way=under_way)
     return SimpleNamespace(around_save=MethodType(save, engine), around_load=MethodType(load, engine))

@@ -52,13 +52,13 @@ from ds_ring.integrations.checkpoint.manifest import (
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.limits import Limit
 
 log = logging.getLogger(__name__)
 Reports = Mapping[int, Sequence[FileRecord]]  # by rank
 
 _LOOK_SECONDS = 0.02
-_REPORTS_SECONDS = 1800.0  # in which the slowest rank has written its files
-_EXIT_SECONDS = 600.0
+_REST_SECONDS = 10.0  # to seal a checkpoint, or to say why not, after the last report
 
 
 class HostCopy:
@@ -107,9 +107,13 @@ class HostCopy:
 # The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
 # small files beside the checkpoint, and the first rank of a storage seals it when all have reported.
 class BackgroundSave:
-    """Hold the one checkpoint of an engine that is being written."""
+    """Hold the one checkpoint of an engine that is being written.
 
-    def __init__(self) -> None:
+    `limit` is for the slowest rank.
+    """
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
         self._thread: threading.Thread | None = None
         self._fault = ""
         _living.add(self)
@@ -139,17 +143,27 @@ class BackgroundSave:
             return
 
         def wait() -> None:
-            self.wait(_REPORTS_SECONDS)
+            self.wait()
             if self._fault:
                 raise RingCheckpointError(self._fault)
 
         together(wait)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self) -> None:
         """Wait for this rank's part alone."""
         if self._thread is not None:
-            self._thread.join(seconds)
+            # The thread has the same limit for the others' reports; its own error says more than this one.
+            self._thread.join(self.limit.seconds + _REST_SECONDS)
+            if self._thread.is_alive():
+                limit = f"{self.limit.seconds:g} s ({self.limit.key})"
+                self._fault = f"the checkpoint in the background was not written within {limit}"
             self._thread = None
+
+    def wait_at_exit(self) -> None:
+        """Wait at the end of a script, where nobody hears of an error but by the log."""
+        self.wait()
+        if self._fault:
+            log.error("the last checkpoint is not whole: %s", self._fault)
 
 
 _living: weakref.WeakSet[BackgroundSave] = weakref.WeakSet()
@@ -160,18 +174,19 @@ def _wait_at_exit() -> None:
     """Let a checkpoint be finished at the end of a script that has not failed."""
     if getattr(sys, "last_value", None) is None:
         for one in list(_living):
-            one.wait(_EXIT_SECONDS)
+            one.wait_at_exit()
 
 
 def exchange_reports(
-    folder: Path, storage: Storage, make: Callable[[], Sequence[FileRecord]]
+    folder: Path, storage: Storage, make: Callable[[], Sequence[FileRecord]], limit: Limit
 ) -> dict[int, list[FileRecord]] | None:
     """Write this rank's report beside a checkpoint; return those of all ranks, on the storage's first rank.
 
-    `folder` is of the reports. `make` writes this rank's files and returns their records.
+    `folder` is of the reports. `make` writes this rank's files and returns their records. `limit` is for the
+    others' reports.
 
     Raises:
-        RingCheckpointError: a rank could not write its files, or has not reported in half an hour.
+        RingCheckpointError: a rank could not write its files, or has not reported in time.
     """
     report: dict[str, Any]
     try:
@@ -189,10 +204,13 @@ def exchange_reports(
             raise RingCheckpointError(report["fault"])
         return None
     paths = {rank: folder / f"{rank}.json" for rank in storage.ranks}
-    deadline = time.monotonic() + _REPORTS_SECONDS
-    while not all(path.exists() for path in paths.values()):
+    deadline = time.monotonic() + limit.seconds
+    while missing := [rank for rank, path in paths.items() if not path.exists()]:
         if time.monotonic() > deadline:
-            raise RingCheckpointError(f"{folder}: expected a report of every rank, got none of some")
+            raise RingCheckpointError(
+                f"{folder}: expected a report of every rank within {limit.seconds:g} s ({limit.key}), got"
+                f" none of rank {missing[0]}"
+            )
         time.sleep(_LOOK_SECONDS)
     reports = {rank: _read_report(path) for rank, path in paths.items()} | {storage.rank: report}
     shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +287,7 @@ def save_checkpoint(
                 exclude_frozen_parameters=exclude_frozen_parameters,
             )
         if background:  # a fault so far is reported as well: the ranks must decide alike
-            rest = root / tag, of, save_latest, storage, locks
+            rest = root / tag, of, save_latest, storage, locks, under_way.limit
             under_way.start(functools.partial(_seal_later, writes, *rest))
             return bool(done)
         reports = dict(enumerate(together(writes.records)))
@@ -292,11 +310,12 @@ def _seal_later(
     save_latest: bool,
     storage: Storage,
     locks: FolderLocks,
+    limit: Limit,
 ) -> None:
     """Write this rank's files; on a storage's first rank commit the checkpoint once all have. In a thread."""
     reports_folder = _reports_of(writes.folder)
     try:
-        reports = exchange_reports(reports_folder, storage, writes.records)
+        reports = exchange_reports(reports_folder, storage, writes.records, limit)
         if reports is None:
             return
         _seal(writes.folder, storage, reports, *of)

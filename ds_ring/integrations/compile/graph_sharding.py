@@ -33,7 +33,7 @@ from ds_ring.runtime.context import (
     operator,
     refusing_context,
 )
-from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 
@@ -258,7 +258,7 @@ def greatest_position_op(local: Tensor, source: int) -> Tensor:
     if not isinstance(registered.source, StaticSource):
         return local.clone()
     mesh = registered.source.mesh
-    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    exchange = Exchange(mesh, mesh.timeouts.hop)
     return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size)).amax(dim=0)
 
 

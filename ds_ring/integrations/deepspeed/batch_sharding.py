@@ -35,7 +35,7 @@ from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.exchange import once_a_batch
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.sequence_runs import in_blocks
@@ -342,7 +342,8 @@ def check_consistency(
     reports, sequence_size = [mine], mesh.sequence_size
     if dist.is_initialized() and dist.get_world_size() > 1:
         row = torch.tensor(mine, dtype=torch.int64, device=device)
-        rows = Exchange(mesh, BATCH_TIMEOUT_S).all_gather(row, dist.group.WORLD, dist.get_world_size())
+        exchange = once_a_batch(mesh, "the start of the next batch")
+        rows = exchange.all_gather(row, dist.group.WORLD, dist.get_world_size())
         reports = [BatchReport(*values) for values in torch.stack(rows).tolist()]
     # A rank that refused its batch reports so, or the others would wait for it in a hop.
     refusing = [rank for rank, report in enumerate(reports) if report.refused]

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from ds_ring.config.json_text import SP_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
-from ds_ring.health.joining import leave_on_error
+from ds_ring.health.joining import Rendezvous, leave_on_error
 from ds_ring.health.watch import Watch, call_guarded
+from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
 _NAMED_KEYS = 5
-_TIMEOUT_S = 1800.0  # of one comparison
 # What a host may have for itself: where it logs and where it swaps to.
 _OF_THE_HOST = ("path", "dir", "folder", "job_name")
 _LOGGING = ("tensorboard", "wandb", "csv_monitor", "comet")
@@ -62,14 +62,15 @@ def agree_on_config(
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
     # Nobody waits for a rank that is dead: `watch` guards the two collectives.
     with leave_on_error(watch):
-        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), watch, 0)
+        limit = (Timeouts() if config is None else config.timeouts).limit("hop")
+        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), watch, 0, limit)
         if fault is not None:
             raise fault
         refusing = [rank for rank, (refused, *_) in enumerate(reports) if refused is not None]
         if refusing:
             raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
         if len({digest for _, digest, _ in reports}) > 1:
-            raise RingMismatchError(_describe(_gather(flat, watch, 1)))
+            raise RingMismatchError(_describe(_gather(flat, watch, 1, limit)))
     return ranks_per_node if len({per_node for *_, per_node in reports}) == 1 else None
 
 
@@ -100,7 +101,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield name, value
 
 
-def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
+def _gather(mine: Any, watch: Watch | None, step: int, limit: Limit) -> list[Any]:
     size = dist.get_world_size()
 
     def gather() -> list[Any]:
@@ -109,7 +110,7 @@ def _gather(mine: Any, watch: Watch | None, step: int) -> list[Any]:
         return everyones
 
     what = "the comparison of configurations"
-    return call_guarded(gather, watch, Grid(size, size), what, step, _TIMEOUT_S)
+    return call_guarded(gather, watch, Grid(size, size), what, step, limit)
 
 
 # Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does. A value that cannot be derived is
@@ -226,6 +227,19 @@ def _hidden_size(model: torch.nn.Module) -> int | None:
 # that passes on nothing else without showing it to other users of the host.
 
 SECRET_VARIABLE = "DS_RING_SECRET"
+
+
+def rendezvous_settings() -> Rendezvous | None:
+    """Return how torch's default process group will be made by "env://"; None where the environment is not
+    complete (DeepSpeed asks MPI then).
+    """
+    numbers = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")]
+    host = os.environ.get("MASTER_ADDR")
+    if not host or not all(text.isdecimal() for text in numbers):
+        return None
+    rank, world_size, port = map(int, numbers)
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent
+    return Rendezvous(rank, world_size, host, port, hosts, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def job_secret() -> str | None:

@@ -22,6 +22,7 @@ from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
 from ds_ring.integrations.adapter import AppliedPatch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.limits import Timeouts
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 
@@ -50,8 +51,10 @@ def join_job(config: RingConfig | None) -> Watch | None:
     size = dist.get_world_size()
     heartbeat_s = DEFAULT_HEARTBEAT_S if config is None else config.heartbeat_timeout_seconds
     exit_after_s = None if config is None else config.hop_timeout_seconds
-    watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret())
+    timeouts = Timeouts() if config is None else config.timeouts
+    watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret(), timeouts.limit("start"))
     if watch is not None:
+        watch.judge_collectives("ds_ring.initialize", timeouts.limit("start"))
         if not _hooked:
             _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
         _named_at_exit.add(watch)
@@ -83,6 +86,27 @@ class Settled:
     def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self._mesh.settle()
         return save(*args, **kwargs)
+
+
+# What the engine's other methods are is a part of a step, which no rank is expected to be late in.
+_OF_CHECKPOINTS = {
+    "save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict",
+    "load_module_state_dict",
+}  # fmt: skip
+
+
+def in_engine(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a method of the engine as `name_culprit` does; others may wait for this rank as long as it takes.
+
+    That is `checkpoint_timeout_seconds` for one that saves or loads, and `hop_timeout_seconds` otherwise, or
+    what a rank has asked for that compiles ([Note: compile skew] in `context.py`).
+    """
+    name = getattr(call, "__name__", "")
+    limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")
+    limit = limit._replace(seconds=max(limit.seconds, mesh.use.patience_s))
+    assert mesh.watch is not None
+    with mesh.watch.within(f"engine.{name}", limit):
+        return name_culprit(mesh, call, *args, **kwargs)
 
 
 def name_culprit(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -396,8 +396,14 @@ class FirstBatch:
 
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._done and self.engine.is_gradient_accumulation_boundary():
-            self._verify(self.engine)
+            with self._patience():
+                self._verify(self.engine)
         return step(*args, **kwargs)
+
+    def _patience(self) -> AbstractContextManager[None]:
+        """Let the others wait as long as at the start: rank 0 computes a step of the whole model."""
+        watch, limit = self.session.mesh.watch, self.session.mesh.timeouts.limit("start")
+        return nullcontext() if watch is None else watch.within("verify_first_batch", limit)
 
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:

@@ -7,6 +7,7 @@ cannot allow DeepSpeed to do. What the engine gets on top, `engine.ring`, is `se
 from __future__ import annotations
 
 import copy
+import datetime
 import logging
 import sys
 import warnings
@@ -20,17 +21,17 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.health.joining import leave_on_error
+from ds_ring.health.joining import leave_on_error, wait_for_ranks
 from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
-from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, resolve_auto
-from ds_ring.integrations.deepspeed.culprits import Settled, join_job, name_culprit
+from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, rendezvous_settings, resolve_auto
+from ds_ring.integrations.deepspeed.culprits import Settled, in_engine, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
@@ -53,6 +54,7 @@ from ds_ring.integrations.deepspeed.run_report import (
     report_steps,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.limits import Timeouts
 from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,8 @@ def initialize(
         if not dist.is_initialized():
             raise  # nobody hears of it: the launcher ends the ranks that wait for this one
         fault = error  # raised below, on all ranks together
-    device = init_distributed(distributed_port, dist_init_required)
+    timeouts = Timeouts() if ring_config is None else ring_config.timeouts
+    device = init_distributed(distributed_port, dist_init_required, timeouts)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
     compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
     per_node = agree_on_config(ring_config, compared, fault, watch, ranks_per_node())
@@ -126,6 +129,7 @@ def initialize(
         exit_after_fault_s=ring_config.hop_timeout_seconds,
         watch=watch,
         ranks_per_node=per_node,
+        timeouts=ring_config.timeouts,
     )
     # D of [Note: gradient scale].
     divisor = (
@@ -172,6 +176,8 @@ def initialize(
         )
         loader.on_batch = engine.tput_timer.start  # as DeepSpeed's: the timer covers loading, too
         DEEPSPEED.apply({"loader": SimpleNamespace(at_initialize=loader)}, session, engine=engine)
+    if watch is not None:
+        watch.judge_collectives("the training script", ring_config.timeouts.limit("step"))
     return engine, engine_optimizer, loader, scheduler
 
 
@@ -207,9 +213,11 @@ def _features(
     else:
         features |= only_evaluates(engine)
     if engine.checkpoint_engine is not None:
-        features["checkpoint"] = guard_checkpoints(engine, attempt_of(attempt_folder()))
+        features["checkpoint"] = guard_checkpoints(
+            engine, attempt_of(attempt_folder()), session.mesh.timeouts.limit("checkpoint")
+        )
     if session.mesh.watch is not None:
-        features["culprits"] = SimpleNamespace(around_call=partial(name_culprit, session.mesh))
+        features["culprits"] = SimpleNamespace(around_call=partial(in_engine, session.mesh))
     return features
 
 
@@ -335,15 +343,27 @@ def leave_shm_out() -> None:
 
 
 def init_distributed(
-    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, dist_init_required: bool | None = None
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    dist_init_required: bool | None = None,
+    timeouts: Timeouts | None = None,
 ) -> torch.device:
-    """Start (or find) the process groups; return this rank's device, made current."""
+    """Start (or find) the process groups; return this rank's device, made current.
+
+    torch gives up on a collective of the default group after DeepSpeed's own limit, and not before the
+    longest of `timeouts`.
+    """
+    timeouts = timeouts or Timeouts()
+    where = None if dist.is_initialized() or dist_init_required is False else rendezvous_settings()
+    store = None if where is None or where.world_size == 1 else wait_for_ranks(where, timeouts.limit("start"))
+    longest = datetime.timedelta(seconds=2 * max(timeouts))
     leave_shm_out()
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=distributed_port,
         dist_init_required=dist_init_required,
+        timeout=max(default_pg_timeout, longest),
     )
+    del store  # torch has a connection of its own now
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)
     return torch.device(get_accelerator().device_name(local_rank))

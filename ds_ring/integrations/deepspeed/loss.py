@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.runtime.context import new_handle, object_of, operator
-from ds_ring.runtime.exchange import BATCH_TIMEOUT_S, Exchange
+from ds_ring.runtime.exchange import Exchange, once_a_batch
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.tiled import DeferredLogits
 
@@ -87,11 +87,15 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     return world_sum(loss.detach().float().clone(), mesh) / gradient_divisor
 
 
-def world_sum(total: Tensor, mesh: RingMesh, timeout_s: float = BATCH_TIMEOUT_S) -> Tensor:
-    """Add up every rank's tensor, in place; return it. Collective."""
+def world_sum(total: Tensor, mesh: RingMesh, exchange: Exchange | None = None) -> Tensor:
+    """Add up every rank's tensor, in place; return it. Collective.
+
+    `exchange` has the limit of the wait; None for `step_timeout_seconds`.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None
-        Exchange(mesh, timeout_s).all_reduce(total, dist.group.WORLD)
+        exchange = exchange or once_a_batch(mesh, "a sum over all ranks")
+        exchange.all_reduce(total, dist.group.WORLD)
     return total
 
 
@@ -124,7 +128,7 @@ def shared_scale(mesh: RingMesh, gradient_divisor: float) -> float:
 def _of_all_ranks(local: Tensor, number: int) -> Tensor:
     """Return [ranks of the sequence, ...], every rank's `local`. Collective."""
     mesh = object_of(number, RingMesh)
-    exchange = Exchange(mesh, BATCH_TIMEOUT_S)
+    exchange = Exchange(mesh, mesh.timeouts.hop)
     return torch.stack(exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
 

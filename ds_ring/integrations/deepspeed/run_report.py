@@ -53,6 +53,7 @@ from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.runtime.exchange import Exchange
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.runtime.trace import Span, Trace
 
@@ -96,7 +97,7 @@ def _of_all_ranks(mine: Sequence[float], session: RingSession) -> torch.Tensor:
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     table = torch.zeros(size, len(mine), dtype=torch.float64, device=session.device)
     table[rank] = torch.tensor(mine, dtype=torch.float64)
-    world_sum(table, session.mesh, session.config.hop_timeout_seconds)
+    world_sum(table, session.mesh, Exchange(session.mesh, session.mesh.timeouts.hop))
     return table
 
 

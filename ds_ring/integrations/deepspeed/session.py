@@ -416,7 +416,7 @@ class RingSession:
         """
         self.stop_request.listen()
         asked = torch.tensor([float(self.stop_request.came)], device=self.device)
-        return bool(world_sum(asked, self.mesh, self.config.hop_timeout_seconds) > 0)
+        return bool(world_sum(asked, self.mesh) > 0)
 
     def leave(self) -> NoReturn:
         """End this process with status 75 (EX_TEMPFAIL), by which a launcher knows that nothing failed."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
 
 from ds_ring.errors import RingConfigError, RingPeerError
-from ds_ring.health.joining import Arrival, PeerLost, leave_on_error, presence
+from ds_ring.health.joining import START, Arrival, PeerLost, leave_on_error, presence
 from ds_ring.health.watch import Watch
 
 
@@ -25,10 +24,10 @@ def test_a_process_id_counts_on_its_host_and_in_its_namespace_alone() -> None:
         "pids": here._replace(processes="other"),
     }.items():
         store.set(f"{name}/1", json.dumps(other))
-        Arrival(store, name, 0, 2, time.monotonic() + 60, None).check()
+        Arrival(store, name, 0, 2, START, None).check()
     store.set("here/1", json.dumps(here))
     with pytest.raises(PeerLost, match="its process ended"):
-        Arrival(store, "here", 0, 2, time.monotonic() + 60, None).check()
+        Arrival(store, "here", 0, 2, START, None).check()
 
 
 @pytest.mark.parametrize(

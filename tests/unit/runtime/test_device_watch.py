@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ds_ring.errors import RingConfigError, RingPeerError
 from ds_ring.health import watch
 from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.limits import Timeouts
 from ds_ring.runtime import device, waiting
 from ds_ring.runtime.checks import check_tensors
 from ds_ring.runtime.exchange import Exchange
@@ -169,9 +170,9 @@ def test_a_device_that_fails_names_its_own_rank_and_accuses_nobody(came: Any, wo
     ring.until(lambda: ring.aborted == ["ring"])
 
 
-def test_a_device_that_never_comes_to_a_batch_names_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "BUSY_TIMEOUT_S", SOON_S)
+def test_a_device_that_never_comes_to_a_batch_names_its_own_rank() -> None:
     ring = Ring()
+    object.__setattr__(ring.mesh, "timeouts", Timeouts(step=SOON_S))
     ring.post(never, never)
     error = ring.broken()
     assert error.peer == OWN and "did not come to call 7, hop 3 within 0.2 s" in error.cause

@@ -76,6 +76,28 @@ def test_a_pause_of_the_monitor_itself_is_forgiven() -> None:
     assert detector.look(39.0) is None
 
 
+def test_a_pause_of_the_monitor_gives_ranks_as_long_to_join_and_to_answer() -> None:
+    """(A seeded fault left `_last_join` as it was.)"""
+    detector = FailureDetector(4, TIMEOUT_S)
+    for rank, at in ((0, 0.0), (1, 0.1), (3, 0.6)):
+        detector.join(rank, at)
+    detector.hear(1, {"kind": "broken", "cause": "gloo says so"}, 0.2)
+    detector.forgive(30.0)
+    assert detector.look(30.55 + GRACE_S) is None, "rank 3 has come only now: rank 2 may be on its way"
+    assert culprit(detector, 30.6 + GRACE_S) == 2
+
+
+def test_a_pause_of_the_monitor_ends_no_wait() -> None:
+    detector = detector_of()
+    waits(detector, 1, 0, 1.0)
+    accuses(detector, 1, 0, 1.1)
+    detector.hear(2, {"kind": "bye"}, 1.0)
+    waits(detector, 3, 2, 1.0)
+    detector.forgive(30.0)
+    assert detector.look(31.0 + GRACE_S) is None
+    assert culprit(detector, 31.1 + GRACE_S) == 0
+
+
 def test_the_first_fault_wins() -> None:
     detector = detector_of()
     detector.close(3)
@@ -200,6 +222,13 @@ def test_a_short_heartbeat_leaves_time_to_join() -> None:
         {"kind": "wait", "on": [[1, 1]], "place": [1], "what": ""},
         {"kind": "wait", "on": [[1, 1]], "place": [1, 1.5], "what": ""},
         {"kind": "wait", "on": [[1, 1]], "place": [1, 1]},
+        {"kind": "wait", "on": [[1, 1]], "place": [1, 1], "what": "", "limit": 0, "key": ""},
+        {"kind": "wait", "on": [[1, 1]], "place": [1, 1], "what": "", "limit": "1", "key": ""},
+        {"kind": "wait", "on": [[1, 1]], "place": [1, 1], "what": "", "limit": 1},
+        {"kind": "beat", "in": "a place", "limit": 1.0, "key": "k"},
+        {"kind": "beat", "in": "a place", "limit": 1.0, "key": "k", "calls": {"0": 1.5}},
+        {"kind": "beat", "in": "a place", "limit": 1.0, "calls": {"0": 1}},
+        {"kind": "at"},
         {"kind": "accuse", "on": [[1, 1]]},
         {"kind": "failed"},
         {"kind": "failed", "cause": 7},

@@ -1,0 +1,40 @@
+"""The numbers that bound what a caller or the JSON may give, and how long ranks wait for each other.
+
+Each limit stands here once. Owns numbers; who checks a value stands where the value is read.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MOST_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
+MOST_RANKS = 1 << 20
+MOST_HEADS = 1 << 16
+MOST_SECONDS = 1e8  # three years: what timers, sockets and timedelta take
+
+
+class Limit(NamedTuple):
+    """A time limit in seconds, and the key of the JSON that sets it."""
+
+    seconds: float
+    key: str
+
+
+class Timeouts(NamedTuple):
+    """Seconds that ranks wait for each other; each is the key NAME_timeout_seconds of the JSON.
+
+    Attributes:
+        hop: for a message of a pass, and for a rank that is inside forward, backward or step of the engine.
+        step: for a rank that is outside of these: in its data set, an evaluation, or the training script.
+        checkpoint: for a rank that saves or loads a checkpoint.
+        start: until every rank has come to where ds_ring starts, and the engine is made.
+    """
+
+    hop: float = 60.0
+    step: float = 600.0
+    checkpoint: float = 1800.0
+    start: float = 1800.0
+
+    def limit(self, name: str) -> Limit:
+        """Return one of them with its key."""
+        return Limit(getattr(self, name), f"{name}_timeout_seconds")

@@ -1,0 +1,144 @@
+"""A rank's side of the failure detector, against a monitor that the test plays."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ds_ring.health import watch as watch_module
+from ds_ring.health.watch import LateNotice, Watch, call_guarded
+from ds_ring.limits import Limit
+from ds_ring.schedule.grid import Grid
+
+HEARTBEAT_S = 1.0
+
+
+class Clock:
+    """The time of the watch's module: the real one, and what a test adds."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.added_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class Monitor:
+    """Answer heartbeats, and keep what the rank says."""
+
+    def __init__(self) -> None:
+        self.connection, self.of_rank = socket.socketpair()
+        self.heard: list[dict[str, Any]] = []
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def say(self, **message: Any) -> None:
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [one for one in self.heard if one["kind"] == kind]
+
+    def _serve(self) -> None:
+        for line in self.connection.makefile("rb"):
+            message = json.loads(line)
+            self.heard.append(message)
+            if message["kind"] == "beat":
+                self.say(kind="beat")
+
+
+@pytest.fixture
+def monitor() -> Iterator[Monitor]:
+    made = Monitor()
+    yield made
+    made.connection.close()
+
+
+def until(true: Callable[[], object], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(Suspended, or stopped for a debugger. A seeded fault did not excuse it.)"""
+    clock = Clock()
+    monkeypatch.setattr(watch_module, "time", clock)
+    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    until(lambda: len(monitor.kinds("beat")) > 1)
+    clock.added_s = 100.0
+    beats = len(monitor.kinds("beat"))
+    until(lambda: len(monitor.kinds("beat")) > beats + 2)
+    assert watch.fault is None and watch.is_open
+    watch.leave()
+
+
+def test_a_monitor_that_is_silent_while_this_process_runs_is_lost(monitor: Monitor) -> None:
+    ours, theirs = socket.socketpair()
+    watch = Watch(1, ours, 0, 0.3)
+    until(lambda: watch.fault is not None)
+    assert watch.fault is not None and "no answer for" in watch.fault.cause
+    theirs.close()
+
+
+def in_a_function_of_the_test(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_late_rank_says_where_it_is_and_logs_it(monitor: Monitor, caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    threading.Timer(0.1, lambda: monitor.say(kind="where")).start()
+    in_a_function_of_the_test(0.5)
+    until(lambda: monitor.kinds("at"))
+    (answer,) = monitor.kinds("at")
+    assert answer["text"].startswith("in_a_function_of_the_test (test_watch.py:"), answer
+    late = {"rank": 1, "what": "collective 7", "since": 6.0, "limit_s": 60.0, "key": "a_key"}
+    with caplog.at_level(logging.WARNING, "ds_ring"):
+        monitor.say(kind="late", at="load (train.py:3)", **late)
+        monitor.say(kind="on time", rank=1, since=8.0)
+        until(lambda: len(caplog.records) == 2)
+    assert caplog.records[0].getMessage() == (
+        "rank 1 is late: others have waited 6.0 s for it at collective 7, and is in load (train.py:3);"
+        " it counts as failed after 60 s (a_key)"
+    )
+    assert caplog.records[1].getMessage() == "rank 1 goes on"
+    watch.leave()
+
+
+def test_a_notice_without_a_place_is_a_sentence() -> None:
+    assert "at a wait; it counts" in str(LateNotice(2, "a wait", 1.0, Limit(3.0, "key"), ""))
+
+
+def test_heartbeats_say_nothing_of_collectives_unless_asked(monitor: Monitor) -> None:
+    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    until(lambda: monitor.kinds("beat"))
+    assert monitor.kinds("beat")[0] == {"kind": "beat"}
+    with watch.within("nothing", Limit(1.0, "key")):
+        assert watch._calls() == {}
+    watch.leave()
+
+
+def test_a_guarded_call_that_takes_too_long_names_the_limit(monitor: Monitor) -> None:
+    watch, wake = Watch(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
+
+    def verdict() -> None:
+        until(lambda: monitor.kinds("accuse"))
+        monitor.say(kind="fault", rank=0, cause=monitor.kinds("accuse")[0]["cause"])
+
+    threading.Thread(target=verdict, daemon=True).start()
+    with pytest.raises(watch_module.RingPeerError, match=r"did not come to a call within 0.5 s \(a_key\)"):
+        call_guarded(wake.wait, watch, Grid(2, 2), "a call", 1, Limit(0.5, "a_key"))
+    assert monitor.kinds("wait")[0]["limit"] == 0.5
+    wake.set()
+    watch.leave()
