@@ -28,7 +28,7 @@ import psutil
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
 from ds_ring.health.monitor import failure_detector, handshake
 from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import Watch, keep_for_ever, peer_error
+from ds_ring.health.watch import LINGER_S, Watch, keep_for_ever, peer_error
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -319,6 +319,8 @@ class Arrival:
             log.warning("the store is lost: other ranks cannot be told that rank %d has failed", fault.rank)
         if self._collective is not None:
             self._collective.leave()
+        if self.rank == 0:  # it may host the store, and would take the news with it
+            time.sleep(LINGER_S)
         return PeerLost(fault)
 
 
@@ -350,11 +352,11 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
     Raises:
         RingPeerError: a rank did not come in time, or has died meanwhile; names it.
     """
-    from torch.distributed.distributed_c10d import TCPStore
+    import torch.distributed as dist
 
     def connect(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
-        return TCPStore(
+        return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
             where.host, where.port, None, where.hosts, timeout, wait_for_workers=False, multi_tenant=True
         )
 
