@@ -22,7 +22,7 @@ import torch
 
 from ds_ring.registry import load
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
-from tests.dist.harness import RankPool
+from tests.dist.harness import RankPool, run_ranks
 from tests.dist.trainer_logs import EXAMPLES, RING_KEYS, Logs, check_logs, start_trainers
 
 STEPS = 2  # of TRL's trainers
@@ -232,6 +232,54 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         assert found.keys() == words.keys()
         for name, text in words.items():
             assert text in found[name], name
+
+
+def late(rank: int, world_size: int) -> list[str]:
+    """What `enable` says after each thing that has read the JSON, and of training when they are gone."""
+    deepspeed = start_deepspeed()
+    start_trainers()
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from transformers import TrainingArguments
+
+    import ds_ring
+
+    size = Size(hidden=32, layers=1, tokens=16, samples=2)
+    config = json_config(world_size, 2, 1)
+    model = build_model(size, "sdpa")
+    found = []
+    for make in (
+        lambda: TrainingArguments("unused", deepspeed=dict(config), bf16=False),
+        lambda: Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(config))),
+        lambda: deepspeed.initialize(
+            model=model, optimizer=torch.optim.SGD(model.parameters()), config=config
+        )[0],
+    ):
+        one = make()
+        with pytest.raises(ds_ring.RingConfigError) as error:
+            ds_ring.enable()
+        found.append(str(error.value))
+        if hasattr(one, "destroy"):
+            one.destroy()
+            (
+                one.module_forward_pre_hook.remove(),
+                one.module_forward_post_hook.remove(),
+            )  # they keep the engine
+        del one
+        start_trainers()
+    ds_ring.enable()
+    engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[
+        0
+    ]
+    return [*found, str(bool(engine(**build_batch(size)).loss > 0))]
+
+
+def test_a_late_enable_names_what_was_made_before() -> None:
+    pytest.importorskip("accelerate")
+    for found in run_ranks(late, 2):
+        kinds = ("TrainingArguments", "Accelerator", "DeepSpeedEngine")
+        for kind, text in zip(kinds, found, strict=False):
+            assert f"ds_ring.enable(): expected no {kind} whose DeepSpeed JSON has" in text
+        assert found[-1] == "True"
 
 
 def share_of_low_bytes(completion_ids: list[list[int]], **_: Any) -> list[float]:

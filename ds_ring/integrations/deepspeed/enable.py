@@ -7,9 +7,12 @@ computed its whole batch. What changes in Accelerate and in transformers' Traine
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -52,9 +55,13 @@ def enable() -> None:
     batches to the engine, which shards them; the replicas' losses have the mean over all labelled tokens as
     their mean, and logits are gathered when they are read (collective: on every rank, or on none). A
     configuration without the section raises RingConfigError: its ranks would train by themselves.
+
+    Raises:
+        RingConfigError: an engine, Accelerator or TrainingArguments with the section was made before.
     """
     if deepspeed.initialize is _initialize_whole:
         return
+    _refuse_to_be_late()
     part = SimpleNamespace(at_enable=_initialize_whole, around_init=_refuse_unread_section)
     DEEPSPEED.apply({"enable": part})
     leave_shm_out()
@@ -66,6 +73,42 @@ def enable() -> None:
         from ds_ring.integrations.trainers.transformers import enable_trainer_config
 
         enable_trainer_config()
+
+
+# What reads the DeepSpeed JSON when it is made, and where it has it.
+_READERS: tuple[tuple[str, str, Callable[[Any], Any]], ...] = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", lambda engine: engine._config._param_dict),
+    ("accelerate.accelerator", "Accelerator", lambda one: one.state.deepspeed_plugin.deepspeed_config),
+    ("transformers.training_args", "TrainingArguments", lambda args: args.hf_deepspeed_config.config),
+)
+
+
+def _refuse_to_be_late() -> None:
+    """Refuse to begin where something has read a JSON with the section, and knows of no ring."""
+    late = _made_before()
+    if late:
+        gc.collect()  # what nobody has any more is not late
+        late = _made_before()
+    if late:
+        raise RingConfigError(
+            f"ds_ring.enable(): expected no {late} whose DeepSpeed JSON has the {SECTION!r} section yet, got"
+            " one that was made before: it takes each rank for a data replica, and would train without a"
+            " ring; call ds_ring.enable() at the head of the script, before TrainingArguments, the"
+            " Accelerator or Trainer, and deepspeed.initialize"
+        )
+
+
+def _made_before() -> str:
+    """Return the name of a class of which an object has read the section without a ring; "" if none has."""
+    objects = gc.get_objects()
+    for file, name, json_of in _READERS:
+        kind: Any = getattr(sys.modules.get(file), name, None)
+        for one in objects if kind is not None else ():
+            if issubclass(type(one), kind) and "ring" not in vars(one):
+                with suppress(AttributeError):  # without DeepSpeed
+                    if SECTION in json_of(one):
+                        return name
+    return ""
 
 
 @functools.wraps(initialize)
