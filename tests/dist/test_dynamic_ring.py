@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import ds_ring
-from ds_ring.integrations.deepspeed.loader import SampleOrder
+from ds_ring.integrations.deepspeed.loader import SampleOrder, padded
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.mesh import make_sub_rings
@@ -196,6 +196,34 @@ def test_gradients_are_those_of_one_process(rank_pool, world):
             error = float((gradients[parameter] - gradient).norm() / gradient.norm())
             assert error < 1e-5, f"{name}: gradient of {parameter}: relative error {error:.3e}"
     assert sizes >= {1, 2}, f"rings of {sizes} ranks only"
+
+
+ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+
+
+def losses_by_length(rank: int, world_size: int) -> list[float]:
+    """Losses of batches whose longest sample scales the rotary embedding of all, on one ring or another."""
+    start_deepspeed()
+    texts, found = Texts(), []
+    config = json_config(world_size, 6, 0, ring_attention={"dynamic_ring": True})
+    model = build_model(SIZE, "sdpa", max_position_embeddings=16, rope_parameters=ROPE)
+    with patch(MEASURED, lambda *_: Machine()):
+        engine = ds_ring.initialize(model=model, config=config)[0]
+    loader = engine.ring.loader(texts, 6, shuffle=True, seed=3, lengths=texts.lengths, most_tokens=200)
+    with torch.no_grad():
+        for batch in loader:
+            found.append(float(engine.ring.mean_loss(engine(**batch).loss)))
+    return found
+
+
+def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
+    texts = Texts()
+    model = build_model(SIZE, "sdpa", max_position_embeddings=16, rope_parameters=ROPE)
+    order = SampleOrder(SAMPLES, 6, (0, 1), shuffle=True, seed=3, drop_last=False, lengths=texts.lengths)
+    with torch.no_grad():
+        expected = [float(model(**padded([texts[index] for index in indices])).loss) for indices in order]
+    for found in rank_pool(2).run(losses_by_length):
+        assert found == pytest.approx(expected, rel=2e-6)
 
 
 def session_with_rings(ring_size: int, documents: bool) -> RingSession:

@@ -469,6 +469,8 @@ def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     batch, labels = _batch_of(inputs)
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 0]]
     assert labels.tolist() == [[-100, -100, -100, 0, 1, -100]]
+    of_tools = {"tool_mask": torch.tensor([[1, 0, 1]])}  # a tool wrote the second token
+    assert _batch_of(inputs | of_tools)[1].tolist() == [[-100, -100, -100, 0, -100, -100]]
     with pytest.raises(ds_ring.RingConfigError, match="expected text alone on a ring, got pixel_values"):
         _batch_of(inputs | {"pixel_values": ids})
     layouts = [

@@ -21,7 +21,7 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     DynamicRing,
     joined,
 )
-from ds_ring.integrations.deepspeed.loader import SampleOrder
+from ds_ring.integrations.deepspeed.loader import SampleOrder, ordered_loader
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
@@ -136,6 +136,32 @@ def check_joined(batch: dict[str, Tensor], one: Assigned, texts: Texts, packed: 
         lengths = torch.tensor([len(sample["labels"]) for sample in wanted])
         expected = torch.arange(len(wanted)).repeat_interleave(lengths)
         assert torch.equal(batch["document_ids"][0], expected)
+
+
+class Drawn(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples that are drawn when they are read, by a worker."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = torch.randint(1, 1000, (8,))
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_workers_draw_anew_in_each_epoch_and_alike_on_the_ranks_of_a_ring() -> None:
+    epochs = [[], []]
+    for of_rank in epochs:  # two ranks of one replica, whose own generators differ
+        torch.rand(1 + len(epochs[0]))
+        loader = session().loader(Drawn(), 1, num_workers=1, seed=3)
+        of_rank += [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
+    assert epochs[0] == epochs[1]
+    assert epochs[0][0] != epochs[0][1]
+    order = SampleOrder(2, 1, (1, 2), shuffle=False, seed=3, drop_last=False)
+    other = ordered_loader(Drawn(), order, num_workers=1)
+    assert next(batch["input_ids"].tolist() for batch in other) not in epochs[0][0], (
+        "replicas draw other samples"
+    )
 
 
 def test_a_ring_of_one_rank_takes_everything() -> None:
