@@ -201,12 +201,22 @@ def test_gradients_are_those_of_one_process(rank_pool, world):
 ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
 
 
+def sharp_model() -> torch.nn.Module:
+    """Whose attention depends on positions so much that its loss tells their scale."""
+    model = build_model(SIZE, "sdpa", max_position_embeddings=16, rope_parameters=ROPE)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10)
+    return model
+
+
 def losses_by_length(rank: int, world_size: int) -> list[float]:
     """Losses of batches whose longest sample scales the rotary embedding of all, on one ring or another."""
     start_deepspeed()
     texts, found = Texts(), []
     config = json_config(world_size, 6, 0, ring_attention={"dynamic_ring": True})
-    model = build_model(SIZE, "sdpa", max_position_embeddings=16, rope_parameters=ROPE)
+    model = sharp_model()
     with patch(MEASURED, lambda *_: Machine()):
         engine = ds_ring.initialize(model=model, config=config)[0]
     loader = engine.ring.loader(texts, 6, shuffle=True, seed=3, lengths=texts.lengths, most_tokens=200)
@@ -218,7 +228,7 @@ def losses_by_length(rank: int, world_size: int) -> list[float]:
 
 def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
     texts = Texts()
-    model = build_model(SIZE, "sdpa", max_position_embeddings=16, rope_parameters=ROPE)
+    model = sharp_model()
     order = SampleOrder(SAMPLES, 6, (0, 1), shuffle=True, seed=3, drop_last=False, lengths=texts.lengths)
     with torch.no_grad():
         expected = [float(model(**padded([texts[index] for index in indices])).loss) for indices in order]
