@@ -33,6 +33,9 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
                "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank, "hops", "hop_seconds",
                "wait_seconds", "bytes"}] of a step within the last ten seconds or so}
               "nan" and "inf" are words, as JSON has no such numbers
+          rank-0.late.json        while others wait for it, longer than a tenth of the limit; another rank
+                                  writes it: {"rank", "at", "seconds" that they have waited, "what" they wait
+                                  for, "where" it is in its program, "limit_seconds", "key" of the JSON}
           history.jsonl           of rank 0: {"step", "at", "loss", "tokens_per_second", "step_seconds"}, two
                                   lines a second at most; of 4,000 every other one is left out
           ds_config.json          the DeepSpeed JSON, where it differs from the YAML's (a smaller ring)

@@ -191,6 +191,18 @@ class MetricsRecord(Record):
     links: Annotated[list[LinkRecord], BeforeValidator(_links)] = Field(default_factory=list)
 
 
+class LateRecord(Record):
+    """Describe rank-N.late.json: others wait for the rank, outside of a pass or in one."""
+
+    rank: _Rank
+    at: _Time
+    seconds: _Time
+    what: _Letters
+    where: MaybeText = None
+    limit_seconds: MaybeTime = None
+    key: MaybeText = None
+
+
 class HistoryRecord(Record):
     """Describe a line of history.jsonl."""
 
@@ -248,6 +260,11 @@ def exits_of(folder: Path) -> dict[int, int]:
 def metrics_of(folder: Path) -> dict[int, MetricsRecord]:
     """Return the latest figures of each rank that has written some."""
     return {one.rank: one for one in _of_ranks(folder, "metrics", MetricsRecord)}
+
+
+def late_of(folder: Path) -> dict[int, LateRecord]:
+    """Return the ranks that others have waited for, longer than a tenth of the limit."""
+    return {one.rank: one for one in _of_ranks(folder, "late", LateRecord)}
 
 
 def newest_checkpoint(folder: Path | None) -> tuple[str, int] | None:

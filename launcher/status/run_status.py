@@ -22,11 +22,13 @@ from ..run.run_lock import BEAT_SECONDS, is_alive_here
 from ..run.run_records import (
     EventRecord,
     HistoryRecord,
+    LateRecord,
     LauncherRecord,
     ManifestRecord,
     events_of,
     exits_of,
     faults_of,
+    late_of,
     metrics_of,
     newest_checkpoint,
     read_lines,
@@ -91,7 +93,7 @@ class RankStatus:
     tokens_per_second: float | None
     memory_bytes: int | None
     age_seconds: float | None
-    state: str  # "at work", "left with status N", "raised NAME"
+    state: str  # "at work", "late: others wait ...", "left with status N", "raised NAME"
 
 
 @dataclass(frozen=True)
@@ -305,8 +307,16 @@ def _hosts_by_rank(hosts: Mapping[str, int]) -> list[str]:
     return list(islice(names, _MOST_RANKS))
 
 
+def _lateness(one: LateRecord, now: float) -> str:
+    where = f"; it is in {one.where}" if one.where else ""
+    limit = "" if one.limit_seconds is None else f" of {one.limit_seconds:g} s ({one.key or 'its limit'})"
+    seconds = one.seconds + max(now - one.at, 0.0)
+    return f"late: others wait at {one.what} for {seconds:.0f} s{limit}{where}"
+
+
 def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, ...]:
     figures, exits = metrics_of(path), exits_of(path)
+    late = late_of(path) if attempt.verdict is None else {}
     raised = {fault.rank: fault.type for fault in reversed(faults_of(path))}
     hosts = _hosts_by_rank(attempt.hosts)
     found = []
@@ -316,6 +326,8 @@ def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, 
             state = f"raised {raised[rank]}"
         elif rank in exits:
             state = "done" if exits[rank] == 0 else f"left with status {exits[rank]}"
+        elif rank in late:
+            state = _lateness(late[rank], now)
         host = hosts[rank] if rank < len(hosts) else None
         if one is None:
             found.append(RankStatus(rank, host, None, None, None, None, None, None, None, state))

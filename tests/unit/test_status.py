@@ -109,6 +109,22 @@ def test_a_run_under_way_is_known(run: RunFolder) -> None:
     assert status.document()["latest"]["loss"] == "nan"
 
 
+def test_a_rank_that_others_wait_for_is_late(run: RunFolder) -> None:
+    """(It was "at work".)"""
+    now, folder = time.time(), run.attempt(2)
+    late = {"rank": 0, "at": now - 20, "seconds": 60.0, "what": "the start of the next batch"}
+    more = {"where": "load (train.py:12)", "limit_seconds": 600.0, "key": "step_timeout_seconds"}
+    write_json(folder / "rank-0.late.json", late | more)
+    assert read_run(run.path, now=now).ranks[0].state == (
+        "late: others wait at the start of the next batch for 80 s of 600 s (step_timeout_seconds); it is in"
+        " load (train.py:12)"
+    )
+    write_json(folder / "rank-0.late.json", late)
+    assert read_run(run.path, now=now).ranks[0].state.endswith("for 80 s")
+    write_json(folder / "rank-0.late.json", {"rank": 0, "at": now})
+    assert read_run(run.path, now=now).ranks[0].state == "at work"
+
+
 def test_a_run_of_which_nothing_is_heard_is_silent(run: RunFolder) -> None:
     late = time.time() + SILENT_SECONDS + 1
     assert read_run(run.path, late).state == "silent"

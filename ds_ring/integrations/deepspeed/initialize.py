@@ -51,6 +51,7 @@ from ds_ring.integrations.deepspeed.run_report import (
     check_monitor,
     mark_ring,
     ranks_per_node,
+    report_late_ranks,
     report_steps,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
@@ -116,6 +117,8 @@ def initialize(
     timeouts = Timeouts() if ring_config is None else ring_config.timeouts
     device = init_distributed(distributed_port, dist_init_required, timeouts)
     watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
+    if watch is not None:
+        report_late_ranks(watch)
     compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
     per_node = agree_on_config(ring_config, compared, fault, watch, ranks_per_node())
     assert model is not None and ring_config is not None  # else there was a fault

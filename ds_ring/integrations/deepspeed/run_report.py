@@ -40,6 +40,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ from torch import Tensor
 
 from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.health.watch import LateNotice, Watch, log_late
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.runtime.exchange import Exchange
@@ -261,6 +263,25 @@ def mark_ring() -> None:
     if folder is not None:
         with suppress(OSError):  # a full disk ends no training
             append_text(folder / f"rank-{dist.get_rank()}.ring", "")
+
+
+def report_late_ranks(watch: Watch) -> None:
+    """Let `ds-ring status` know of ranks that others wait for, where there is a run folder."""
+    folder = attempt_folder()
+    if folder is not None:
+        watch.on_late = partial(_write_late, folder, watch.rank)
+
+
+def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
+    """Log a notice, and write it into the folder if it is of another rank."""
+    log_late(notice)
+    with suppress(OSError):  # a full disk ends no training
+        if isinstance(notice, int):
+            (folder / f"rank-{notice}.late.json").unlink(missing_ok=True)
+        elif notice.rank != own:
+            told = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
+            told |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
+            replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(told))
 
 
 def attempt_of(folder: Path | None) -> tuple[str, int] | None:
