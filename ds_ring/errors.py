@@ -13,6 +13,8 @@ from __future__ import annotations
 import operator
 from numbers import Integral
 
+from ds_ring.limits import MOST_TOKENS
+
 _SHOWN_CHARACTERS = 120
 
 
@@ -117,11 +119,6 @@ class RingCheckpointError(RingError, RuntimeError):
 
 class RingCheckpointMissingError(RingCheckpointError):
     """There is no checkpoint where one was asked for: no such tag, or no `latest` to name one."""
-
-
-MOST_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
-MOST_RANKS = 1 << 20
-MOST_HEADS = 1 << 16
 
 
 def whole_number(value: object, what: str, error: type[RingError], most: int = MOST_TOKENS) -> int:

@@ -16,7 +16,6 @@ from torch.nn.functional import linear
 
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import (
-    MOST_HEADS,
     RingConfigError,
     RingError,
     RingPatternError,
@@ -25,6 +24,7 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
+from ds_ring.limits import MOST_HEADS
 from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern

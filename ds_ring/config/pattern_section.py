@@ -19,6 +19,7 @@ from pydantic import (
 
 from ds_ring.config.messages import Accepts, Refused, Section, problems_of, sentence, shown
 from ds_ring.errors import RingPatternError
+from ds_ring.limits import MOST_TOKENS
 from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC, load
@@ -26,8 +27,7 @@ from ds_ring.registry import PUBLIC, load
 ONE_UP = "a whole number of at least 1"
 WORD = Accepts("a word", "write one of these in double quotes")
 BRANCHES = Accepts(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
-MOST = 2**53  # positions are numbers of 64 bits, and their products must be
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
 Window = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for no window")]
 Beside = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for none")]

@@ -21,7 +21,6 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, fie
 from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
 from ds_ring.config.messages import Accepts, JsonObject, Refused, Section, listed, sentence, shown
 from ds_ring.config.pattern_section import (
-    MOST,
     ONE_UP,
     PATTERNS_BY_KEY,
     WORD,
@@ -31,7 +30,7 @@ from ds_ring.config.pattern_section import (
     without_effect,
 )
 from ds_ring.errors import RingMeshError
-from ds_ring.limits import Timeouts
+from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
 from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import KERNELS, LAYOUTS
@@ -51,7 +50,7 @@ _LEAST_TOKENS = 64
 
 
 def _tile(value: object) -> TileChoice:
-    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MOST):
+    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MOST_TOKENS):
         return value
     raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
 
@@ -63,7 +62,7 @@ def _switch(value: object) -> Switch:
 
 
 def _stage(value: object) -> StageBytes:
-    if value == "auto" or (type(value) is int and 0 <= value <= MOST):
+    if value == "auto" or (type(value) is int and 0 <= value <= MOST_BYTES):
         return value
     raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
 
@@ -137,7 +136,6 @@ def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
 
-MOST_RANKS = 2**31 - 1
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 RingSize = Annotated[Ranks, Accepts(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
 UlyssesSize = Annotated[Ranks, Accepts(ONE_UP, "use 1 to leave the heads together")]
@@ -145,16 +143,16 @@ SequenceRanks = Annotated[
     Ranks, Accepts(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 BlockSize = Annotated[
-    int, Field(le=2**31), Accepts("a whole number that is a power of two and at least 16", "use 128")
+    int, Field(le=MOST_BLOCK), Accepts("a whole number that is a power of two and at least 16", "use 128")
 ]
 KernelOptions = Annotated[JsonObject, Accepts("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP} (bytes), or null", "use null for the default")]
 TokenCount = Annotated[
-    int, Field(ge=0, le=MOST), Accepts("a whole number of tokens, 0 or more", "use 0 to shard all")
+    int, Field(ge=0, le=MOST_TOKENS), Accepts("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 Timeout = Annotated[
     float,
-    Field(gt=0, le=1e9, allow_inf_nan=False),
+    Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False),
     Accepts("a number of seconds above 0", "use 10 or 60, say"),
 ]
 FlagOrPart = Annotated[

@@ -33,6 +33,7 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
+from ds_ring.limits import MOST_BYTES, MOST_SECONDS
 from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
 from ds_ring.masks.mask_mod import ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern
@@ -85,8 +86,6 @@ from ds_ring.schedule.rank_plan import RankPlan
 
 TRANSPORTS = ("ring", "pull", "all_gather", "reproducible")
 _log = logging.getLogger(__name__)
-MOST_BYTES = 2**53  # of an option: a float's whole numbers
-LONGEST_S = 1e8  # three years; threads cannot wait for much longer
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ class Options:
             )
         for name, usual in (("hop_timeout_s", 60), ("first_pass_timeout_s", 600)):
             seconds = getattr(self, name)
-            if not _is_number(seconds) or not 0 < seconds <= LONGEST_S:
+            if not _is_number(seconds) or not 0 < seconds <= MOST_SECONDS:
                 raise RingConfigError(
-                    f"{name}: expected seconds > 0, got {shown(seconds)} (at most {LONGEST_S:g}); use"
+                    f"{name}: expected seconds > 0, got {shown(seconds)} (at most {MOST_SECONDS:g}); use"
                     f" {usual}, say"
                 )
         if self.scale is not None:

@@ -24,7 +24,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_ring.errors import MOST_RANKS, RingConfigError, RingMeshError, shown, whole_number
+from ds_ring.errors import RingConfigError, RingMeshError, shown, whole_number
+from ds_ring.limits import MOST_RANKS
 from ds_ring.masks.tiles import UNBOUNDED
 
 

@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.errors import MOST_RANKS, RingLayoutError, RingPatternError, RingShapeError, shown, whole_number
+from ds_ring.errors import RingLayoutError, RingPatternError, RingShapeError, shown, whole_number
+from ds_ring.limits import MOST_RANKS
 from ds_ring.masks.catalog import Documents, Full, Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, repeat_rows

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import (
-    MOST_HEADS,
     RingLayoutError,
     RingPatternError,
     RingShapeError,
@@ -27,6 +26,7 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
+from ds_ring.limits import MOST_HEADS
 from ds_ring.masks.branches import Table
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern

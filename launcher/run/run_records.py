@@ -27,7 +27,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from ds_ring.errors import MOST_RANKS, MOST_TOKENS
+from ds_ring.limits import MOST_RANKS, MOST_TOKENS
 
 from .run_folder import ATTEMPTS, RankFault
 

@@ -125,7 +125,7 @@ LATE_PLACES = {
     "before a checkpoint": "step",
     "in save_checkpoint": "checkpoint",
 }
-SLEEP_S = 90.0  # longer than every limit
+SLEEP_S = 40.0  # longer than every limit, and than what follows it
 LATE: dict[str, tuple[str, Callable[[], object]]] = {
     f"{what} {place}": (place, act)
     for what, act in (("sleep", lambda: time.sleep(SLEEP_S)), ("exit(0)", _leave))
