@@ -10,6 +10,7 @@ nothing that merely looks like one is.
 
 from __future__ import annotations
 
+import opcode
 import operator
 from numbers import Integral
 
@@ -119,6 +120,27 @@ class RingCheckpointError(RingError, RuntimeError):
 
 class RingCheckpointMissingError(RingCheckpointError):
     """There is no checkpoint where one was asked for: no such tag, or no `latest` to name one."""
+
+
+def compiled_in(error: BaseException) -> str | None:
+    """Return the module that called the compiled code which raised an error; None where a `raise` did.
+
+    gloo's errors are plain RuntimeErrors: this tells them from a script's own, and what they say does not.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or trace.tb_frame.f_code.co_code[trace.tb_lasti] in _RAISES:
+        return None
+    return str(trace.tb_frame.f_globals.get("__name__"))
+
+
+def is_inside(name: str | None, *modules: str) -> bool:
+    """Return whether `name` is one of these modules or packages, or inside one."""
+    return name is not None and any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+_RAISES = (opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"])
 
 
 def whole_number(value: object, what: str, error: type[RingError], most: int = MOST_TOKENS) -> int:

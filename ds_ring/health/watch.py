@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
-from ds_ring.errors import RingError, RingPeerError
+from ds_ring.errors import RingError, RingPeerError, compiled_in, is_inside
 from ds_ring.health.monitor.failure_detector import GRACE_S, Fault, ranges_of
 from ds_ring.health.whereabouts import collective_calls, default_group_id, names_of, where_is
 from ds_ring.limits import Limit
@@ -434,14 +434,20 @@ def verdict(watch: Watch, error: BaseException | None = None) -> Fault | None:
     return watch.fault
 
 
-def is_of_distributed(error: BaseException) -> bool:
-    """Return whether torch.distributed raised this error because a peer or a connection failed."""
+def is_of_distributed(error: BaseException, *callers: str) -> bool:
+    """Return whether a collective raised this error: by its type and by who called it, not by what it says.
+
+    Args:
+        error: of any kind.
+        callers: modules whose calls of compiled code may be collectives, beside torch's and DeepSpeed's own.
+    """
     import torch.distributed as dist
 
     if isinstance(error, RingError) or not isinstance(error, RuntimeError):
         return False
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "c10d"))
+    return isinstance(error, dist.DistError) or is_inside(
+        compiled_in(error), "torch.distributed", "deepspeed", "ds_ring", *callers
+    )
 
 
 def peer_error(grid: Grid, rank: int, hop: int | None, fault: Fault) -> RingPeerError:

@@ -6,7 +6,6 @@ the script, so that signals, exit status and stacks are its own. What the files 
 
 from __future__ import annotations
 
-import dis
 import errno
 import faulthandler
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ds_ring.config.json_text import append_text
+from ds_ring.errors import compiled_in, is_inside
 
 from .job import open_standard_streams, raise_file_limit
 from .probe import interface_to
@@ -75,7 +75,7 @@ def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
     name = type(error).__name__
     return RankFault(
         rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames,
-        _is_raised(error.__traceback__),
+        compiled_in(error) is None,
     )  # fmt: skip
 
 
@@ -103,26 +103,7 @@ def _kind(error: BaseException) -> tuple[str, int | None]:
 
 
 def _is_compiled_error_in(error: BaseException, *modules: str) -> bool:
-    """Return whether compiled code raised a RuntimeError that one of these modules had called."""
-    trace = _innermost(error.__traceback__)
-    if trace is None or not isinstance(error, RuntimeError) or _is_raised(trace):
-        return False
-    name = str(trace.tb_frame.f_globals.get("__name__"))
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _is_raised(trace: TracebackType | None) -> bool:
-    """Return whether a `raise` statement is where the error comes from."""
-    innermost = _innermost(trace)
-    if innermost is None:
-        return True
-    return dis.opname[innermost.tb_frame.f_code.co_code[innermost.tb_lasti]] in ("RAISE_VARARGS", "RERAISE")
-
-
-def _innermost(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace
+    return isinstance(error, RuntimeError) and is_inside(compiled_in(error), *modules)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -135,7 +135,7 @@ def _print_culprit(
     trace: TracebackType | None,
 ) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
-    if is_of_distributed(error):
+    if is_of_distributed(error, "__main__"):  # the script's own collectives
         for watch in list(_named_at_exit):
             fault = _verdict_on(error, watch)
             if fault is not None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ds_ring.errors import RingPeerError
 from ds_ring.health import watch as watch_module
-from ds_ring.health.watch import LateNotice, Watch, call_guarded
+from ds_ring.health.watch import LateNotice, Watch, call_guarded, is_of_distributed
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -142,3 +143,29 @@ def test_a_guarded_call_that_takes_too_long_names_the_limit(monitor: Monitor) ->
     assert monitor.kinds("wait")[0]["limit"] == 0.5
     wake.set()
     watch.leave()
+
+
+def test_an_error_is_of_a_collective_by_who_called_it() -> None:
+    import torch
+    import torch.distributed as dist
+
+    def raised_in(module: str, code: str) -> BaseException:
+        names: dict[str, Any] = {"__name__": module, "torch": torch}
+        exec(f"def call():\n    {code}", names)
+        with pytest.raises(RuntimeError) as caught:
+            names["call"]()
+        return caught.value
+
+    compiled, own = (
+        "torch.ones(2).view(3)",
+        "raise RuntimeError('nccl: Connection reset by peer, gloo, c10d')",
+    )
+    assert is_of_distributed(raised_in("torch.distributed.distributed_c10d", compiled))
+    assert is_of_distributed(raised_in("deepspeed.runtime.engine", compiled))
+    assert not is_of_distributed(raised_in("model", compiled))
+    assert not is_of_distributed(raised_in("__main__", compiled))
+    assert is_of_distributed(raised_in("__main__", compiled), "__main__")
+    assert not is_of_distributed(raised_in("__main__", own), "__main__")
+    assert not is_of_distributed(raised_in("torch.distributedly", compiled))
+    assert is_of_distributed(dist.DistBackendError("anything"))
+    assert not is_of_distributed(RingPeerError(0, None, None, "gloo")) and not is_of_distributed(OSError())
