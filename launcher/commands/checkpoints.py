@@ -21,6 +21,7 @@ _VERIFY_EXAMPLE = """\
 examples:
   ds-ring verify-checkpoint runs/train_lm/checkpoints      read the latest checkpoint, compare its manifest
   ds-ring verify-checkpoint checkpoints --tag mine --accept    seal one that was written without ds_ring
+  ds-ring verify-checkpoint checkpoints --tag global_step20 --make-latest    go back to an earlier one
 
 exit status: 0 whole, 1 not whole (damaged, or never finished), 2 wrong input, 3 no such checkpoint
 """
@@ -50,6 +51,11 @@ def add_verify(commands: Commands) -> None:
         action="store_true",
         help="write the manifest of a checkpoint that has none and that you know to be whole; needs --tag",
     )
+    parser.add_argument(
+        "--make-latest",
+        action="store_true",
+        help="let DIR/latest name it, if it is whole, a later one or not; needs --tag",
+    )
     add_json(parser)
 
 
@@ -70,16 +76,19 @@ def add_resize(commands: Commands) -> None:
 
 def verify(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Print what was compared; the exit status tells a damaged checkpoint from one that is not there."""
-    from ds_ring.integrations.checkpoint.manifest import accept_checkpoint, verify_checkpoint
+    from ds_ring.integrations.checkpoint.manifest import accept_checkpoint, make_latest, verify_checkpoint
 
     refuse_extra("verify-checkpoint", extra_args)
-    if options.accept and options.tag is None:
-        raise RingConfigError("--accept: expected --tag with it, got none; name the checkpoint to accept")
+    for name in ("accept", "make_latest"):
+        if getattr(options, name) and options.tag is None:
+            option = "--" + name.replace("_", "-")
+            raise RingConfigError(f"{option}: expected --tag with it, got none; name the checkpoint")
     _check_folder(options.folder, options.tag)
     with _named("not whole"):
         if options.accept:
             accept_checkpoint(options.folder, options.tag)
-        manifest = verify_checkpoint(options.folder, options.tag)
+        verified = make_latest if options.make_latest else verify_checkpoint
+        manifest = verified(options.folder, options.tag)
     total_bytes = sum(record.bytes for record in manifest.files)
     if options.json:
         found = {"files": len(manifest.files), "bytes": total_bytes, "global_steps": manifest.global_steps}

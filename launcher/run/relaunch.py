@@ -500,9 +500,13 @@ def ranks_of(folder: Path) -> int:
 
 def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
     """Return the tag that `world_size` ranks can load, converted if need be; None where none is whole."""
-    from ds_ring.integrations.checkpoint.manifest import earlier_tags, read_latest, verify_checkpoint
+    from ds_ring.integrations.checkpoint.manifest import (
+        attempt_in,
+        earlier_tags,
+        read_latest,
+        verify_checkpoint,
+    )
     from ds_ring.integrations.checkpoint.resize import resize_checkpoint
-    from ds_ring.integrations.deepspeed.run_report import attempt_of
 
     newest = read_latest(folder)
     for tag in () if newest is None else (newest, *earlier_tags(folder, newest)):
@@ -513,7 +517,7 @@ def convert(folder: Path, world_size: int, attempt_folder: Path) -> str | None:
             continue
         if ranks_of(folder / tag) in (0, world_size):
             return tag
-        return resize_checkpoint(folder, tag, attempt=attempt_of(attempt_folder))
+        return resize_checkpoint(folder, tag, attempt=attempt_in(attempt_folder))
     return None
 
 

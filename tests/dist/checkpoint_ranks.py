@@ -146,15 +146,25 @@ def save_on(
     tag: str,
     most_bytes: int = 0,
     background: bool = False,
+    steps: int = 100,
 ) -> Refused:
-    """Save at step 0; with `most_bytes` no file of rank 1 may become longer."""
+    """Save, as if after many steps; with `most_bytes` no file of rank 1 may become longer."""
     engine, limits = start_engine(config), resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine.global_steps = steps
     if most_bytes and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
     try:
         return _refused(lambda: engine.save_checkpoint(folder, tag, background=background))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def go_back_and_save(rank: int, world_size: int, config: dict[str, Any], folder: str) -> Refused:
+    """Load the newest that is whole, which is one of step 2, and save after step 3."""
+    engine = start_engine(config)
+    engine.load_checkpoint(folder)
+    train_to(engine, 3)
+    return _refused(lambda: engine.save_checkpoint(folder))
 
 
 HELD: list[Any] = []

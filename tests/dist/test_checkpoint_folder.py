@@ -28,9 +28,11 @@ from ds_ring.integrations.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from ds_ring_launcher.cli import main
 from tests.dist.checkpoint_ranks import (
     SIZE,
     Planted,
+    go_back_and_save,
     hold_the_folder,
     load_and_train,
     load_refused,
@@ -178,6 +180,40 @@ def test_planted_links_are_not_written_through(rank_pool, tmp_path, background):
         if background or name == ".saving":
             check(found, "rank 0: ", "File exists")
     assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_latest_goes_back_by_a_command_alone(rank_pool, saved, tmp_path, capsys):
+    """(A run that began anew set it from step 4 to step 1, and replaced the first one's checkpoint.)"""
+    folder, losses = saved(1)
+    copy = Path(shutil.copytree(folder, tmp_path / "checkpoints"))
+    files = sorted(path.relative_to(copy) for path in copy.rglob("*"))
+    for background in (False, True):
+        found = rank_pool(2).run(save_on, config(1), str(copy), OLDER, background=background, steps=1)
+        check(found, "expected to save after step 4 or later", "got step 1; resume from global_step4")
+    assert sorted(path.relative_to(copy) for path in copy.rglob("*")) == files
+    check_goes_on(rank_pool, 1, copy, losses, NEWER)
+
+    command = ["verify-checkpoint", str(copy), "--make-latest", "--tag"]
+    assert main(command[:-1]) == 2 and "--make-latest: expected --tag" in capsys.readouterr().err
+    assert main([*command, "nothing"]) == 3 and (copy / "latest").read_text() == NEWER
+    assert main([*command, OLDER]) == 0
+    check_goes_on(rank_pool, 1, copy, losses, OLDER)
+    other = tmp_path / "of nobody"  # the ranks of the pool hold the first one
+    shutil.copytree(copy, other, ignore=lambda *_: [".ds_ring_lock"])
+    found = rank_pool(2).run(save_on, config(1), str(other), "global_step3", steps=3)
+    assert [one.error for one in found] == ["", ""] and (other / "latest").read_text() == "global_step3"
+    assert main([*command[:1], str(other), *command[2:], NEWER]) == 1
+    assert "expected no other job that saves here" in capsys.readouterr().err
+
+
+def test_a_run_that_went_back_past_damage_saves_on(rank_pool, saved, tmp_path):
+    """What `latest` names is lost: nothing is set back."""
+    copy = Path(shutil.copytree(saved(1)[0], tmp_path / "checkpoints"))
+    path = sorted((copy / NEWER).glob("*optim_states.pt"))[0]
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    found = rank_pool(2).run(go_back_and_save, config(1), str(copy))
+    assert [one.error for one in found] == ["", ""], found
+    assert (copy / "latest").read_text() == "global_step3"
 
 
 def reseal(folder: Path) -> None:

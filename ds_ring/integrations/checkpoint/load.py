@@ -25,6 +25,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
     MANIFEST,
+    Attempt,
     FolderLocks,
     Storage,
     changes_by_others,
@@ -54,7 +55,7 @@ log = logging.getLogger(__name__)
 
 def guard_checkpoints(
     engine: DeepSpeedEngine,
-    attempt: tuple[str, int] | None = None,
+    attempt: Attempt | None = None,
     limit: Limit = Timeouts().limit("checkpoint"),  # noqa: B008  # an immutable value
 ) -> SimpleNamespace:
     """Return save.py's save_checkpoint and the load_checkpoint below as methods of an engine.
@@ -67,9 +68,9 @@ def guard_checkpoints(
             f" {type(engine.checkpoint_engine).__name__}, which writes on in the background where no manifest"
             ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
         )
-    under_way = BackgroundSave(limit)
-    save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way)
-    load = partial(load_checkpoint, under_way=under_way)
+    under_way, damaged = BackgroundSave(limit), set[Path]()
+    save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way, damaged=damaged)
+    load = partial(load_checkpoint, under_way=under_way, damaged=damaged)
     return SimpleNamespace(around_save=MethodType(save, engine), around_load=MethodType(load, engine))
 
 
@@ -87,6 +88,7 @@ def load_checkpoint(
     custom_load_fn: Callable[..., Any] | None = None,
     *,
     under_way: BackgroundSave,
+    damaged: set[Path],
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load the newest checkpoint that is whole, by DeepSpeed's load_checkpoint. Collective.
 
@@ -110,7 +112,7 @@ def load_checkpoint(
         "custom_load_fn": custom_load_fn is not None,
     }  # fmt: skip
     require_alike("load_checkpoint", wanted)
-    chosen = _choose(engine, Path(load_dir), tag)
+    chosen = _choose(engine, Path(load_dir), tag, damaged)
     if chosen is None:
         return None, None
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
@@ -141,9 +143,9 @@ def load_checkpoint(
     return path, client_state
 
 
-def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
+def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None, damaged: set[Path]) -> str | None:
     """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
-    for.
+    for. Folders that are not whole are added to `damaged`.
     """
     asked = together(lambda: None if tag is None else require_plain_tag(str(tag), "tag"))
     if len(set(asked)) > 1:
@@ -168,6 +170,7 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None) -> str | None:
                 log.error(text, root, ", ".join(left), name)
             return name
         found += [f"checkpoint {name}:", *faults]
+        damaged.add(folder.resolve())
         after = proposals[position + 1 : position + 2]
         then = f"trying {after[0]} instead" if after else "and there is no other to try"
         if leads:

@@ -21,7 +21,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from io import BufferedReader
@@ -184,11 +184,18 @@ class Manifest(Strict):
 
 
 def files_in(folder: Path) -> Iterator[str]:
-    """Yield relative paths of all files below `folder`, the manifest and its unfinished copies left out."""
+    """Yield relative paths of all files below `folder` but the manifest and what NFS keeps of removed files.
+
+    Raises:
+        RingCheckpointError: something is no regular file, or its name is none that a manifest can hold.
+    """
+    left_out = _left_out(folder)
     for path, status in entries_of(folder):
         if not stat.S_ISREG(status.st_mode):
             raise RingCheckpointError(not_regular(folder / path, status.st_mode))
-        if not _is_ours_or_nfs(path):
+        if not path.isprintable():
+            raise RingCheckpointError(f"{folder}: expected names in printable UTF-8, got {path!r}; rename it")
+        if not left_out(path):
             yield path
 
 
@@ -265,7 +272,7 @@ def changes_by_others(folder: Path) -> list[str]:
         manifest = read_manifest(folder)
     except RingCheckpointError:
         return []  # damage, which faults_of names
-    known = {record.path for record in manifest.files}
+    known, left_out = {record.path for record in manifest.files}, _left_out(folder)
     disk = os.statvfs(folder)
     faults = [
         f"{folder / MANIFEST}: expected paths below its folder, got {path!r}; do not use this checkpoint"
@@ -275,7 +282,7 @@ def changes_by_others(folder: Path) -> list[str]:
     faults += [
         f"{folder / path}: expected only the files that {MANIFEST} names, got one more; move it elsewhere"
         for path in names
-        if path not in known and not _is_ours_or_nfs(path)
+        if path not in known and not left_out(path)
     ]
     faults += [
         f"{folder / path}: expected a file that its disk can hold, got {status.st_size} bytes; remove it"
@@ -381,6 +388,43 @@ def tag_in(root: Path, tag: str | None) -> str:
     return tag
 
 
+# [Note: latest goes forward] A run that begins anew in the folder of another one would set `latest` back, and
+# whatever resumes later would lose what was trained since. So a save is refused where `latest` names a whole
+# checkpoint of a later step, before anything is written; `make_latest` is the way back.
+def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = ()) -> None:
+    """Raise RingCheckpointError if `latest` names a checkpoint that is later than `global_steps`.
+
+    `damaged` are folders that a load has gone past: there is nothing to lose in them.
+    """
+    try:
+        tag = read_latest(root) or NO_TAG
+        steps = read_manifest(root / tag).global_steps
+    except RingCheckpointError:
+        return  # nothing that is whole
+    if steps > global_steps and (root / tag).resolve() not in damaged:
+        raise RingCheckpointError(
+            f"{root}: expected to save after step {steps} or later, where '{LATEST}' names {tag}, got step"
+            f" {global_steps}; resume from {tag}, save into another folder, or go back with `ds-ring"
+            f" verify-checkpoint {root} --tag TAG --make-latest`, where TAG is the checkpoint that you loaded"
+        )
+
+
+def make_latest(directory: str | os.PathLike[str], tag: str) -> Manifest:
+    """Verify a checkpoint and write its tag into `latest`, whichever one that names.
+
+    Raises:
+        RingCheckpointMissingError: there is no such tag.
+        RingCheckpointError: it is not whole, a job saves there, or `latest` cannot be written.
+    """
+    root, manifest = Path(directory), verify_checkpoint(directory, tag)
+    try:
+        FolderLocks().claim(root)
+        write_at_once(root / LATEST, tag)
+    except OSError as error:
+        raise RingCheckpointError(f"{error.filename or root}: cannot be written: {error.strerror}") from None
+    return manifest
+
+
 def earlier_tags(root: Path, tag: str) -> list[str]:
     """Return tags of sealed checkpoints older than `tag`, newest first; all if `tag` has no known age."""
     ages = {}
@@ -411,9 +455,20 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if is_folder(path)) if root.is_dir() else []
 
 
-def _is_ours_or_nfs(path: str) -> bool:
-    """Return whether a file is the manifest, a copy of it, or what NFS keeps of a removed open file."""
-    return path.startswith((MANIFEST, f".{MANIFEST}")) or path.rpartition("/")[2].startswith(".nfs")
+def _left_out(folder: Path) -> Callable[[str], bool]:
+    """Return which files no manifest names: itself, and on NFS what that keeps of a removed open file."""
+    kept = re.compile(r"\.nfs[0-9a-f]{24}") if _is_on_nfs(folder) else None
+    return lambda path: path == MANIFEST or bool(kept and kept.fullmatch(path.rpartition("/")[2]))
+
+
+def _is_on_nfs(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    with suppress(OSError, ValueError, IndexError):
+        device = os.lstat(folder).st_dev
+        for line in mounts.read_text(errors="replace").splitlines():
+            fields = line.split()
+            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+                return fields[fields.index("-") + 1].startswith("nfs")
+    return False
 
 
 def _few(faults: list[str]) -> list[str]:
@@ -505,19 +560,66 @@ _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _TOKEN = secrets.token_hex(8)  # with the pid: this process, on whatever host and after whatever restart
 
 
+class Attempt(NamedTuple):
+    """Name one attempt of a run that a launcher starts.
+
+    Attributes:
+        run: the run's folder.
+        number: from 1.
+        launcher: the token of the launcher that started it, which no other one has; "" where none is known.
+    """
+
+    run: str
+    number: int
+    launcher: str
+
+    def is_of_the_launcher_at_work(self) -> bool:
+        """Return whether the launcher that started this attempt holds the run's folder now."""
+        found = (_token_in(path) for path in sorted(Path(self.run).glob("launcher*.json")))
+        return bool(self.launcher) and self.launcher in found
+
+
+def attempt_in(folder: Path | None) -> Attempt | None:
+    """Return the attempt whose folder a launcher has named; None where it has named none."""
+    number = None if folder is None else re.fullmatch(r"attempt-(\d{1,9})", folder.name)
+    if folder is None or number is None:
+        return None
+    return Attempt(str(folder.parent.resolve()), int(number[1]), _token_in(folder / "launcher.json"))
+
+
+def _token_in(path: Path) -> str:
+    token = _object_in(path).get("token")
+    return token if isinstance(token, str) else ""
+
+
+class _Owner(BaseModel):
+    """Say who has locked a folder of checkpoints; whatever is no such thing is left out."""
+
+    model_config = ConfigDict(strict=True)
+
+    host: str = ""
+    pid: int | None = None
+    token: str = ""
+    since: str = ""
+    run: str | None = None
+    attempt: int | None = None
+    launcher: str = ""
+
+
 # [Note: fencing] A job that is started again may find the lock held by its own earlier attempt: by a rank
 # that is stopped, or whose host is cut off from the launcher. Then the newer attempt removes the lock file,
 # locks a new one, and names itself in the owner's file. If the older rank wakes up, it finds another owner,
-# before it takes a checkpoint's name as well as before it begins to save, and is refused.
+# before it takes a checkpoint's name as well as before it begins to save, and is refused. The launchers'
+# tokens say which one is newer: one launcher has started both, or that of this attempt holds the run's
+# folder, which no two launchers do at once, and the other's is gone.
 class FolderLocks:
     """Hold the folders that one engine saves in until the engine is gone.
 
     Args:
-        attempt: the name of the run (any text) and which attempt of it this is, from 1; None where no
-            launcher starts the job again.
+        attempt: which attempt of which run this is; None where no launcher starts the job again.
     """
 
-    def __init__(self, attempt: tuple[str, int] | None = None) -> None:
+    def __init__(self, attempt: Attempt | None = None) -> None:
         self._attempt = attempt
         self._locks: dict[Path, FileLock] = {}  # by folder
 
@@ -548,9 +650,10 @@ class FolderLocks:
             if error.errno not in _NO_LOCKS_HERE:
                 raise OSError(error.errno, error.strerror, str(folder / LOCK)) from None
             log.warning("%s has no locks (%s): a second job that saves here is not noticed", folder, error)
-        run, attempt = self._attempt or (None, None)
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": _TOKEN}
-        owner |= {"since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "run": run, "attempt": attempt}
+        run, number, launcher = self._attempt or (None, None, "")
+        since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": _TOKEN, "since": since}
+        owner |= {"run": run, "attempt": number, "launcher": launcher}
         replace_text(folder / OWNER, json.dumps(owner) + "\n")
         self._locks[folder] = lock
 
@@ -565,25 +668,34 @@ class FolderLocks:
 
     def _is_ours(self, folder: Path) -> bool:
         owner = _owner_of(folder)
-        return (owner.get("pid"), owner.get("token")) == (os.getpid(), _TOKEN) and (folder / LOCK).exists()
+        return (owner.pid, owner.token) == (os.getpid(), _TOKEN) and (folder / LOCK).exists()
 
     def _require_older(self, folder: Path) -> None:
         """Raise RingCheckpointError unless the owner is an earlier attempt of this run ([Note: fencing])."""
-        owner = _owner_of(folder)
-        run, attempt = self._attempt or (None, 0)
-        if run is not None and owner.get("run") == run and owner["attempt"] < attempt:
-            return
-        who = f"process {owner.get('pid', '?')} on {owner.get('host', 'another host')}"
+        owner, mine = _owner_of(folder), self._attempt
+        if mine is not None and mine.launcher and owner.run == mine.run and owner.attempt is not None:
+            of_one_launcher = owner.launcher == mine.launcher
+            if owner.attempt < mine.number and (of_one_launcher or mine.is_of_the_launcher_at_work()):
+                return
+        who = f"process {'?' if owner.pid is None else owner.pid} on {owner.host or 'another host'}"
         raise RingCheckpointError(
             f"{folder}: expected no other job that saves here, got {who}, which has saved since"
-            f" {owner.get('since', 'an unknown time')}; end that job, or save into another folder"
+            f" {owner.since or 'an unknown time'}; end that job, or save into another folder"
         )
 
 
-def _owner_of(folder: Path) -> dict[str, Any]:
+def _owner_of(folder: Path) -> _Owner:
     """Return what the owner's file says; nothing where it cannot be read."""
     try:
-        owner = json.loads(read_small(folder / OWNER, _MOST_BYTES))
+        return _Owner.model_validate(_object_in(folder / OWNER))
+    except ValidationError:
+        return _Owner()
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a small file; nothing where there is none."""
+    try:
+        value = json.loads(read_small(path, _MOST_BYTES))
     except (OSError, ValueError, RecursionError, RingCheckpointError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return value if isinstance(value, dict) else {}

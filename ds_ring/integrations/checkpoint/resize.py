@@ -28,6 +28,7 @@ from ds_ring.errors import RingCheckpointError
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
+    Attempt,
     FolderLocks,
     files_in,
     is_universal,
@@ -62,7 +63,7 @@ def resize_checkpoint(
     directory: str | os.PathLike[str],
     tag: str | None = None,
     workers: int = 1,
-    attempt: tuple[str, int] | None = None,
+    attempt: Attempt | None = None,
 ) -> str:
     """Convert a checkpoint for any number of ranks; return the new tag, `latest` from now on.
 

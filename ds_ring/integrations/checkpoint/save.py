@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +45,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     is_folder,
     record_files,
     require_alike,
+    require_forward,
     require_plain_tag,
     storage_of,
     together,
@@ -242,6 +243,7 @@ def save_checkpoint(
     *,
     locks: FolderLocks,
     under_way: BackgroundSave,
+    damaged: Collection[Path] = (),
 ) -> bool:
     """Call DeepSpeed's save_checkpoint, then write a manifest, the tag's name and `latest`. Collective.
 
@@ -254,8 +256,9 @@ def save_checkpoint(
 
     Raises:
         RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),
-            another job saves in `save_dir`, hosts do not share it, the tag is no plain name, or the client
-            state has what loading would refuse. On every rank; what was written of it is removed.
+            another job saves in `save_dir`, `latest` there names a later step, hosts do not share it, the tag
+            is no plain name, or the client state has what loading would refuse. On every rank; what was
+            written of it is removed.
         RingMismatchError: the ranks save different tags, or with different options.
     """
     if not save_dir:
@@ -273,6 +276,8 @@ def save_checkpoint(
     require_alike("save_checkpoint", wanted)
     hidden = root / f".{tag}.saving"
     reporting = storage.ranks if background else ()
+    if save_latest:
+        together(lambda: require_forward(root, engine.global_steps, damaged) if storage.leads else None)
     together(lambda: _make_room(root, hidden, locks, reporting) if storage.leads else None)
     writes = _Writes(hidden, HostCopy() if background else None)
     of = int(engine.global_steps), training_of(engine, exclude_frozen_parameters)

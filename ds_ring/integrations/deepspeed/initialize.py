@@ -30,6 +30,7 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error, wait_for_ranks
 from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
+from ds_ring.integrations.checkpoint.manifest import attempt_in
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, rendezvous_settings, resolve_auto
 from ds_ring.integrations.deepspeed.culprits import Settled, in_engine, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
@@ -47,7 +48,6 @@ from ds_ring.integrations.deepspeed.run_report import (
     MeasuredSpeeds,
     RingMonitor,
     attempt_folder,
-    attempt_of,
     check_monitor,
     mark_ring,
     ranks_per_node,
@@ -217,7 +217,7 @@ def _features(
         features |= only_evaluates(engine)
     if engine.checkpoint_engine is not None:
         features["checkpoint"] = guard_checkpoints(
-            engine, attempt_of(attempt_folder()), session.mesh.timeouts.limit("checkpoint")
+            engine, attempt_in(attempt_folder()), session.mesh.timeouts.limit("checkpoint")
         )
     if session.mesh.watch is not None:
         features["culprits"] = SimpleNamespace(around_call=partial(in_engine, session.mesh))

@@ -33,7 +33,6 @@ import atexit
 import json
 import math
 import os
-import re
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -282,12 +281,6 @@ def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
             told = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
             told |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
             replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(told))
-
-
-def attempt_of(folder: Path | None) -> tuple[str, int] | None:
-    """Return which run this is and which attempt of it, by the folder's path; None where there is none."""
-    found = None if folder is None else re.fullmatch(r"attempt-(\d+)", folder.name)
-    return None if folder is None or found is None else (str(folder.parent.resolve()), int(found[1]))
 
 
 def step_under_way() -> int | None:

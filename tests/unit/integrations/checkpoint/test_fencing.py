@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.manifest import LOCK, OWNER, FolderLocks
+from ds_ring.integrations.checkpoint.manifest import LOCK, OWNER, Attempt, FolderLocks, attempt_in
 from ds_ring.integrations.checkpoint.save import _commit
 
 HOLD = """
 import sys
 from pathlib import Path
-from ds_ring.integrations.checkpoint.manifest import FolderLocks
-locks = FolderLocks(("run", 1))
+from ds_ring.integrations.checkpoint.manifest import Attempt, FolderLocks
+locks = FolderLocks(Attempt("run", 1, "token"))
 locks.claim(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
@@ -45,7 +45,7 @@ def older(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_newer_attempt_takes_over_and_the_older_one_is_refused(
     older: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    newer = FolderLocks(("run", 2))
+    newer = FolderLocks(Attempt("run", 2, "token"))
     newer.claim(tmp_path)
     newer.require_still(tmp_path)
     assert json.loads((tmp_path / OWNER).read_text())["attempt"] == 2
@@ -56,22 +56,71 @@ def test_a_newer_attempt_takes_over_and_the_older_one_is_refused(
 
 
 def test_an_attempt_commits_nothing_after_a_newer_one_took_over(tmp_path: Path) -> None:
-    locks, hidden = FolderLocks(("run", 1)), tmp_path / ".step1.saving"
+    locks, hidden = FolderLocks(Attempt("run", 1, "token")), tmp_path / ".step1.saving"
     locks.claim(tmp_path)
     hidden.mkdir()
-    newer = [sys.executable, "-c", HOLD.replace('("run", 1)', '("run", 2)'), str(tmp_path)]
+    newer = [sys.executable, "-c", HOLD.replace('"run", 1', '"run", 2'), str(tmp_path)]
     assert subprocess.run(newer, input="", capture_output=True, text=True).stdout.startswith("held\n")
     with pytest.raises(RingCheckpointError, match="a newer one that saves here now"):
         _commit(hidden, tmp_path / "step1", locks)
     assert hidden.exists() and not (tmp_path / "step1").exists()
 
 
-@pytest.mark.parametrize("attempt", [None, ("another run", 2), ("run", 1)])
-def test_others_are_refused(
-    older: subprocess.Popen[str], tmp_path: Path, attempt: tuple[str, int] | None
-) -> None:
+OTHERS = [
+    None,
+    Attempt("another run", 2, "token"),
+    Attempt("run", 1, "token"),
+    Attempt("run", 2, "another launcher"),
+    Attempt("run", 2, ""),
+]
+
+
+@pytest.mark.parametrize("attempt", OTHERS)
+def test_others_are_refused(older: subprocess.Popen[str], tmp_path: Path, attempt: Attempt | None) -> None:
+    """A second launcher of the run among them, whose attempts have higher numbers."""
     with pytest.raises(RingCheckpointError, match="expected no other job that saves here"):
         FolderLocks(attempt).claim(tmp_path)
+
+
+def test_the_launcher_that_holds_the_run_takes_over_from_one_that_is_gone(tmp_path: Path) -> None:
+    """Which cannot be at work: run_lock.py gives the run's folder to one launcher."""
+    run, folder = tmp_path / "run", tmp_path / "checkpoints"
+    for made in (run / "attempt-1", run / "attempt-2", folder):
+        made.mkdir(parents=True)
+    for path, token in ((run / "attempt-1", "first"), (run / "attempt-2", "second"), (run, "first")):
+        (path / "launcher.json").write_text(json.dumps({"token": token}))
+    before, after = attempt_in(run / "attempt-1"), attempt_in(run / "attempt-2")
+    assert after == Attempt(str(run), 2, "second")
+    hold = HOLD.replace('Attempt("run", 1, "token")', f"Attempt(*{tuple(before)!r})")
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as older:
+        assert older.stdout is not None and older.stdout.readline() == "held\n"
+        with pytest.raises(RingCheckpointError, match="expected no other job that saves here"):
+            FolderLocks(after).claim(folder)
+        (run / "launcher.json").write_text(json.dumps({"token": "second", "pid": 3}))
+        FolderLocks(after).claim(folder)
+        assert "a newer one that saves here now" in older.communicate("\n", timeout=60)[0]
+
+
+NOBODY = [
+    "", "[]", "{}", '{"run": "run"}', '{"run": "run", "attempt": "1"}', '{"attempt": [[1]]}', "[" * 3000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("owner", NOBODY)
+def test_an_owner_that_says_nothing_is_not_taken_over(
+    older: subprocess.Popen[str], tmp_path: Path, owner: str
+) -> None:
+    (tmp_path / OWNER).write_text(owner)
+    with pytest.raises(RingCheckpointError, match=r"got process \? on another host"):
+        FolderLocks(Attempt("run", 2, "token")).claim(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["attempt-", "attempt-x", "attempts", "attempt-1000000000000"])
+def test_a_folder_of_another_name_is_no_attempt(tmp_path: Path, name: str) -> None:
+    assert attempt_in(tmp_path / name) is None and attempt_in(None) is None
+    assert attempt_in(tmp_path / "attempt-3") == Attempt(str(tmp_path), 3, "")
 
 
 def test_a_claim_outlives_its_folder_and_ends_with_its_engine(tmp_path: Path) -> None:
@@ -81,7 +130,7 @@ def test_a_claim_outlives_its_folder_and_ends_with_its_engine(tmp_path: Path) ->
     first, second = FolderLocks(), FolderLocks()
     first.claim(folder)
     second.claim(folder)
-    other = [sys.executable, "-c", HOLD.replace('("run", 1)', "None"), str(folder)]
+    other = [sys.executable, "-c", HOLD.replace('Attempt("run", 1, "token")', "None"), str(folder)]
     shutil.rmtree(folder)
     folder.mkdir()
     first.claim(folder)

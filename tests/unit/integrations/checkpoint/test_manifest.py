@@ -13,6 +13,7 @@ import pytest
 
 from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
+from ds_ring.integrations.checkpoint import manifest as manifest_module
 from ds_ring.integrations.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
@@ -314,3 +315,60 @@ def test_the_command(tmp_path, capsys):
     assert "--tag" in capsys.readouterr().err
     assert main(["verify-checkpoint", str(tmp_path), "--tag", "global_step4", "--accept"]) == 0
     assert main(["verify-checkpoint", str(tmp_path), "--", "--steps"]) == 2
+
+
+EXTRA = (
+    f"{MANIFEST}.pt", f"{MANIFEST}_optim_states.pt", f".{MANIFEST}.0123456789abcdef", "offloaded/" + MANIFEST,
+    ".nfs", ".nfs0001.pt", ".nfs" + "0" * 24,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_a_file_that_looks_like_one_of_ours_or_of_nfs_is_seen(tmp_path, name):
+    """(It was in no manifest, no pickle of it was looked at, and the checkpoint was called whole.)"""
+    folder = checkpoint(tmp_path)
+    (folder / name).write_bytes(b"more")
+    with pytest.raises(RingCheckpointError, match=r"expected only the files that .* names, got one more"):
+        verify_checkpoint(tmp_path, "global_step4")
+    (folder / MANIFEST).unlink()
+    assert name in {record.path for record in accept_checkpoint(tmp_path, "global_step4").files}
+    verify_checkpoint(tmp_path, "global_step4")
+
+
+def test_what_nfs_keeps_is_left_out_on_nfs_alone(tmp_path, monkeypatch):
+    folder = checkpoint(tmp_path)
+    device = folder.lstat().st_dev
+    mounts = tmp_path / "mounts"
+    line = f"36 35 {os.major(device)}:{os.minor(device)} / /mnt rw,noatime master:1 - {{}} server:/a rw"
+    for kind, nfs in (("nfs4", True), ("ext4", False)):
+        mounts.write_text(
+            f"1 0 0:9999 / / rw - ext4 a rw\nbroken\n{line.format(kind)}\n".replace("broken\n", "")
+        )
+        assert manifest_module._is_on_nfs(folder, mounts) is nfs
+    assert not manifest_module._is_on_nfs(folder, tmp_path / "nothing")
+    mounts.write_text("broken")
+    assert not manifest_module._is_on_nfs(folder, mounts)
+    monkeypatch.setattr(manifest_module, "_is_on_nfs", lambda folder: True)
+    (folder / "offloaded" / (".nfs" + "0a" * 12)).touch()
+    verify_checkpoint(tmp_path, "global_step4")
+    (folder / (".nfs" + "0a" * 12 + ".pt")).touch()
+    with pytest.raises(RingCheckpointError, match="got one more"):
+        verify_checkpoint(tmp_path, "global_step4")
+
+
+def test_a_name_that_is_not_utf_8(tmp_path, capsys):
+    folder = checkpoint(tmp_path)
+    odd = os.fsdecode(os.fsencode(folder) + b"/\xff.bin")
+    Path(odd).touch()
+    command = ["verify-checkpoint", str(tmp_path), "--tag", "global_step4"]
+    assert main(command) == 1 and "got one more" in capsys.readouterr().err
+    (folder / MANIFEST).unlink()
+    assert main([*command, "--accept"]) == 1
+    assert "expected names in printable UTF-8, got '\\udcff.bin'; rename it" in capsys.readouterr().err
+    assert not (folder / MANIFEST).exists()
+    os.rename(odd, folder / "more.bin")
+    moved = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    os.mkdir(moved)
+    folder.rename(Path(moved, "global_step4"))
+    assert main(["verify-checkpoint", moved, "--tag", "global_step4", "--accept", "--make-latest"]) == 0
+    assert main(["verify-checkpoint", str(tmp_path), "--tag", os.fsdecode(b"\xff")]) == 2
