@@ -17,6 +17,8 @@ _NO_OPTIMIZER = "DeepSpeed fails an assertion: raises a typed error"
 _SEALED = "sealed checkpoints, one decision of all ranks; DeepSpeed's method is called inside"
 _SETTLED = "waits until all messages have arrived, since the result lasts"
 _CULPRITS = "raises RingPeerError in place of a broken connection"
+_WRAPPER = "a module that reads across tokens beside its transformers model gets whole sequences"
+_IS_WRAPPER = "a module of one's own has a transformers model inside"
 _WHOLE = "shards whole batches and gathers the outputs"
 
 _ROWS = (
@@ -34,12 +36,17 @@ _ROWS = (
     # an engine
     Patch("engine.ring", "at_initialize", "added", "session", _RING),
     Patch("engine", "before_forward", "hook", "session", f"{_RING}; engine.compile compiles only the model"),
+    Patch("engine", "before_forward", "hook", "wrapper", _WRAPPER, when=_IS_WRAPPER),
+    Patch("module", "before_forward", "hook", "wrapper", _WRAPPER, when=_IS_WRAPPER),
+    Patch("module", "after_forward", "hook", "wrapper", _WRAPPER, when=_IS_WRAPPER, options=("always_call",)),
     Patch("engine.forward", "around_forward", "wrapped", "ring_use",
         "raises if no ring pass ran in the first forward, or plain attention over this rank's tokens did"),
     Patch("engine.forward", "around_forward", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
     Patch("engine.step", "around_step", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
     Patch("layer", "after_forward", "hook", "first_batch.layers", "outputs by layer",
         when="verify_first_batch"),
+    Patch("layer", "before_forward", "hook", "first_batch.masks",
+        "models inside a module get no padding mask, on the copy of one process", when="verify_first_batch"),
     Patch("tensor", "in_backward", "hook", "first_batch.gradients",
         "what the training loop made of the loss and the logits", when="verify_first_batch"),
     Patch("engine.compile", "around_compile", "wrapped", "compile",

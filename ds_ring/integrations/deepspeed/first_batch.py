@@ -232,7 +232,8 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
                 return logits.tensor(), loss
         if isinstance(logits, Tensor):
             return logits, loss
-    items = output if isinstance(output, (tuple, list)) else ()
+    items = tuple(output.values()) if isinstance(output, Mapping) else output
+    items = items if isinstance(items, (tuple, list)) else ()
     tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         raise RingVerifyError(
@@ -313,6 +314,21 @@ def arguments_for(
     if getattr(alone.config, "_attn_implementation", None) == NAME:
         given[SHARDING] = single
     return given | {"use_cache": False}
+
+
+@contextmanager
+def without_masks(alone: nn.Module) -> Iterator[None]:
+    """Take padding masks from the models inside meanwhile, as a ring does: the module around them has one."""
+
+    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"attention_mask": None} if "attention_mask" in kwargs else kwargs
+
+    with ExitStack() as stack:
+        for part in alone.modules():
+            if part is not alone and _is_of_transformers(part):
+                hook = {"first_batch.masks": SimpleNamespace(before_forward=drop)}
+                stack.enter_context(DEEPSPEED.applied(hook, layer=part))
+        yield
 
 
 def on_device(value: Any, device: torch.device) -> Any:
@@ -476,6 +492,7 @@ class FirstBatch:
                 torch.enable_grad(),
                 torch.random.fork_rng(devices),
                 recording(alone) as layers,
+                without_masks(alone),
                 self._one_rank(part) as single,
             ):
                 given = arguments_for(alone, part.kwargs, single, divisor)
@@ -487,7 +504,9 @@ class FirstBatch:
                     total += float(loss.detach())
                 else:
                     logits.backward(part.gradients["logits"].to(logits) / divisor)
-            rows = Numbers(logits.detach().cpu(), layers={name: x.cpu() for name, x in layers.items()})
+            # Of a module that returns its loss alone there are no logits: each rank's is its part.
+            compared = part.logits if logits.shape == (1,) and loss is not None else logits.detach().cpu()
+            rows = Numbers(compared, layers={name: x.cpu() for name, x in layers.items()})
             found += compare_outputs(Numbers(part.logits, layers=part.layers), rows)
         if mean is not None and "loss" in parts[0].gradients:
             found.append(difference("loss", "", abs(mean - total) / max(abs(total), 1e-6)))
@@ -522,6 +541,11 @@ class FirstBatch:
                 value = gather_sequence(value, sharding.layout, mesh=mesh, dim=1)
             return value.cpu().contiguous()
 
+        # Of results of the whole sequence each rank has the gradient; they are averaged, not summed.
+        if not whole and (one.logits.ndim < 2 or one.logits.shape[1] != sharding.local_tokens):
+            one.gradients |= {
+                name: x * mesh.sequence_size for name, x in one.gradients.items() if name == "logits"
+            }
         args, results = tuple(take(value) for value in one.args), (take(one.logits), take(one.loss))
         taken = Forward(args, take(one.kwargs), one.attended, *results, take(one.layers), take(one.gradients))
         pieces: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

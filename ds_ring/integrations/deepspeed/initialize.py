@@ -145,11 +145,14 @@ def initialize(
     _sessions.add(session)
     with session.ending_on_error():
         first_batch = FirstBatch(model, session, trains) if ring_config.verify_first_batch else None
+        wrapper: Any = None
         attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
         if _has_part_of_transformers(model):
             with imports_of("a model of transformers", "transformers"):
                 from ds_ring.integrations.transformers.attention import attach
+                from ds_ring.integrations.transformers.wrappers import wrapped_model
             attached = list(attach(model, session))
+            wrapper = wrapped_model(model, session, attached)
         sizes = sizes_of(model) if ring_config.dynamic_ring else None
         if getattr(args, "deepspeed_config", None) is not None:
             args = copy.copy(args)
@@ -162,6 +165,8 @@ def initialize(
             config=deepspeed_config if trains else without_optimizer(deepspeed_config),
         )  # fmt: skip
         features = _features(engine, session, attached, trains)
+        if wrapper is not None:
+            features["wrapper"] = wrapper
         if first_batch is not None:
             first_batch.engine, features["first_batch"] = engine, first_batch
         DEEPSPEED.apply(features, session, engine=engine)

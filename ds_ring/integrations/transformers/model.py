@@ -130,6 +130,16 @@ TABLE = PatchTable(
             "calls the function before it; refuses a mean over local tokens and labels that are not shifted",
         ),
         Patch(
+            "model", "before_forward", "hook", "wrapper",
+            "cuts whole sequences, if the module around the model reads across tokens",
+            when="a module of one's own is around the model", options=("prepend",),
+        ),
+        Patch(
+            "model", "after_forward", "hook", "wrapper",
+            "gathers the outputs, if the module around the model reads across tokens",
+            when="a module of one's own is around the model", options=("always_call",),
+        ),
+        Patch(
             "model", "before_forward", "hook", "generation",
             "cuts the prompt, so that the other hooks get this rank's tokens", options=("prepend",),
         ),
