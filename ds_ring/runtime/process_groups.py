@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import inspect
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
+from ds_ring.health.whereabouts import names_of
 from ds_ring.limits import MOST_SECONDS
 from ds_ring.schedule.grid import Grid
 
@@ -91,10 +91,9 @@ def destroy_groups(groups: Iterable[ProcessGroup | None], only_local: bool = Fal
     With `only_local` those of NCCL, which all ranks destroy together, are left alone.
     """
     for group in {id(group): group for group in groups if group is not None}.values():
-        # The default group is gone, and all others with it; or somebody else has destroyed this one.
-        with suppress(ValueError, AssertionError):
-            if not only_local or "nccl" not in str(dist.get_backend_config(group)):
-                dist.destroy_process_group(group)
+        # Without a name it is gone: with the default group, or by somebody else.
+        if names_of([group]) and not (only_local and "nccl" in str(dist.get_backend_config(group))):
+            dist.destroy_process_group(group)
 
 
 def sequences_of(

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -244,3 +245,21 @@ def with_smaller_rings(rank: int, world_size: int) -> tuple[int, int]:
 def test_closing_a_mesh_destroys_the_groups_of_its_smaller_rings(rank_pool: Pool) -> None:
     for before, after in rank_pool(4).run(with_smaller_rings):
         assert before == after
+
+
+def after_another_world(rank: int, world_size: int, folder: str) -> bool:
+    """A mesh is dropped, and its world ends before the next one is made."""
+    group = RingMesh.from_world(world_size).ring_group
+    gc.collect()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world_size)
+    mesh = RingMesh.from_world(world_size)
+    kept = RingMesh.from_world(world_size)
+    dist.destroy_process_group()
+    mesh.close()
+    kept.close()
+    return group is not None
+
+
+def test_a_mesh_whose_world_has_ended_is_closed_all_the_same(tmp_path: Path) -> None:
+    assert all(run_ranks(after_another_world, 2, str(tmp_path)))
