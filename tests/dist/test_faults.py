@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.dist.campaign import Zygote, play
-from tests.dist.faults import KINDS, WHILE_STARTING
+from tests.dist.faults import KINDS, LATE, WHILE_STARTING
 
 pytestmark = pytest.mark.slow
 
@@ -81,4 +81,13 @@ def test_a_rank_that_fails_while_the_mesh_is_made_is_named(zygote: Zygote, kind:
 def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, stage: int) -> None:
     """gloo's RuntimeError named nobody."""
     verdict = play(zygote, kind, "outside", stage)
+    assert not verdict.wrong, verdict.wrong
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.day("sleep in the data set", "exit(0) before the step")
+def test_a_rank_that_is_late_or_leaves_outside_of_a_pass_is_named(zygote: Zygote, kind: str) -> None:
+    """The others waited for half an hour, for a key that no document named."""
+    verdict = play(zygote, kind, "late", 1)
     assert not verdict.wrong, verdict.wrong

@@ -51,7 +51,7 @@ OPTIONS = {
     "check_finite": "check_finite",
 }
 # What an option takes beside: an integer for the same float, and both ends of the sequence.
-ALSO = {"recompute_attention": {0, 1}, "stage_bytes": {False}}
+ALSO: dict[str, set[Any]] = {"recompute_attention": {0, 1}, "stage_bytes": {False}}
 
 
 def config_of(key: str, value: Any) -> RingConfig | None:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 import subprocess
+import threading
+from typing import Any
 from unittest import mock
 
 import pytest
 from torch.distributed import HashStore
 
-from ds_ring.errors import RingConfigError, RingPeerError
-from ds_ring.health.joining import START, Arrival, PeerLost, leave_on_error, presence
+from ds_ring.errors import RingConfigError, RingMeshError, RingPeerError
+from ds_ring.health import joining
+from ds_ring.health.joining import (
+    START,
+    Arrival,
+    MonitorAddress,
+    PeerLost,
+    Rendezvous,
+    join,
+    leave_on_error,
+    presence,
+    wait_for_ranks,
+)
+from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch
+from ds_ring.limits import Limit
 
 
 def test_a_process_id_counts_on_its_host_and_in_its_namespace_alone() -> None:
@@ -45,3 +62,111 @@ def test_only_a_failure_of_its_own_is_told_to_the_others_at_the_start(
     with pytest.raises(type(error)), leave_on_error(watch):
         raise error
     assert (watch.noticed, watch.failed.call_count, watch.leave.call_count) == (noticed, failed, left)
+
+
+@pytest.fixture
+def no_linger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "LINGER_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_a_rank_that_does_not_come_is_warned_of_and_then_named_with_the_key(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arrival = Arrival(HashStore(), "late", 0, 3, Limit(0.4, "start_timeout_seconds"), None)
+    arrival.announce()
+    late = r"did not come to where ds_ring starts within 0.4 s \(start_timeout_seconds\)"
+    with caplog.at_level(logging.WARNING), pytest.raises(PeerLost, match=late) as raised:
+        arrival.wait_for_all()
+    assert raised.value.fault.rank == 1
+    (warning,) = [one.getMessage() for one in caplog.records]
+    assert warning.startswith("the ranks 1, 2 are late: the others have waited 0.")
+    assert warning.endswith("they count as failed after 0.4 s (start_timeout_seconds)")
+
+
+class LostStore:
+    """The store of a host that is gone."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("Connection reset by peer\nat 7")
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_a_store_that_is_lost_is_the_fault_of_its_host(caplog: pytest.LogCaptureFixture) -> None:
+    store: Any = HashStore()
+    arrival = Arrival(store, "lost", 1, 2, START, None)
+    arrival.announce()
+    arrival.store = LostStore()  # type: ignore[assignment]
+    with pytest.raises(PeerLost, match=r"the process group's store is lost, .* Connection reset by peer$"):
+        arrival.wait_for_all()
+    late = Arrival(store, "lost", 1, 2, Limit(0.01, "key"), None)
+    late.store = LostStore()  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING), pytest.raises(PeerLost):
+        raise late._tell(Fault(0, "gone"))
+    assert "other ranks cannot be told" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("own", "published", "message"),
+    [
+        (
+            "y" * 32,
+            "x" * 32,
+            "expected every rank to get one from its launcher, or none, got none on rank 0",
+        ),
+        (None, None, "got one on rank 0 and none on rank 1"),
+        ("y" * 32, None, r"cannot be reached at port \d+: .* refused"),
+    ],
+    ids=["here alone", "on rank 0 alone", "nobody listens"],
+)
+def test_a_monitor_that_cannot_be_spoken_to_is_refused(
+    own: str | None, published: str | None, message: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    store: Any = HashStore()
+    store.set("ds_ring/watch/1/monitor", json.dumps(MonitorAddress(port, ["127.0.0.1"], published, 10.0)))
+    with pytest.raises(RingMeshError, match=message):
+        join(store, 1, 2, 10.0, secret=own)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_ranks_meet_before_the_process_group_is_made() -> None:
+    port, found = free_port(), dict[int, Any]()
+
+    def come(rank: int) -> None:
+        found[rank] = wait_for_ranks(Rendezvous(rank, 2, "127.0.0.1", port, rank == 0, "0"), START)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert None not in found.values() and len(found) == 2
+
+
+@pytest.mark.usefixtures("no_linger")
+def test_a_rank_that_does_not_come_before_the_process_group_is_named() -> None:
+    limit = Limit(0.5, "start_timeout_seconds")
+    alone = Rendezvous(0, 2, "127.0.0.1", free_port(), True, "0")
+    with pytest.raises(RingPeerError, match=r"within 0.5 s \(start_timeout_seconds\)") as raised:
+        wait_for_ranks(alone, limit)
+    assert raised.value.peer == 1
+
+
+def test_a_store_that_does_not_answer_is_the_fault_of_rank_0(caplog: pytest.LogCaptureFixture) -> None:
+    nobody = Rendezvous(1, 2, "127.0.0.1", free_port(), False, "0")
+    answer = r"its store did not answer within 2 s \(start_timeout_seconds\)"
+    with caplog.at_level(logging.WARNING), pytest.raises(RingPeerError, match=answer) as raised:
+        wait_for_ranks(nobody, Limit(2.0, "start_timeout_seconds"))
+    assert raised.value.peer == 0 and "rank 0 is late" in caplog.text
+
+
+def test_a_port_that_is_taken_is_left_for_torch_to_say() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert wait_for_ranks(Rendezvous(0, 2, "127.0.0.1", port, True, "0"), Limit(2.0, "key")) is None

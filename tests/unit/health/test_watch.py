@@ -138,7 +138,7 @@ def test_a_guarded_call_that_takes_too_long_names_the_limit(monitor: Monitor) ->
         monitor.say(kind="fault", rank=0, cause=monitor.kinds("accuse")[0]["cause"])
 
     threading.Thread(target=verdict, daemon=True).start()
-    with pytest.raises(watch_module.RingPeerError, match=r"did not come to a call within 0.5 s \(a_key\)"):
+    with pytest.raises(RingPeerError, match=r"did not come to a call within 0.5 s \(a_key\)"):
         call_guarded(wake.wait, watch, Grid(2, 2), "a call", 1, Limit(0.5, "a_key"))
     assert monitor.kinds("wait")[0]["limit"] == 0.5
     wake.set()

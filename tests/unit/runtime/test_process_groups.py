@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_ring.errors import RingMeshError
 from ds_ring.runtime import process_groups
 from ds_ring.schedule.grid import Grid
 
@@ -88,6 +89,20 @@ def test_torch_makes_no_barrier_for_a_group(monkeypatch: pytest.MonkeyPatch, tmp
     finally:
         dist.destroy_process_group()
     assert len(barriers) == before
+
+
+def test_groups_out_of_order_are_refused_where_torch_would_sort_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Releases of torch before 2.13 have no `sort_ranks`."""
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout=None, backend=None: None)
+    monkeypatch.setattr(dist, "get_backend", lambda: "fake")
+    with pytest.raises(RingMeshError, match=r"expected groups in the order of the world .*, got \[3, 1\]"):
+        process_groups.make_groups(Grid.of_groups(4, [[3, 1], [2, 0]], 1), TIMEOUT)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, True, "10", None, float("nan"), float("inf"), 2e8, 10**400])
+def test_what_is_no_number_of_seconds_is_refused(seconds: object) -> None:
+    with pytest.raises(RingMeshError, match="timeout_s: expected seconds above 0, at most 1e"):
+        process_groups.check_seconds(seconds, "timeout_s")
 
 
 def _fake_store() -> Any:

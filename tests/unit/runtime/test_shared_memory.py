@@ -64,7 +64,7 @@ def test_a_message_that_does_not_lie_where_its_receiver_reads_is_refused() -> No
     mesh = RingMesh(Grid(2, 2), 0)
     exchange = PullExchange(mesh)
     tokens = TokenRange(0, np.array([[0, 4]]), slice(0, 1))
-    message = Message(storage[64:128], 1, "K", tokens=tokens)
+    message = Message(storage[64:128], 1, "Q", tokens=tokens)
     exchange._device = CPU
     mesh.shared_buffers[CPU] = SimpleNamespace(shared=SimpleNamespace(storage=storage.untyped_storage()))
     exchange._messages = {_key(0, 1, message): 64}

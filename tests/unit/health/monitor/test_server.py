@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -19,8 +20,8 @@ import pytest
 from ds_ring.errors import RingMeshError
 from ds_ring.health.joining import start_monitor
 from ds_ring.health.monitor import failure_detector
-from ds_ring.health.monitor.handshake import authenticate
-from ds_ring.health.monitor.server import EMPTY_S
+from ds_ring.health.monitor.handshake import MonitorHandshake, authenticate
+from ds_ring.health.monitor.server import ASKED_S, EMPTY_S, Client, Server, listen_at
 from tests.dist.light_ranks import LightRanks, verdict_seconds
 
 pytestmark = pytest.mark.alone
@@ -137,3 +138,90 @@ def test_a_verdict_over_1024_ranks_takes_less_than_a_second(how: str) -> None:
 def test_an_address_that_is_not_here_is_said_at_the_start() -> None:
     with pytest.raises(RingMeshError, match="did not start"):
         start_monitor("203.0.113.1", 2, 5.0, "x" * 32)
+
+
+def test_a_line_that_is_too_long_is_no_message_of_a_rank() -> None:
+    detector = failure_detector.FailureDetector(2, 10.0)
+    detector.join(0, 0.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = Server([], detector, b"secret", 1)
+        client = Client(ours, "here", 0.0, MonitorHandshake(b"secret", 2))
+        client.handshake.rank, client.handshake.done = 0, True
+        server.ranks[0] = client
+        server._take(client, b"x" * (server.line_bytes + 1))
+    assert detector.fault is not None and f"a line of {server.line_bytes + 1} bytes" in detector.fault.cause
+
+
+def test_a_host_whose_ports_are_all_taken_on_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = socket.create_server
+
+    def taken(address: tuple[str, int], **options: Any) -> socket.socket:
+        if address[1]:
+            raise OSError("address in use")
+        return make(("127.0.0.1", 0))
+
+    monkeypatch.setattr(socket, "create_server", taken)
+    with pytest.raises(
+        OSError, match=r"a port that is free at 127\.0\.0\.2 and 127\.0\.0\.1, got none in 20"
+    ):
+        listen_at("127.0.0.2")
+
+
+class Rank(NamedTuple):
+    """A rank that a server knows, and the other end of its connection."""
+
+    client: Client
+    end: socket.socket
+
+    def heard(self) -> list[dict[str, Any]]:
+        self.end.setblocking(False)
+        try:
+            data = self.end.recv(65536)
+        except BlockingIOError:
+            return []
+        return [json.loads(line) for line in data.splitlines()]
+
+
+def test_a_late_rank_is_asked_where_it_is_and_one_other_rank_is_told() -> None:
+    detector = failure_detector.FailureDetector(3, 100.0)
+    server, ranks = Server([], detector, b"secret", 1), []
+    for rank in range(3):
+        detector.join(rank, 0.0)
+        ours, theirs = socket.socketpair()
+        client = Client(ours, "here", 0.0, MonitorHandshake(b"secret", 3))
+        client.handshake.rank, client.handshake.done = rank, True
+        server.selector.register(ours, 1, client)
+        server.ranks[rank] = client
+        ranks.append(Rank(client, theirs))
+    others = {"on": [[2, 2]], "place": [1, 1], "what": "call 1", "limit": 10.0, "key": "a_key"}
+    detector.hear(1, {"kind": "wait", **others}, 0.0)
+    server._look(0.5)
+    assert [one.heard() for one in ranks] == [[], [], []]
+    server._look(1.1)
+    assert [one.heard() for one in ranks] == [[], [], [{"kind": "where"}]]
+    detector.hear(2, {"kind": "at", "text": "load (train.py:3)"}, 1.2)
+    server._look(1.2)
+    (told,) = ranks[0].heard()
+    assert ranks[2].heard() == [told] and ranks[1].heard() == []
+    assert told["kind"] == "late" and told["rank"] == 2 and told["at"] == "load (train.py:3)"
+    server._look(3.0)
+    assert ranks[0].heard() == [], "it is said once"
+    detector.hear(1, {"kind": "go"}, 3.1)
+    server._look(3.2)
+    (told,) = ranks[0].heard()
+    assert told["kind"] == "on time" and told["rank"] == 2
+
+
+def test_a_late_rank_that_does_not_answer_is_named_without_its_place() -> None:
+    detector = failure_detector.FailureDetector(2, 100.0)
+    server = Server([], detector, b"secret", 1)
+    for rank in range(2):
+        detector.join(rank, 0.0)
+    message = {"kind": "wait", "on": [[1, 1]], "place": [1, 1], "what": "call 1", "limit": 1.0, "key": "k"}
+    detector.hear(0, message, 0.0)
+    for now in (0.2, 0.9):
+        server._look(now)
+    assert server.late[1].reporter is None
+    server._look(1.2 + ASKED_S)
+    assert server.late[1].reporter is not None
