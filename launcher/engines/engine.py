@@ -7,6 +7,7 @@ runs in each rank (mpirun.py, slurm.py) import what takes time inside functions.
 from __future__ import annotations
 
 import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ NUMBERS_OF_RANKS = (
 )  # fmt: skip
 
 
-class Engine:
+class Engine(ABC):
     """Start the ranks of a job. The defaults are those of a program that starts the ranks of one host.
 
     Attributes:
@@ -46,9 +47,9 @@ class Engine:
     starts_all_hosts = False
     has_daemons = False
 
+    @abstractmethod
     def invocation(self, job: Job) -> Invocation:
         """Return the call that starts the job: on the host `job.node_rank`, or on all hosts."""
-        raise NotImplementedError
 
     def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
         """Return the command line that runs a module on a host, and advice where its program is missing."""

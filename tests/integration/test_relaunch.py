@@ -150,13 +150,13 @@ exec env -i "${{kept[@]}}" bash -c "$*"
 """
 
 
-def by_ssh(place: Workplace) -> tuple[str, dict[str, str]]:
+def by_ssh(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, str]]:
     programs = place.folder / "programs"
     programs.mkdir()
     (programs / "ssh").write_text(FAKE_SSH.format(folder=place.folder))
     (programs / "ssh").chmod(stat.S_IRWXU)
     hosts = "hosts: [{name: node-0, slots: 1}, {name: node-1, slots: 1}]\nmaster_address: 127.0.0.1\n"
-    return f"engine: torchrun\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace) -> None:  # noqa: F811
@@ -175,6 +175,34 @@ def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace) -> None
     assert (start["event"], start["hosts"], start["sequence_parallel_size"]) == ("start", {"node-0": 1}, 1)
     assert (workplace.folder / "rank-1-of-2.json").read_text() == "2"
     assert (workplace.folder / "rank-0-of-1.json").read_text() == "1"
+
+
+@pytest.mark.needs("mpirun")
+def test_a_ring_below_the_smallest_is_not_taken(workplace: Workplace) -> None:  # noqa: F811
+    yaml, caller = by_ssh(workplace, "mpirun")
+    (workplace.folder / "armed").touch()
+    policy = RUN.replace(
+        "backoff_seconds: 0.1", "backoff_seconds: 0.1, smallest_ring_size: 2, max_attempts: 2"
+    )
+    path = workplace.write(yaml + policy, COUNT)
+    status, output = workplace.finish(
+        workplace.start([*DS_RING, str(path), "--", "--fault", "gone"], **caller)
+    )
+    assert status == HOSTS_MISSING, output
+    assert "relaunch: expected a ring of at least 2 ranks (smallest_ring_size) on 1 slots" in output, output
+
+
+@pytest.mark.needs("mpirun")
+def test_a_host_that_takes_no_environment_is_named(workplace: Workplace) -> None:  # noqa: F811
+    yaml, caller = by_ssh(workplace, "mpirun")
+    ssh = workplace.folder / "programs/ssh"
+    refusal = '[[ "$*" == *environment_file* && "$*" == *node-1* ]] && exit 255\n'
+    ssh.write_text(ssh.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{refusal}"))
+    status, output = workplace.finish(
+        workplace.start([*DS_RING, str(workplace.write(yaml + RUN, COUNT))], **caller)
+    )
+    assert status == HOSTS_MISSING, output
+    assert "to take the ranks' environment by ssh, got node-1: ssh ended with status 255" in output, output
 
 
 def test_a_host_that_never_came_is_named(workplace: Workplace) -> None:  # noqa: F811

@@ -299,6 +299,14 @@ def test_chosen_ports_are_free_and_differ() -> None:
     assert all(checks.is_free(port) and 20000 <= port < 29500 for port in chosen)
 
 
+def test_a_machine_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "is_free", lambda port: False)
+    with pytest.raises(
+        RingConfigError, match="expected a free port from 20000 to 29500, got none in 200 tries"
+    ):
+        checks.choose_free_port()
+
+
 def test_missing_program_is_named() -> None:
     with pytest.raises(RingConfigError, match="expected the program pdsh on PATH, got none; install it"):
         checks.require_program("pdsh", "/nowhere", "install it")

@@ -15,6 +15,7 @@ from filelock import FileLock
 
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher.run import run_lock
+from ds_ring_launcher.run.run_folder import RunFolder
 from ds_ring_launcher.run.run_lock import RunInUseError, run_held
 from ds_ring_launcher.run.run_records import LauncherRecord, read_record
 from tests.machine import make_read_only, small_disk
@@ -149,3 +150,5 @@ def test_a_disk_that_is_read_only_or_full_is_refused(tmp_path: Path) -> None:
             pass
         with pytest.raises(RingConfigError, match="got Read-only file system"), run_held(tmp_path / "other"):
             pass
+        with pytest.raises(RingConfigError, match="got Read-only file system"):
+            RunFolder(tmp_path / "run").start_attempt()

@@ -1,0 +1,30 @@
+"""Ranks of this machine that do not end well: by the deadline, without a word, or with their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from ds_ring_launcher.run.local_ranks import RanksError, _ended_by_signal, run_ranks
+
+
+def leave_without_a_word() -> None:
+    os._exit(3)
+
+
+def test_a_deadline_ends_all_ranks() -> None:
+    with pytest.raises(RanksError, match=r"to end within 0.01 s, got 2 still at work; they were ended"):
+        run_ranks(leave_without_a_word, 2, (), threads=1, deadline_s=0.01)
+
+
+def test_a_rank_that_leaves_without_a_word_is_named_with_its_status() -> None:
+    with pytest.raises(RanksError, match="expected all ranks to end with 0, got rank 0 with 3"):
+        run_ranks(leave_without_a_word, 1, (), threads=1, deadline_s=120)
+
+
+def test_sigterm_ends_what_waits_for_ranks() -> None:
+    with pytest.raises(SystemExit) as ended, _ended_by_signal():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
