@@ -234,10 +234,6 @@ def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folde
     for name, value in (("--link-mbit", options.link_mbit), ("--timeout", options.timeout)):
         if not 0 < value < float("inf"):
             raise RingConfigError(f"{name}: expected a number above 0, got {value:g}")
-    if options.chunk_bytes is not None and options.chunk_bytes < 1:
-        raise RingConfigError(
-            f"chunk_bytes: expected a positive number of bytes, got {options.chunk_bytes}; 1: head by head"
-        )
     job.check(sizes)
     if not options.no_pictures:
         new_figure(1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -56,7 +57,7 @@ def test_the_srun_script(workplace: Workplace, nodes: int, slots: int) -> None: 
     tasks = script.split("<<'EOF'\n")[1].split("EOF")[0].split()
     assert tasks == [f"node-{n}" for n in range(nodes) for _ in range(slots)]
     assert f"mkdir -p {workplace.folder}/run/attempt-1\n" in script
-    assert "-m ds_ring_launcher.run.rank" in script
+    assert "launcher/run/rank_script.py" in script
     assert "my-token" not in script and "export MASTER_ADDR=node-0" in script
 
 
@@ -170,3 +171,18 @@ def test_ranks_of_a_node(counts: str, node: int, expected: str | None) -> None:
     around = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     found = environment_of(around | {"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)})
     assert found.get("LOCAL_SIZE") == expected
+
+
+def test_names_of_any_letters_are_one_word_of_the_sbatch_script(workplace: Workplace) -> None:  # noqa: F811
+    text = f'engine: slurm\n{hosts(2, 1)}run_folder: "it\'s a run # of 100%"\n'
+    path = workplace.write(text)
+    odd = path.with_name("a 'cluster'; true.yaml")
+    odd.write_text(path.read_text().replace("train.py", "'my train #1.py'"))
+    (workplace.folder / "my train #1.py").touch()
+    status, script = workplace.launch(odd, "--sbatch", "--", "--text", "it's")
+    assert status == 0, script
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert "#SBATCH --job-name=my_train__1\n" in script
+    assert f'#SBATCH --output="{workplace.folder}/it\'s a run # of 100%%/slurm-%j.log"\n' in script
+    command = next(line for line in script.splitlines() if "ds_ring_launcher.cli" in line)
+    assert shlex.split(command)[-5:] == [str(odd), "--", "--text", "it's", "&"]

@@ -1,0 +1,89 @@
+"""Refusals of commands that no probe of tests/cli_probes.py meets: of options together, of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_ring_launcher import cli
+from ds_ring_launcher.cluster import cluster
+from ds_ring_launcher.commands import parsers
+from ds_ring_launcher.run.run_folder import RunFolder
+from tests.unit.test_launcher import LOCAL, folder  # noqa: F401  a fixture
+
+SIZES = ["--tokens", "64", "--heads", "2", "--head-dim", "8"]
+TUNE = ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2"]
+PATTERN = '{"causal": true}'
+REFUSED = {
+    "sbatch of another engine": (["launch", "cluster.yaml", "--sbatch"], "--sbatch: expected engine: slurm"),
+    "no model": (
+        ["check-model"],
+        "model: expected a configuration, a model type or --all, and one of them only",
+    ),
+    "a model and all": (["check-model", "llama", "--all"], "one of them only"),
+    "no jobs": (["check-model", "--all", "--jobs", "0"], "--jobs: expected 1 to 64, got 0"),
+    "a model that is none": (["check-model", "nosuchmodel"], "expected"),
+    "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
+    "a ring that does not divide": (
+        ["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
+        "--ring-size: expected a divisor of --world-size 4, got 3",
+    ),
+    "pattern and config": (
+        ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", PATTERN, "--config", "ds.json"],
+        "simulate: expected --pattern or --config, got both",
+    ),
+    "documents": (
+        ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
+        'expected a pattern without "documents"',
+    ),
+    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device cuda: expected a GPU for each of 2 processes"),
+    "a demo below a file": (
+        ["demo", "--steps", "1", "--output", "train.py/out"],
+        "--output: expected a folder that can be written, got train.py/out",
+    ),
+    "a page that is a folder": (["status", "run", "--page"], "--page: expected to write status.html in run"),
+    "a number of 31 digits": (
+        ["launch", "long.yaml"],
+        "expected a number of at most 30 digits, got a longer one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("argv", "words"), REFUSED.values(), ids=REFUSED)
+def test_it_is_refused(
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "cluster.yaml").write_text(LOCAL)
+    (folder / "long.yaml").write_text(LOCAL + f"environment: {{A: {10**30}}}\n")
+    run = RunFolder(folder / "run")
+    run.start_attempt()
+    (run.path / "status.html").mkdir()
+    assert cli.main(argv) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.startswith("ds-ring: error: ") and words in said
+
+
+def test_packages_that_are_not_installed_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parsers, "find_spec", lambda name: None)
+    assert cli.main(["demo"]) == 2
+    assert "demo: expected transformers and matplotlib, got no transformers and no matplotlib" in (
+        capsys.readouterr().err
+    )
+
+
+def test_an_error_that_is_not_of_the_output_is_not_hidden() -> None:
+    with pytest.raises(FileNotFoundError):
+        cli._cannot_print(FileNotFoundError(2, "No such file or directory"))
+
+
+def test_half_of_a_character_is_refused_where_yaml_lets_it_through() -> None:
+    with pytest.raises(ValueError, match="expected text in UTF-8, got half of a character"):
+        cluster._text("\ud800")
