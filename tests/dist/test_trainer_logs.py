@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_ring.integrations.deepspeed.loader import padded
 from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.trainer_logs import Logs, check_logs, configs, start_trainers
 
@@ -139,6 +140,11 @@ def logs_of(case: str, config: str, settings: dict[str, Any]) -> Logs:
     elif case == "label smoothing":
         settings["label_smoothing_factor"] = 0.1
     samples, held_out = text.samples(8, 60), text.samples(3, 50)
+    if settings.pop("random", False):
+        own["data_collator"] = draw_labels
+    if settings.get("train_sampling_strategy") == "batch_rebalance":
+        samples = [{name: x[: 60 - 7 * row] for name, x in one.items()} for row, one in enumerate(samples)]
+        own["data_collator"] = padded
     if settings.pop("iterable", False):
         samples, held_out = Stream(samples), Stream(held_out)
     arguments = {
@@ -165,6 +171,13 @@ def size_of(found: Any) -> float:
     return 0.0 if found is None else float(torch.as_tensor(found).abs().double().sum())
 
 
+def draw_labels(samples: list[Any]) -> dict[str, Tensor]:
+    """A random collator: which tokens have a label is drawn."""
+    batch = padded(samples)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)
+    return batch
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -189,6 +202,23 @@ def test_losses_of_ones_own_are_evaluated_as_on_one_process(rank_pool: Any, tmp_
     compare(rank_pool, tmp_path, list(OWN_LOSSES), 2)
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},
+    "group_by_length": {"train_sampling_strategy": "group_by_length"},
+    "random collator": {"random": True},
+    "random collator in workers": {"random": True, "dataloader_num_workers": 2},
+    "averaged": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    "metrics by batch": {"eval_accumulation_steps": 1, "eval_do_concat_batches": False},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.day("batch_rebalance", "random collator")
+def test_options_of_trainer_are_those_of_one_process(rank_pool: Any, tmp_path: Path, option: str) -> None:
+    compare(rank_pool, tmp_path, ["ModelOutput"], 2, **OPTIONS[option])
+
+
 @pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.day("2")
 def test_streams_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path, ring: int) -> None:
     compare(rank_pool, tmp_path, ["ModelOutput"], ring, iterable=True)

@@ -111,12 +111,12 @@ def test_replicas_of_a_ring_see_other_samples(rank_pool: Any, tmp_path: Path, sc
     check_logs(got, expected)
 
 
-def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str) -> list[int]:
+def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str, seedable: bool) -> list[int]:
     import ds_ring
 
     start_deepspeed()
     ds_ring.enable()
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
     from accelerate.parallelism_config import ParallelismConfig
     from accelerate.state import AcceleratorState
 
@@ -127,7 +127,8 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str) -> list[int
         config = {key: value for key, value in config.items() if key not in RING_KEYS}
         parallel = ParallelismConfig(**{f"{axis}_size": 2, f"{axis}_backend": "ds_ring"})
     plugin = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallel)
+    seeds = DataLoaderConfiguration(use_seedable_sampler=seedable)
+    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=parallel, dataloader_config=seeds)
     data = torch.utils.data.DataLoader(list(range(12)), batch_size=3, shuffle=True)
     loader = accelerator.prepare_data_loader(data)
     assert (accelerator.num_processes, accelerator.process_index) == (world_size // 2, rank // 2)
@@ -143,10 +144,15 @@ def ids_of_a_shuffling_loader(rank: int, world_size: int, axis: str) -> list[int
     return mine
 
 
-@pytest.mark.parametrize(("world", "axis"), [(2, ""), (4, ""), (4, "sp"), (2, "cp")])
-def test_ranks_of_a_ring_shuffle_alike_without_a_seed(rank_pool: Any, world: int, axis: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "axis", "seedable"),
+    [(2, "", False), (4, "", False), (4, "sp", False), (2, "cp", True), (4, "", True)],
+)
+def test_ranks_of_a_ring_shuffle_alike_without_a_seed(
+    rank_pool: Any, world: int, axis: str, seedable: bool
+) -> None:
     pytest.importorskip("accelerate")
-    by_rank = rank_pool(world).run(ids_of_a_shuffling_loader, axis)
+    by_rank = rank_pool(world).run(ids_of_a_shuffling_loader, axis, seedable)
     assert all(by_rank[rank] == by_rank[rank - 1] for rank in range(1, world, 2))
     assert sorted(by_rank[0] + (by_rank[2] if world == 4 else [])) == list(range(12))
 

@@ -14,7 +14,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import DataLoaderShard, IterableDatasetShard, get_sampler
+from accelerate.data_loader import (
+    DataLoaderShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    get_sampler,
+)
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import broadcast_object_list, find_batch_size, recursively_apply
@@ -164,12 +169,17 @@ class _OnARing(Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader that gives all ranks of a sequence the same samples."""
         sampler = get_sampler(data_loader)
-        if self.num_processes == 1 and isinstance(sampler, RandomSampler) and sampler.generator is None:
+        draws = isinstance(sampler, RandomSampler) and not self.use_seedable_sampler
+        if self.num_processes == 1 and draws and sampler.generator is None:
             # With more replicas accelerate keeps their orders equal; one replica has several ranks here.
             seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
             order = SimpleNamespace(in_loader=torch.Generator().manual_seed(seed[0]))
             ACCELERATE.apply({"one order": order}, sampler=sampler)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        sampler = get_sampler(prepared)
+        if isinstance(sampler, SeedableRandomSampler):  # its seed is what this rank's generator began with
+            seed = SimpleNamespace(in_loader=broadcast_object_list([sampler.initial_seed])[0])
+            ACCELERATE.apply({"one order.seed": seed}, sampler=sampler)
         if isinstance(prepared, DataLoaderShard) and isinstance(prepared.dataset, IterableDataset):
             _count_last_batch(prepared)
         return prepared

@@ -62,6 +62,10 @@ ACCELERATE = PatchTable(
             "one order on all ranks", when="it has none and there is one replica",
         ),
         Patch(
+            "sampler.initial_seed", "in_loader", "set", "one order.seed",
+            "one order on all ranks", when="accelerate seeds the sampler by itself",
+        ),
+        Patch(
             "loader.base_dataloader", "in_loader", "set", "last batch",
             "counts the samples of its last batch, as accelerate's dispatcher does",
             when="the data set is iterable",
@@ -89,7 +93,7 @@ ACCELERATE = PatchTable(
         "parallel": "accelerate.parallelism_config.ParallelismConfig",
         "loader": "accelerate.data_loader.DataLoaderShard",
         "shard": "accelerate.data_loader.IterableDatasetShard",
-        "sampler": "torch.utils.data.RandomSampler",
+        "sampler": "accelerate.data_loader.SeedableRandomSampler",
         "scheduler": "accelerate.scheduler.AcceleratedScheduler",
     },
 )  # fmt: skip
@@ -137,6 +141,15 @@ TRAINER = PatchTable(
                 "counts the steps of an evaluation by processes", when="transformers.trainer is imported",
             )
             for method in ("evaluate", "predict")
+        ),
+        Patch(
+            "transformers.trainer.Trainer._get_dataloader", "at_enable", "wrapped", "loaders",
+            "ranks of a sequence read the samples of one replica (batch_rebalance); their workers draw alike",
+            when="transformers.trainer is imported",
+        ),
+        Patch(
+            "arguments.__class__", "around_call", "set", "loaders.arguments",
+            "world_size and process_index count data replicas; taken back when the loader is made",
         ),
         Patch(
             "transformers.trainer.speed_metrics", "around_call", "wrapped", "evaluation steps.speeds",

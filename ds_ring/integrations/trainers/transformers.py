@@ -106,7 +106,7 @@ def enable_trainer() -> None:
 
     features = {
         "batch size": batch_size, "only the loss": _reading_the_loss, "flops": _of_each_replica,
-        "evaluation steps": _counting_steps,
+        "evaluation steps": _counting_steps, "loaders": _with_loaders_of_replicas,
     }  # fmt: skip
     TRAINER.apply({name: SimpleNamespace(at_enable=part) for name, part in features.items()})
 
@@ -116,6 +116,18 @@ def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
     share = trainer.current_flos / trainer.accelerator.sequence_ranks
     TRAINER.apply({"flops.share": SimpleNamespace(around_call=share)}, trainer=trainer)
     store(trainer)
+
+
+def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a loader whose sampler and workers' seeds are those of this rank's replica."""
+    replicas, kind = trainer.accelerator, type(trainer.args)
+    counts = {
+        "world_size": property(lambda _: replicas.num_processes),
+        "process_index": property(lambda _: replicas.process_index),
+    }
+    counting = {"loaders.arguments": SimpleNamespace(around_call=type(kind.__name__, (kind,), counts))}
+    with TRAINER.applied(counting, arguments=trainer.args):
+        return make(trainer, *args, **kwargs)
 
 
 def _counting_steps(evaluate: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
