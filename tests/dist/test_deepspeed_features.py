@@ -70,7 +70,15 @@ def mixture_of_deepspeed(model: torch.nn.Module) -> None:
     torch.nn.Module.__init__(model.model.layers[0].mlp)
 
 
+def prompt_tuned(model: torch.nn.Module) -> None:
+    """A part that is one; such a model is not asked for its hooks, since it is refused by its class."""
+    peft = pytest.importorskip("peft")
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model.tuned = peft.get_peft_model(build_model(SIZE, "sdpa"), prompts)
+
+
 MODELS = {
+    "peft's virtual tokens": (prompt_tuned, "got a PeftModelForCausalLM with PromptTuningConfig.*use LoRA"),
     "AutoTP's layers": (sharded_by_autotp, "got a TensorParallel_Layer of deepspeed.module_inject.layers"),
     "DeepSpeed's MoE": (mixture_of_deepspeed, "got a MoE of deepspeed.moe.layer"),
 }

@@ -17,19 +17,19 @@ SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
 
 # From the inside out.
 METHODS = {
-    "forward": ["RingUse", "FirstBatch", "name_culprit"],
-    "backward": ["name_culprit"],
+    "forward": ["RingUse", "FirstBatch", "in_engine"],
+    "backward": ["in_engine"],
     "_backward_prologue": ["around_backward"],
-    "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "name_culprit"],
-    "save_checkpoint": ["save_checkpoint", "Settled", "name_culprit"],
-    "load_checkpoint": ["load_checkpoint", "name_culprit"],
+    "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "in_engine"],
+    "save_checkpoint": ["save_checkpoint", "Settled", "in_engine"],
+    "load_checkpoint": ["load_checkpoint", "in_engine"],
     "compile": ["_compile"],
-    "save_16bit_model": ["Settled", "name_culprit"],
-    "save_fp16_model": ["Settled", "name_culprit"],
-    "module_state_dict": ["Settled", "name_culprit"],
-    "allreduce_gradients": ["name_culprit"],
-    "load_module_state_dict": ["name_culprit"],
-    "destroy": ["_destroy", "name_culprit"],
+    "save_16bit_model": ["Settled", "in_engine"],
+    "save_fp16_model": ["Settled", "in_engine"],
+    "module_state_dict": ["Settled", "in_engine"],
+    "allreduce_gradients": ["in_engine"],
+    "load_module_state_dict": ["in_engine"],
+    "destroy": ["_destroy", "in_engine"],
 }
 # In the order in which torch calls them.
 BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,31 @@ def two_engines(rank: int, world_size: int, ending: str, whole: bool) -> dict[st
     states.append(state_of(model))
     left = [(was, one) for state in states for was, one in zip(states[0], state, strict=True) if was != one]
     return {"losses": losses, "left": str(left), "told": told}
+
+
+def pickled(rank: int, world_size: int) -> list[str]:
+    """What each way of pickling a module on a ring raises."""
+    start_deepspeed()
+    import ds_ring
+
+    model, found = build_model(SIZE, "sdpa"), []
+    wrapper = nn.Sequential(model)
+    engine = ds_ring.initialize(model=wrapper, config=json_config(world_size, SIZE.samples, 0))[0]
+    for module in (engine, engine.module, model):
+        for call in (lambda x: torch.save(x, io.BytesIO()), pickle.dumps, copy.deepcopy):
+            with pytest.raises(ds_ring.RingConfigError) as error:
+                call(module)
+            found.append(str(error.value))
+    assert copy.deepcopy(model.state_dict()).keys() == model.state_dict().keys()
+    engine.destroy()
+    assert type(copy.deepcopy(model)) is type(model)
+    return found
+
+
+def test_a_module_with_hooks_of_a_ring_is_not_pickled(rank_pool: Any) -> None:
+    for found in rank_pool(2).run(pickled):
+        assert len(found) == 9
+        assert all("expected its state_dict to be saved, got the module itself" in text for text in found)
 
 
 def losses_alone() -> list[float]:

@@ -96,6 +96,10 @@ _ROWS = (
         "each rank reads its tokens", when="training_data is given"),
     Patch("sampler.generator", "in_loader", "set", "one_order", "all ranks draw one order",
         when="the batch sampler of a given DataLoader has none"),
+    Patch("engine.__reduce_ex__", "around_save", "replaced", "pickled",
+        "hooks of a ring cannot be pickled or copied: raises a typed error"),
+    Patch("module.__reduce_ex__", "around_save", "replaced", "pickled",
+        "hooks of a ring cannot be pickled or copied: raises a typed error"),
     # A Trainer evaluates the module without the engine; the outer of two calls does the work.
     Patch("module", "before_forward", "hook", "whole_batches", _WHOLE, when="ds_ring.enable()",
         options=("prepend",)),

@@ -42,6 +42,7 @@ from ds_ring.integrations.deepspeed.refusals import (
     only_evaluates,
     refuse_direct_backward,
     refuse_features,
+    refuse_to_pickle,
     without_optimizer,
 )
 from ds_ring.integrations.deepspeed.run_report import (
@@ -170,6 +171,8 @@ def initialize(
         if first_batch is not None:
             first_batch.engine, features["first_batch"] = engine, first_batch
         DEEPSPEED.apply(features, session, engine=engine)
+        for module in {engine.module, *(one.model for one in attached)}:
+            DEEPSPEED.apply({"pickled": features["pickled"]}, session, module=module)
         if sizes is not None:
             dtype = next(engine.module.parameters()).dtype
             name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
@@ -206,6 +209,7 @@ def _features(
         "ring_use": RingUse(session, engine, is_own=not attached),
         "compile": SimpleNamespace(around_compile=partial(_compile, engine, session, attached)),
         "settled": Settled(engine, session.mesh),
+        "pickled": SimpleNamespace(around_save=refuse_to_pickle),
         "end": SimpleNamespace(around_call=partial(_destroy, session)),
     }
     if session.config.monitor:

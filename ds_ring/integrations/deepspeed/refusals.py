@@ -162,6 +162,25 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 " call it, set ulysses_size in the section",
             )
 
+    tuned: Any = getattr(sys.modules.get("peft.peft_model"), "PeftModel", None)
+    for part in model.modules() if tuned is not None else ():
+        for config in part.peft_config.values() if isinstance(part, tuned) else ():
+            if getattr(config, "is_prompt_learning", False):
+                yield (
+                    f"a {type(part).__name__} with {type(config).__name__}",
+                    "its virtual tokens would stand before the tokens of each rank: use LoRA, or another"
+                    " method that adapts weights",
+                )
+
+
+def refuse_to_pickle(*_: object) -> NoReturn:
+    """Refuse `torch.save(module)`, pickle and deepcopy of a module with the hooks of a ring."""
+    raise RingConfigError(
+        "model: expected its state_dict to be saved, got the module itself to be pickled or copied, whose"
+        " ring has process groups; save engine.module.state_dict(), call engine.save_checkpoint or"
+        " engine.save_16bit_model, or copy the model before ds_ring.initialize"
+    )
+
 
 # An engine without an optimizer: DeepSpeed 0.19.8 does not start at ZeRO 1 and 2, has no checkpoints at ZeRO
 # 3, and fails an assertion in a backward pass.
