@@ -123,6 +123,5 @@ def test_the_slopes_of_alibi_are_the_models_own() -> None:
 
     slopes = written_out._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
-    torch.testing.assert_close(
-        torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2, whole
-    )
+    found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
+    torch.testing.assert_close(found, whole)
