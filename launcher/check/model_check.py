@@ -2,7 +2,8 @@
 
 Owns the check that `ds-ring check-model` and the tests' table run on every rank: a small model of the family
 with random weights (small_model.py), a batch, both runs, and the verdict. What is compared, and how, is
-first_batch.py's. The ring is entered as users enter it, through `ds_ring.initialize`.
+first_batch.py's; which differences are rounding, is rounding.py's. The ring is entered as users enter it,
+through `ds_ring.initialize`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import deepspeed
@@ -25,8 +27,6 @@ from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.integrations.deepspeed.first_batch import (
     Difference,
     Numbers,
-    Tolerance,
-    beyond,
     compare,
     largest,
     recording,
@@ -34,6 +34,7 @@ from ds_ring.integrations.deepspeed.first_batch import (
 from ds_ring.integrations.deepspeed.initialize import initialize
 from ds_ring.runtime.selection import TotalOrder
 
+from .rounding import in_float64, moved_rounding, rounding_of
 from .small_images import add_images
 from .small_model import (
     SAMPLES,
@@ -82,6 +83,11 @@ class ModelReport:
     reason: str = ""  # of a refusal or a crash, with the error's type
     differences: tuple[Difference, ...] = ()  # all that rounding does not explain, in the order of computing
     largest: Mapping[str, Difference] = field(default_factory=dict)  # the largest relative error of each kind
+    # the same of one process, by which the verdict is reached, and how it was measured
+    rounding: Mapping[str, Difference] = field(default_factory=dict)
+    measured: str = ""
+    tipped: tuple[Difference, ...] = ()  # by a threshold near which rounding decides, on one process, too
+    in_float64: str = ""  # if something is tipped: what a ring in float64 shows
     ring_size: int = 0
     tokens: int = 0
     layers: int = 0
@@ -91,8 +97,10 @@ class ModelReport:
     def as_json(self) -> dict[str, Any]:
         """Return the report as an object of JSON values."""
         values = asdict(self)
-        values["differences"] = [one._asdict() for one in self.differences]
-        values["largest"] = {kind: one._asdict() for kind, one in self.largest.items()}
+        for name in ("differences", "tipped"):
+            values[name] = [one._asdict() for one in getattr(self, name)]
+        for name in ("largest", "rounding"):
+            values[name] = {kind: one._asdict() for kind, one in getattr(self, name).items()}
         return values
 
 
@@ -100,7 +108,12 @@ def check_forms(request: CheckRequest) -> list[ModelReport]:
     """Run the model on one process and on the ring of all ranks with every form of the batch. Collective."""
     # Every rank computes the whole run, too, and compares for itself: what differs on one rank only is found.
     # Returns the reports of all ranks together, the same on each. Raises nothing: a crash is in a report.
-    mine = _check_here(request)
+    reports = _of_all_ranks(_check_here(request, torch.float32))
+    return [_looked_at_in_float64(request, one) if one.tipped else one for one in reports]
+
+
+def _of_all_ranks(mine: list[ModelReport]) -> list[ModelReport]:
+    """Return the reports of all ranks together. Collective."""
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, mine)
     return [
@@ -109,7 +122,20 @@ def check_forms(request: CheckRequest) -> list[ModelReport]:
     ]
 
 
-def _check_here(request: CheckRequest) -> list[ModelReport]:
+def _looked_at_in_float64(request: CheckRequest, tipped: ModelReport) -> ModelReport:
+    """Return the report of a model some of whose thresholds rounding has tipped. Collective."""
+    # Without ZeRO DeepSpeed reduces no gradients in float64 on a CPU.
+    again = replace(request, forms=(tipped.form,), stage=max(1, request.stage))
+    (wide,) = _of_all_ranks(_check_here(again, torch.float64))
+    if wide.differences:
+        return replace(
+            tipped, result="WRONG", reason=f"in float64: {wide.reason}", differences=wide.differences,
+            in_float64="WRONG",
+        )  # fmt: skip
+    return replace(tipped, in_float64="exact" if wide.result == "exact" else "cannot run")
+
+
+def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
     """Return this rank's reports."""
     deepspeed.utils.logger.setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
@@ -127,6 +153,9 @@ def _check_here(request: CheckRequest) -> list[ModelReport]:
         plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
         if images:
             plain = add_images(plain, model, request.seed)
+        if dtype == torch.float64:
+            model = in_float64(model)
+            plain = {key: x.double() if x.is_floating_point() else x for key, x in plain.items()}
     except RingConfigError as error:
         return [ModelReport(request.source, "", "invalid", str(error), ring_size=world)]
     section = dict(request.section) if request.section is not None else section_for(model, head)
@@ -185,7 +214,11 @@ def _compared(
             reason = f"crash: {type(fault).__name__}: {fault}"
             return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
         found = compare(on_ring[number], expected)
-        wrong = beyond(found, Tolerance.of(torch.float32, section.get("kv_payload") == "float8"))
+        run = partial(_alone, given=given, head=head)
+        rounding = rounding_of(alone, run, expected, section.get("kv_payload") == "float8")
+        beyond = wrong = rounding.beyond(found)
+        if beyond:
+            wrong = moved_rounding(alone, run, expected, rounding).jumps(beyond)
         reports.append(
             ModelReport(
                 **about,
@@ -193,6 +226,9 @@ def _compared(
                 reason=_first_of(wrong),
                 differences=tuple(wrong),
                 largest=largest(found),
+                rounding=largest(list(rounding.found)),
+                measured=rounding.measured,
+                tipped=() if wrong else tuple(beyond),
             )
         )
     return reports
@@ -212,13 +248,15 @@ def _alone(model: nn.Module, given: Given, head: str) -> Numbers:
     """Run the model with its own attention, written out ("eager"), on this process."""
     model.set_attn_implementation("eager")  # type: ignore[operator]
     model.zero_grad()
+    dtype = next(model.parameters()).dtype  # of images, too
+    batch = {key: x.to(dtype) if x.is_floating_point() else x for key, x in given.alone.items()}
     with recording(model) as layers, TotalOrder():
-        if "labels" in given.alone:
-            output = model(**given.alone)
+        if "labels" in batch:
+            output = model(**batch)
             loss = output.loss
         else:
-            labels = given.alone["shift_labels"]
-            output = model(**{key: x for key, x in given.alone.items() if key != "shift_labels"})
+            labels = batch.pop("shift_labels")
+            output = model(**batch)
             loss = torch.nn.functional.cross_entropy(
                 _logits(output).flatten(0, 1), labels.flatten(), ignore_index=IGNORE
             )

@@ -217,6 +217,13 @@ def _text(report: dict[str, Any]) -> str:
     size = f"{report['layers']} layers, {report['tokens']} tokens, {report['ring_size']} ranks"
     errors = [f"{kind} {one['error']:.1e} {one['name']}".rstrip() for kind, one in report["largest"].items()]
     lines = [f"{report['result']}: {what}, {size}", f"  largest relative errors: {', '.join(errors)}"]
+    own = ", ".join(f"{kind} {one['error']:.1e}" for kind, one in report["rounding"].items())
+    lines.append(f"  rounding of one process ({report['measured']}): {own}; 10 times that is allowed")
+    for one in report["tipped"][:_SHOWN]:
+        what = f"{one['kind']} {one['name']} by {one['error']:.1e}"
+        lines.append(f"  a threshold that rounding tips on one process, too: {what}")
+    if report["tipped"]:
+        lines.append(f"  a ring in float64, where nothing is near it: {report['in_float64']}")
     differences = report["differences"]
     lines += [f"  {one['kind']} {one['name']}: {one['error']:.1e}" for one in differences[:_SHOWN]]
     if len(differences) > _SHOWN:

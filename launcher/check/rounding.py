@@ -1,0 +1,124 @@
+"""Measure how far rounding takes a model from itself on one process, and judge differences by it.
+
+Owns the measure and the verdict of `ds-ring check-model`: which differences between a ring and one process
+rounding explains. What is compared, and how, is first_batch.py's.
+
+[Note: judged by the model's own rounding]
+One process runs in float32 and in float64; a model that cannot runs with weights that are moved by about a
+unit in the last place. A difference is rounding up to 10 times that error; less than 1e-6 counts as 1e-6, more
+than 1e-4 as 1e-4. Of all beyond this, runs with moved weights tell whether rounding tips a threshold (an
+activation that is cut off, a choice of an expert): then some of them jump as the ring does. Since a fault
+could hide in the jump, the ring then runs in float64, too, where nothing is near a threshold.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from ds_ring.integrations.deepspeed.first_batch import Difference, Numbers, Tolerance, compare
+
+TIMES = 10.0
+_LEAST, _MOST = 1e-6, 1e-4
+_MOVED_BY, _MOVED_RUNS = 2.0**-22, 8
+
+RoundingMeasure = Literal["float64", "moved weights"]
+Model = TypeVar("Model", bound=nn.Module)
+Alone = Callable[[nn.Module], Numbers]
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Hold the errors that rounding makes on one process.
+
+    Attributes:
+        measured: how.
+        found: the error of everything that was compared.
+        in_float8: whether keys and values travel in float8, which rounds more.
+    """
+
+    measured: RoundingMeasure
+    found: tuple[Difference, ...]
+    in_float8: bool = False
+
+    def beyond(self, found: Iterable[Difference]) -> list[Difference]:
+        """Return the differences that rounding does not explain, in their order."""
+        return self._above(found, _MOST)
+
+    def jumps(self, found: Iterable[Difference]) -> list[Difference]:
+        """Return the differences that are larger than a threshold's that rounding tips."""
+        return self._above(found, float("inf"))
+
+    def _above(self, found: Iterable[Difference], most: float) -> list[Difference]:
+        own = {(one.kind, one.name): one.error for one in self.found}
+        outputs = [one.error for one in self.found if one.kind in ("layer", "logits")]
+        gradients = [one.error for one in self.found if one.kind == "gradient"]
+        # Rounding of outputs adds up from layer to layer; a gradient's may be small by chance.
+        typical = {"layer": max(outputs), "logits": max(outputs), "gradient": median(gradients or [0.0])}
+        tolerance = Tolerance.of(torch.bfloat16)
+        more = {"loss": tolerance.loss, "gradient": tolerance.gradients}
+        wrong = []
+        for one in found:
+            error = max(own.get((one.kind, one.name), 0.0), typical.get(one.kind, 0.0), _LEAST)
+            allowed = TIMES * min(error, most)
+            if self.in_float8:
+                allowed += more.get(one.kind, tolerance.outputs)
+            if not one.error <= allowed:
+                wrong.append(one)
+        return wrong
+
+
+def in_float64(model: Model) -> Model:
+    """Return a copy of a model in float64, whose experts are computed by operators that have it."""
+    copied = copy.deepcopy(model).double()
+    set_experts: Any = getattr(copied, "set_experts_implementation", None)
+    if set_experts is not None:  # its grouped products have no float64
+        set_experts("eager")
+    return copied
+
+
+def rounding_of(model: nn.Module, run: Alone, expected: Numbers, in_float8: bool) -> Rounding:
+    """Measure a model's rounding by float64; by moved weights where it cannot run in float64.
+
+    Args:
+        model: in float32.
+        run: what a model on one process computes of the batch.
+        expected: what `model` does.
+        in_float8: whether keys and values travel in float8.
+    """
+    try:
+        return Rounding("float64", tuple(compare(expected, run(in_float64(model)))), in_float8)
+    except Exception:  # whatever an operator without float64 raises
+        return _moved_rounding(model, run, expected, in_float8)
+
+
+def moved_rounding(model: nn.Module, run: Alone, expected: Numbers, known: Rounding) -> Rounding:
+    """Measure a model's rounding by moved weights, unless `known` was measured so."""
+    if known.measured == "moved weights":
+        return known
+    return _moved_rounding(model, run, expected, known.in_float8)
+
+
+def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, in_float8: bool) -> Rounding:
+    worst: dict[tuple[str, str], Difference] = {}
+    for number in range(_MOVED_RUNS):
+        moved = copy.deepcopy(model)
+        move(moved, number)
+        for one in compare(run(moved), expected):
+            key = (one.kind, one.name)
+            worst[key] = max(worst.get(key, one), one, key=lambda one: one.error)
+    return Rounding("moved weights", tuple(worst.values()), in_float8)
+
+
+@torch.no_grad()
+def move(model: nn.Module, seed: int) -> None:
+    """Move each weight by about a unit in the last place of float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.mul_(1.0 + _MOVED_BY * torch.randn(parameter.shape, generator=generator))
