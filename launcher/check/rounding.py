@@ -5,8 +5,8 @@ rounding explains. What is compared, and how, is first_batch.py's.
 
 [Note: judged by the model's own rounding]
 One process runs in float32 and in float64; a model that cannot runs with weights that are moved by about a
-unit in the last place. A difference is rounding up to 10 times that error; less than 1e-6 counts as 1e-6, more
-than 1e-4 as 1e-4. Of all beyond this, runs with moved weights tell whether rounding tips a threshold (an
+unit in the last place. A difference is rounding up to 10 times that error; less than 1e-6 counts as 1e-6,
+more than 1e-4 as 1e-4. Of all beyond this, runs with moved weights tell whether rounding tips a threshold (an
 activation that is cut off, a choice of an expert): then some of them jump as the ring does. Since a fault
 could hide in the jump, the ring then runs in float64, too, where nothing is near a threshold.
 """
