@@ -282,7 +282,8 @@ def _on_the_ring(
                 "zero_allow_untested_optimizer": True,
                 "steps_per_print": 10**9,
                 "sequence_parallel_size": dist.get_world_size(),
-                "ring_attention": {"hop_timeout_seconds": 20} | dict(section),
+                "ring_attention": {"hop_timeout_seconds": 60, "heartbeat_timeout_seconds": 60}
+                | dict(section),
             },
         )
         if section.get("attention") == "as_is":  # the rest of the graph as it is: no compiler, no rounding

@@ -96,6 +96,13 @@ _OF_TYPES: dict[str, ConfigValues] = {
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         "index_topk": 4,
     },
+    "dory": {  # an attention and an mlp are one layer; one runs before the loop, one in it and one after it
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+        "num_hidden_layers": 6,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 2,
+    },
     "dots1": {"n_routed_experts": HEAD_COUNT, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": HEAD_DIM + 8},
     "glm5_next_text": {  # the last layer takes what the one before it chose
