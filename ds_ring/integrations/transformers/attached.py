@@ -57,6 +57,7 @@ from ds_ring.integrations.transformers.latents import latent_layers
 from ds_ring.integrations.transformers.layer_masks import narrowest_beside, patterns_of_layers
 from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
 from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.neftune import scale_noise
 from ds_ring.integrations.transformers.positions import (
     NumberingCheck,
     QueryScale,
@@ -284,6 +285,8 @@ class Attached:
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             # The checks start anew with each call, because batches differ.
+            if model.training and not torch.compiler.is_compiling():
+                scale_noise(model, session)  # a Trainer switches it on and off
             check_inputs(model, kwargs)
             if generation.sharding is not None:
                 guard.start()

@@ -220,6 +220,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         RingConfigError: with the model's class and its attn_implementation.
     """
     outermost = _pretrained(model, outermost=True)
+    checks.check_adapters(model)
     for outer in outermost:
         if config.attention == "ring" and not _keeps_its_own(config, outer):
             refuse_unknown_encoder(outer)

@@ -250,6 +250,19 @@ def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
             )
 
 
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters of peft that count tokens from the end of what they are given."""
+    for part in model.modules():
+        configs = getattr(part, "peft_config", None)
+        for name, config in configs.items() if isinstance(configs, dict) else ():
+            if getattr(config, "alora_invocation_tokens", None):
+                raise RingConfigError(
+                    f"peft: the adapter {name!r} is an activated LoRA (alora_invocation_tokens), which begins"
+                    " so many tokens before the end of a sequence, and a rank knows its own tokens only; use"
+                    " a plain LoRA"
+                )
+
+
 def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
     """Return the error of a class that has no attention interface; it says what works instead."""
     if getattr(kind.config_class, "model_type", None) in FAMILIES:

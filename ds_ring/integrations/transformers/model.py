@@ -169,6 +169,11 @@ TABLE = PatchTable(
             "model", "before_forward", "hook", "numbering",
             "notes the position ids of the first forward pass, then removes itself",
         ),
+        Patch(
+            "slot.function", "after_forward", "wrapped", "neftune",
+            "scales and draws the noise by the whole sequence; calls the original without a ring",
+            when="NEFTune is on",
+        ),
         Patch("model", "after_forward", "hook", "numbering", "removes the hooks of the numbering check"),
         Patch(
             "part", "before_forward", "hook", "numbering.part",
@@ -298,6 +303,7 @@ TABLE = PatchTable(
         "loader": "",
         "modeling": "",
         "recurrent": "torch.nn.Module",
+        "slot": "",  # neftune.py's, of a hook that was registered
         "shift": "torch.nn.ZeroPad2d",
         "convolution": "torch.nn.Conv1d",
         "model": _PRETRAINED,

@@ -1,0 +1,103 @@
+"""Draw NEFTune's noise for the tokens of a whole sequence, of which a rank keeps its own.
+
+transformers' hook on the embeddings (`neftune_noise_alpha` of Trainer and TRL) scales its noise by the length
+of the tensor that it gets. On a ring that is the shard's, and the noise would be larger by the root of the
+number of ranks. Owns what takes the hook's place while a batch is sharded.
+
+Shapes: B samples, S local tokens, T global tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_ring.errors import RingShapeError
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.model import TABLE
+
+_HOOK = "neftune_post_forward_hook"  # by name: versions of transformers have it in different files
+_DRAWN_AT_ONCE = 2**22  # numbers
+
+
+class HookSlot:
+    """The place of one hook among those of a module."""
+
+    def __init__(self, hooks: MutableMapping[int, Any], key: int) -> None:
+        self._hooks, self._key = hooks, key
+
+    @property
+    def function(self) -> Any:
+        """Return the hook; None where its owner has removed it."""
+        return self._hooks.get(self._key)
+
+    @function.setter
+    def function(self, hook: Any) -> None:
+        if self._key in self._hooks:
+            self._hooks[self._key] = hook
+
+
+def scale_noise(model: PreTrainedModel, session: RingSession) -> None:
+    """Wrap NEFTune's hook on the embeddings of a model, where it has one that is not wrapped yet."""
+    embeddings = model.get_input_embeddings()
+    hooks = embeddings._forward_hooks if isinstance(embeddings, nn.Module) else {}
+    for key, hook in list(hooks.items()):
+        if getattr(hook, "__name__", "") == _HOOK and not hasattr(hook, "__wrapped__"):
+            noise = {"neftune": SimpleNamespace(after_forward=around_noise(session))}
+            TABLE.apply(noise, session, slot=HookSlot(hooks, key))
+
+
+def around_noise(session: RingSession) -> Callable[..., Tensor]:
+    """Return what NEFTune's hook becomes.
+
+    Its noise is that of the whole sequence. On the CPU, from one seed on all ranks, it has the values of one
+    process; on a GPU, or from other seeds, the same distribution.
+
+    Raises:
+        RingShapeError: it is not known which of two sequences is embedded.
+    """
+
+    def noise(hook: Callable[..., Tensor], module: Any, args: Any, output_BSH: Tensor) -> Tensor:
+        batches = session.batches
+        if not module.training or batches.is_off:
+            return hook(module, args, output_BSH)
+        current = batches.current
+        fitting = [
+            one
+            for one in (current, current.encoder)
+            if one is not None and one.local_tokens == output_BSH.shape[1] and one.mesh.sequence_size > 1
+        ]
+        if len({one.layout.tokens for one in fitting}) > 1:
+            lengths = " and ".join(str(one.layout.tokens) for one in fitting)
+            raise RingShapeError(
+                f"NEFTune: expected two sequences whose shards differ in length, got {lengths} tokens,"
+                f" {output_BSH.shape[1]} of both on a rank: which one is embedded is not known; pad one"
+            )
+        if not fitting:
+            return hook(module, args, output_BSH)
+        return output_BSH + _drawn(output_BSH, fitting[0], module.neftune_noise_alpha)
+
+    return noise
+
+
+def _drawn(output_BSH: Tensor, sharding: BatchSharding, alpha: float) -> Tensor:
+    """Draw for all tokens in their order, block by block, and keep this rank's; padding gets none."""
+    samples, _, hidden = output_BSH.shape
+    tokens = sharding.layout.tokens
+    most = float(alpha / torch.sqrt(torch.tensor(tokens * hidden)))
+    slots_S = sharding.with_slots(output_BSH.device).slots
+    assert slots_S is not None
+    block = max(1, min(tokens, _DRAWN_AT_ONCE // hidden))
+    noise_BSH = torch.zeros_like(output_BSH, requires_grad=False)
+    for sample in range(samples):
+        for first in range(0, tokens, block):
+            drawn = output_BSH.new_empty(min(block, tokens - first), hidden).uniform_(-most, most)
+            mine_S = (slots_S >= first) & (slots_S < first + block)
+            noise_BSH[sample, mine_S] = drawn[slots_S[mine_S] - first]
+    return noise_BSH
