@@ -126,6 +126,32 @@ def resumed_with_other_replicas(rank: int, world_size: int, state: Any) -> tuple
     return numbers(islice(loader, 1)), None
 
 
+def resumed_from_another_checkpoint(rank: int, world_size: int, kind: str, wrong: bool) -> list[str]:
+    """Rank 1, then all ranks of the second replica, have another state; with `wrong` theirs is none at all."""
+    session, said = session_of(2), []
+    for differs in (rank == 1, rank >= 2, False):
+        loader = loader_of(session, kind)
+        state = loader.state_dict() | {"epoch": "x" if wrong and differs else int(differs)}
+        try:
+            loader.load_state_dict(state)
+            said.append("")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+@pytest.mark.parametrize("kind", ["own", "distributed"])
+def test_ranks_that_resume_at_different_places_are_refused(rank_pool, kind):
+    """(Each went on at its own; replicas read the same samples twice, and others never.)"""
+    for by_rank in rank_pool(4).run(resumed_from_another_checkpoint, kind, False):
+        assert by_rank[0].startswith("RingMismatchError: loader state: expected the same") or kind != "own"
+        assert "on rank 0" in by_rank[1] if kind == "own" else by_rank[1] == ""  # replicas' own loaders
+        assert by_rank[2] == ""
+    for by_rank in rank_pool(4).run(resumed_from_another_checkpoint, kind, True):
+        assert all(said.startswith("RingConfigError: ") and "loader state" in said for said in by_rank[:2])
+        assert by_rank[2] == ""
+
+
 def test_other_replicas_go_on_with_the_same_global_batches(rank_pool):
     expected, state = rank_pool(4).run(resumed_with_other_replicas, None)[0]
     by_rank = rank_pool(4).run(resumed_with_other_replicas, state)

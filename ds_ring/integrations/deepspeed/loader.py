@@ -34,10 +34,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch, pad_value
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, part_of
+from ds_ring.limits import MOST_TOKENS
 
 T = TypeVar("T")
 Cut = Callable[[Any], dict[str, Tensor]]
@@ -158,7 +159,7 @@ class DrawnBatches(Order):
     def __iter__(self) -> Iterator[Any]:
         if hasattr(self._batches, "set_epoch"):
             self._batches.set_epoch(self.epoch)
-        return islice(_turns(self._batches, self._turns), self.first, None)
+        return _from(_turns(self._batches, self._turns), self.first)
 
 
 class BatchTurns(DrawnBatches):
@@ -193,7 +194,16 @@ class BatchTurns(DrawnBatches):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Begin the next iteration with the generator of a `state`."""
-        self._restored = state.get("generator")
+        given = state.get("generator")
+        try:
+            if given is not None:
+                torch.Generator().set_state(given)
+        except (TypeError, RuntimeError):
+            raise RingConfigError(
+                f"loader state: expected the state of a torch.Generator, got {shown(given)}; hand over what"
+                " state_dict() of such a loader returned"
+            ) from None
+        self._restored = given
 
 
 def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
@@ -208,24 +218,52 @@ def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
         yield first[(rank - number % size) % len(first)]
 
 
-def position_in(state: dict[str, Any], unit: str, units_per_batch: int) -> tuple[int, int]:
+def _from(batches: Iterator[T], first: int) -> Iterator[T]:
+    """Yield all batches but the first ones."""
+    # Nothing is drawn before the first batch is asked for: a DataLoader draws its own seed in between.
+    left_out = sum(1 for _ in islice(batches, first))
+    if left_out < first:
+        raise RingConfigError(
+            f"loader state: expected a stream of more than {first} batches for each replica, got {left_out};"
+            " load it over the data that it was saved with"
+        )
+    yield from batches
+
+
+def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     """Return (epoch, batches of this replica) of a loader's state.
 
     Raises:
-        RingConfigError: it is another loader's, or lies within a batch of this one.
+        RingConfigError: it is another loader's, lies within a batch of this one, or beyond its last one.
     """
-    epoch, done = state.get("epoch"), state.get(unit)
-    if not isinstance(epoch, int) or not isinstance(done, int) or epoch < 0 or done < 0:
+    unit, batches = order.unit, length_of(order)
+    epoch, done = (state.get("epoch"), state.get(unit)) if isinstance(state, Mapping) else (None, None)
+    if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MOST_TOKENS and done >= 0):
+        keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
         raise RingConfigError(
-            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got the keys'
-            f" {sorted(state)}; hand over what state_dict() of such a loader returned"
+            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got {keys};'
+            " hand over what state_dict() of such a loader returned"
         )
-    if done % units_per_batch:
+    if done % order.units_per_batch:
         raise RingConfigError(
-            f"loader state: expected a multiple of the {units_per_batch} {unit} that all replicas take"
-            f" together, got {done}; keep samples per replica times replicas as they were"
+            f"loader state: expected a multiple of the {order.units_per_batch} {unit} that all replicas take"
+            f" together, got {shown(done)}; keep samples per replica times replicas as they were"
         )
-    return epoch, done // units_per_batch
+    first = done // order.units_per_batch
+    if batches is not None and first > batches:
+        raise RingConfigError(
+            f"loader state: expected at most the {batches * order.units_per_batch} {unit} of an epoch, got"
+            f" {shown(done)}; load it over the data set that it was saved with"
+        )
+    return epoch, first
+
+
+def length_of(order: Order) -> int | None:
+    """Return the batches of an epoch; None where a stream does not say."""
+    try:
+        return len(order)
+    except TypeError:
+        return None
 
 
 class RingLoader:
@@ -248,11 +286,12 @@ class RingLoader:
         shard_batch: Cut,
         order: Order,
         check_end: Callable[[], object] = lambda: None,
+        gather: Callable[[Any], list[Any]] = lambda mine: [mine],
     ) -> None:
         self.loader = loader
         self.on_batch: Callable[[], object] | None = None
         self.epoch = 0
-        self.shard_batch, self._order, self._check_end = shard_batch, order, check_end
+        self.shard_batch, self._order, self._check_end, self._gather = shard_batch, order, check_end, gather
         self._done = self._first = 0  # batches: given out in this epoch, left out by the next iteration
 
     def __len__(self) -> int:
@@ -291,18 +330,34 @@ class RingLoader:
         return {"epoch": self.epoch, order.unit: self._done * order.units_per_batch} | order.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where a loader of the same data was.
+        """Let the next iteration go on where a loader of the same data was. Collective.
 
         Samples per replica times replicas must be as before; the number of replicas, of ranks in a ring and
         of workers may be another.
 
         Raises:
-            RingConfigError: not a state of such a loader.
+            RingConfigError: not a state of such a loader, on some rank.
+            RingMismatchError: the ranks of a ring have other positions, or replicas that share one order.
         """
-        state, order = dict(state), self._order
-        self.epoch, self._first = position_in(state, order.unit, order.units_per_batch)
+        order, fault, position = self._order, "", (0, 0)
+        try:
+            position = position_in(state, order)
+            order.restore(dict(state))
+        except RingConfigError as error:
+            fault = str(error)
+        everyones = self._gather((fault, position))
+        faults = {rank: text for rank, (text, _) in enumerate(everyones) if text}
+        if faults:
+            rank, text = next(iter(faults.items()))
+            raise RingConfigError(fault or f"rank {rank}: {text}")
+        other = next((rank for rank, (_, one) in enumerate(everyones) if one != everyones[0][1]), None)
+        if other is not None:
+            raise RingMismatchError(
+                f"loader state: expected the same on all ranks, got (epoch, batches) {everyones[0][1]} on"
+                f" rank 0 and {everyones[other][1]} on rank {other}; hand the state of one checkpoint to all"
+            )
+        self.epoch, self._first = position
         self._done = self._first
-        order.restore(state)
 
 
 def check_dataset(dataset: object) -> None:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -490,7 +491,7 @@ class RingSession:
             reads = ordered_loader(
                 AssignedSamples(whole), parts, num_workers=num_workers, collate_fn=itemgetter(0)
             )
-            return RingLoader(reads, lambda read: self.shard_assigned(*read), order)
+            return RingLoader(reads, lambda read: self.shard_assigned(*read), order, gather=self._gather)
         if is_sliced(whole):
             needs = self.needs.number_tokens or self.needs.images or self.needs.decoder_ids
             if num_workers or collate_fn is not None or needs:
@@ -499,10 +500,10 @@ class RingSession:
                     " numbers tokens by ids nor reads images, since the data set is read by slices; give"
                     " one without `slice`"
                 )
-            return RingLoader(order, functools.partial(self._shard_slices, whole), order)
+            return RingLoader(order, functools.partial(self._shard_slices, whole), order, gather=self._gather)
         collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
         reads = ordered_loader(whole, order, num_workers=num_workers, collate_fn=collate_fn)
-        return RingLoader(reads, self.shard_batch, order)
+        return RingLoader(reads, self.shard_batch, order, gather=self._gather)
 
     def _check_loader(
         self,
@@ -563,7 +564,22 @@ class RingSession:
         """
         whole, order = wrapped(loader, (self.mesh.data_rank, self.mesh.data_size), split, seed)
         check_end = functools.partial(check_consistency, ENDED, None, self.mesh, self.device)
-        return RingLoader(whole, self.shard_batch, order, check_end)
+        takes_turns = order.units_per_batch == self.mesh.data_size  # or else replicas have their own loaders
+        gather = functools.partial(self._gather, takes_turns=takes_turns)
+        return RingLoader(whole, self.shard_batch, order, check_end, gather)
+
+    def _gather(self, mine: tuple[str, Any], takes_turns: bool = True) -> list[tuple[str, Any]]:
+        """Return (fault, position) of every rank's loader; other replicas' positions only where they must be
+        this one's. Collective.
+        """
+        if self.mesh.grid.world_size == 1:
+            return [mine]
+        everyones: list[Any] = [None] * self.mesh.grid.world_size
+        dist.all_gather_object(everyones, (self.mesh.data_rank, *mine))
+        return [
+            (fault, position if takes_turns or replica == self.mesh.data_rank else mine[1])
+            for replica, fault, position in everyones
+        ]
 
     def _prepare(
         self, batch: Callable[[], Mapping[str, Tensor]]

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from ds_ring import RingConfig, RingMesh
 from ds_ring.config.section import pattern_from_config
-from ds_ring.errors import RingShapeError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.dynamic_ring import (
     Assigned,
     AssignedBatches,
@@ -25,7 +26,7 @@ from ds_ring.integrations.deepspeed.loader import SampleOrder, ordered_loader
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
-from tests.dist.test_loader import _two_epochs, loader_of, numbers
+from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
 
 
 def session() -> RingSession:
@@ -173,3 +174,50 @@ def test_a_ring_of_one_rank_takes_everything() -> None:
 def test_batches_without_names_are_refused(batch):
     with pytest.raises(RingShapeError, match=f"mapping of names to tensors, got {type(batch).__name__}"):
         next(iter(session().wrap([batch])))
+
+
+WRONG_STATES = {
+    "beyond the data": ({"epoch": 0, "samples": 12}, r"at most the 10 samples of an epoch, got 12"),
+    "far beyond": ({"epoch": 0, "samples": 10**40}, r"at most the 10 samples"),
+    "within a batch": ({"epoch": 0, "samples": 3}, r"a multiple of the 2 samples"),
+    "another loader's": ({"epoch": 0, "batches": 1}, r"whole numbers, got \['batches', 'epoch'\]"),
+    "a later epoch than there can be": ({"epoch": 1 << 70, "samples": 0}, r"whole numbers"),
+    "before the first": ({"epoch": 0, "samples": -2}, r"whole numbers"),
+    "true": ({"epoch": True, "samples": 0}, r"whole numbers"),
+    "a number of another kind": ({"epoch": 0.0, "samples": 2.0}, r"whole numbers"),
+    "keys of two kinds": ({1: 2, "a": 3}, r"got \['1', 'a'\]"),
+    "no mapping": ([1, 2], r"got list \[1, 2\]"),
+    "nothing": (None, r"got None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_state_of_something_else_is_refused(case: str) -> None:
+    """(One beyond the data set gave an epoch without a batch.)"""
+    state, words = WRONG_STATES[case]
+    loader = loader_of(session(), "own")
+    with pytest.raises(RingConfigError, match=f"loader state: expected .*{words}"):
+        loader.load_state_dict(state)
+    assert len(numbers(loader)) == len(loader), "it was changed by what was refused"
+
+
+def test_a_state_at_the_end_of_an_epoch_is_one() -> None:
+    loader = loader_of(session(), "own")
+    loader.load_state_dict({"epoch": 0, "samples": 10})
+    assert numbers(loader) == [] and loader.epoch == 1 and len(numbers(loader)) == 5
+
+
+def test_a_stream_that_is_too_short_is_an_error() -> None:
+    """Which its length does not tell."""
+    loader = loader_of(session(), "stream")
+    loader.load_state_dict({"epoch": 0, "batches": 99})
+    with pytest.raises(RingConfigError, match="a stream of more than 99 batches for each replica, got 5"):
+        list(loader)
+
+
+@pytest.mark.parametrize("generator", [3, "abc", torch.zeros(3), torch.zeros(16, dtype=torch.uint8), []])
+def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
+    data = DataLoader(Numbered(), 2, shuffle=True, generator=torch.Generator())
+    loader = session().wrap(data)
+    with pytest.raises(RingConfigError, match=r"expected the state of a torch\.Generator, got "):
+        loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})
