@@ -240,6 +240,67 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
             assert text in found[name], name
 
 
+class Bare(torch.nn.Module):
+    """A model whose own module returns its loss, and takes no positions if it is told so."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Any, labels: Any = None, **more: Any) -> Any:
+        return self.model(input_ids, labels=labels, **more).loss
+
+
+class Unnumbered(Bare):
+    def forward(self, input_ids: Any, labels: Any = None) -> Any:
+        return self.model(input_ids, labels=labels)
+
+
+def whole_batches(rank: int, world_size: int) -> dict[str, str]:
+    """What engines say to batches and modules that cannot be whole on a ring."""
+    deepspeed = start_deepspeed()
+    import ds_ring
+
+    ds_ring.enable()
+    size = Size(hidden=32, layers=1, tokens=16, samples=2)
+    config, batch = json_config(world_size, 2, 0), build_batch(size)
+    ids = {"input_ids": batch["input_ids"]}
+    short = config | {"ring_attention": config["ring_attention"] | {"min_sequence_length": 100}}
+    dynamic = config | {"ring_attention": config["ring_attention"] | {"dynamic_ring": True}}
+    borders = {"cu_seq_lens_q": torch.tensor([0, 8, 16]), "max_length_q": 8}
+    found = {}
+    for name, (section, wrap, call) in {
+        "dynamic": (dynamic, None, lambda engine: None),
+        "loss": (config, Bare, lambda engine: engine(**batch)),
+        "places": (config, Bare, lambda engine: engine(ids["input_ids"], None, None)),
+        "positions": (config, Unnumbered, lambda engine: engine(**ids)),
+        "borders": (config, None, lambda engine: engine(**ids, **borders)),
+        "short": (short, None, lambda engine: engine(**ids).logits),
+    }.items():
+        model = build_model(size, "sdpa")
+        model = model if wrap is None else wrap(model)
+        try:
+            call(deepspeed.initialize(model=model, config=section)[0])
+        except ds_ring.RingError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
+    words = {
+        "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
+        "loss": "Bare: expected logits, or a loss of a forward that names num_items_in_batch among its parameters",
+        "places": "Bare: expected arguments by name, got 3 without",
+        "positions": "Unnumbered.forward: expected it to take position_ids, got ['input_ids', 'labels']",
+        "borders": "batch: expected position_ids beside cu_seq_lens_q, got none",
+        "short": "outputs: expected a sequence that is cut, got 16 tokens, below min_sequence_length",
+    }
+    for found in rank_pool(2).run(whole_batches):
+        assert found.keys() == words.keys()
+        for name, text in words.items():
+            assert text in found[name], name
+
+
 def late(rank: int, world_size: int) -> list[str]:
     """What `enable` says after each thing that has read the JSON, and of training when they are gone."""
     deepspeed = start_deepspeed()

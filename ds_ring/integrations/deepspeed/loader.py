@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -68,8 +69,9 @@ class Order:
     def __init__(self, units_per_batch: int) -> None:
         self.epoch, self.first, self.units_per_batch = 0, 0, units_per_batch
 
+    @abstractmethod
     def __len__(self) -> int:
-        raise NotImplementedError
+        """Return the batches of an epoch."""
 
     def state(self) -> dict[str, Any]:
         """Return what the order depends on beside epoch and position: nothing."""

@@ -1,0 +1,112 @@
+"""What a session, its loaders and trees refuse, on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import RingConfig, RingMesh
+from ds_ring.config.section import pattern_from_config
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.deepspeed.batch import ImageNeeds
+from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
+from ds_ring.integrations.deepspeed.packing import DocumentPart
+from ds_ring.integrations.deepspeed.session import PREEMPTED, RingSession
+from ds_ring.integrations.deepspeed.trees import TreeBatch, trees_of
+from ds_ring.schedule.grid import SubRing
+
+IDS = torch.arange(1, 9)
+
+
+def session(**section: Any) -> RingSession:
+    config = RingConfig(ring_size=1, **section)
+    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A data set without an index."""
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+class Sliced(torch.utils.data.Dataset[Any]):
+    """A data set that is read by slices, with a sample of so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return 1
+
+    def length(self, index: int) -> int:
+        return self.tokens
+
+    def slice(self, index: int, start: int, stop: int) -> Any:
+        return {"input_ids": IDS[start:stop]}
+
+
+@pytest.mark.parametrize("tokens", [0, 2**31])
+def test_a_sample_of_no_length_is_refused(tokens: int) -> None:
+    with pytest.raises(RingShapeError, match=rf"length: expected 1 to 2147483647 tokens .* got \[{tokens}\]"):
+        next(iter(session().loader(Sliced(tokens), 1)))
+
+
+def test_a_stream_is_no_data_set_of_a_loader() -> None:
+    with pytest.raises(
+        RingConfigError, match="expected a data set with length and index, got the iterable Stream"
+    ):
+        session().loader(Stream(), 1)
+
+
+def test_images_do_not_go_with_dynamic_rings() -> None:
+    one = session(dynamic_ring=True)
+    one.needs.images = ImageNeeds(3, frozenset({"pixel_values"}), None)
+    with pytest.raises(RingConfigError, match="reads no images beside dynamic rings"):
+        one.loader(Sliced(8), 1)
+
+
+def test_one_sequence_has_no_encoder() -> None:
+    one = session()
+    local = one.shard_batch({"input_ids": IDS[None]})
+    assert one.gather(local["input_ids"]).equal(IDS[None])
+    with pytest.raises(RingShapeError, match="expected the batch of an encoder-decoder, got one sequence"):
+        one.gather(local["input_ids"], encoder=True)
+
+
+def test_whoever_leaves_says_that_nothing_failed() -> None:
+    with pytest.raises(SystemExit) as left:
+        session().leave()
+    assert left.value.code == PREEMPTED == 75
+
+
+def test_a_session_that_has_ended_shards_nothing() -> None:
+    one = session()
+    one.end("the test is over")
+    one.end("and over")
+    with pytest.raises(
+        RingConfigError, match="got one whose ring has ended: the test is over; make an engine"
+    ):
+        one.shard_batch({"input_ids": IDS[None]})
+
+
+@pytest.mark.parametrize("sample", [{"labels": IDS}, {"tokens": IDS}])
+def test_samples_of_dynamic_rings_have_input_ids(sample: dict[str, Tensor]) -> None:
+    assigned = Assigned(SubRing(0, 1, (0,)), (DocumentPart(0, 0, 8, 0),), 7, 0)
+    with pytest.raises(RingShapeError, match="expected input_ids in sample 0 under dynamic_ring, got"):
+        joined(assigned, [sample], packed=False)
+
+
+def test_values_of_a_tree_are_of_all_its_tokens() -> None:
+    tree = TreeBatch([IDS[:4], IDS[:6]])
+    with pytest.raises(RingShapeError, match=r"expected one value for each of 6 tokens, got shape \[1, 5\]"):
+        tree.of_rollouts(torch.zeros(1, 5))
+
+
+@pytest.mark.parametrize("ends", [IDS, IDS[None].float(), IDS[None] > 3])
+def test_ends_of_trees_are_integers_by_sample(ends: Tensor) -> None:
+    with pytest.raises(RingShapeError, match=r"expected integers \[samples, tokens\], got"):
+        trees_of(ends)
