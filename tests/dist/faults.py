@@ -118,7 +118,7 @@ LATE_PLACES = {
     "between forward and backward": "hop",
     "in backward's collectives": "hop",
     "before the step": "step",
-    "in step": "hop",
+    "inside the step": "hop",
     "before the mean loss": "step",
     "in a collective of the script": "step",
     "in an evaluation on one rank": "step",
@@ -400,7 +400,7 @@ def train_and_save(rank: int, job: dict[str, Any], fault: str | None) -> None:
 
 
 _LATE_NAMES = {
-    "loader": "in the data set", "step": "in step", "backward": "in backward's collectives",
+    "loader": "in the data set", "step": "inside the step", "backward": "in backward's collectives",
     "script": "in a collective of the script", "save": "in save_checkpoint",
 }  # fmt: skip
 
