@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from ds_ring.errors import RingPeerError
 from ds_ring.health.joining import join
+from ds_ring.limits import Limit
 from simulated_cluster.figures import Figures, Of
 from simulated_cluster.store import TorchStore
 
@@ -39,7 +40,9 @@ def main() -> None:
     sys.modules["ds_ring.integrations.deepspeed.run_report"] = report
     store = TorchStore("127.0.0.1", int(told["--store-port"]), f"{told['--figures']}/{attempt}")
     secret, heartbeat_s = os.environ["DS_RING_SECRET"], float(told["--heartbeat-seconds"])
-    watch = join(cast(Any, store), rank, ranks, heartbeat_s, None, secret, JOIN_SECONDS)
+    watch = join(
+        cast(Any, store), rank, ranks, heartbeat_s, None, secret, Limit(JOIN_SECONDS, "JOIN_SECONDS")
+    )
     figures.note(rank, Of.HAS_TORCH, "torch" in sys.modules)
     figures.note(rank, Of.JOINED, time.time())
     wake = threading.Event()
