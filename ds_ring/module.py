@@ -38,7 +38,6 @@ from ds_ring.runtime.autograd import (
     attend,
     attend_compiled,
     attend_replicated,
-    constant,
     context_of_call,
     handle_of,
     refusing_handle,
@@ -132,7 +131,7 @@ def ring_attention(
             context = context_of_call(between, pair, mesh, (scale, kernel, transport, *flags), score_mod)
             return _attend_between(pair, q, k, v, context, sinks, return_lse, up_projection)
     if torch.compiler.is_compiling():
-        settings = (constant(scale), kernel, transport, *flags)
+        settings = (scale, kernel, transport, *flags)
         handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
         if sharded:
             return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse, up_projection)

@@ -24,7 +24,7 @@ from ds_ring.masks.catalog import Before, Documents, SlidingWindow
 from ds_ring.masks.tiles import IntArray
 from ds_ring.module import ring_attention
 from ds_ring.runtime.checks import check_heads, check_keys, check_tensors, why_not_an_operand
-from ds_ring.runtime.context import check_layout, refuse
+from ds_ring.runtime.context import check_layout, never_traced, refuse
 from ds_ring.runtime.merge import accumulator_dtype
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.scan import Neighbours, halo_op, neighbours_of
@@ -100,6 +100,7 @@ SCORED = 2048  # keys whose scores exist at a time, of all heads and a tile's qu
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+@never_traced
 def moba_attention(
     q: Tensor, k: Tensor, v: Tensor, *, layout: Layout, mesh: RingMesh, block_size: int, top_k: int,
     documents: Documents | None = None, scale: float | None = None, hop_timeout_s: float = 60.0,
@@ -149,7 +150,8 @@ def moba_attention(
         def scores(rows: slice, keys: Tensor, numbers: Tensor) -> Tensor:
             of_groups = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(keys.dtype)
             found = torch.einsum("bgrqd,bngd->bgrqn", of_groups, keys).flatten(1, 2)
-            return found.masked_fill_(numbers == own[rows, None], float("inf"))
+            # not in place: selective checkpointing may have saved the product
+            return found.masked_fill(numbers == own[rows, None], float("inf"))
 
         chosen = ring_select(
             scores, top_k, means, layout=layout, mesh=mesh, blocks=blocks, with_positions=True,
@@ -158,6 +160,7 @@ def moba_attention(
     return _attend(q, k, v, chosen, blocks, mesh, scale, hop_timeout_s)[0]
 
 
+@never_traced
 def nsa_attention(
     q: Tensor, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], gates: Tensor, *,
     layout: Layout, mesh: RingMesh, compress: Compress, compressed_size: int = 32, stride: int = 16,

@@ -24,6 +24,7 @@ of the device cannot, and logs a warning.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, cast
@@ -47,6 +48,7 @@ from ds_ring.masks.traced import (
     indexed_by_tensors,
     name_of,
     trace,
+    without_modes,
     writes_to,
 )
 
@@ -174,6 +176,7 @@ class MaskMod(Pattern):
 
     function: MaskFunction
     is_known_causal: bool = False
+    made_in_a_graph: bool = field(default=False, init=False, repr=False, compare=False)
     _tried: set[tuple[int, int, int, str]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,7 +186,9 @@ class MaskMod(Pattern):
                 f" {shown(self.function)}; pass a function"
             )
         true_or_false(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
-        if not torch.compiler.is_compiling():  # else it is made again while the graph is traced
+        if torch.compiler.is_compiling():  # it is made again while the graph is traced
+            object.__setattr__(self, "made_in_a_graph", True)
+        else:
             assert self._traced
 
     @cached_property
@@ -367,14 +372,15 @@ class ScoreMod:
     @classmethod
     def lookup(cls, function: ScoreFunction) -> ScoreMod:
         """Return the ScoreMod of a function as it is now, the one of before if it captured numbers alone."""
-        try:
+        found = None
+        with suppress(Exception):  # a function that has no hash, or no weak references
             found = _score_mods.get(function)
-            if found is not None and found.captured.is_all and not found.is_changed():
-                return found
-            _score_mods[function] = found = cls(function)
+        if found is not None and found.captured.is_all and not found.is_changed():
             return found
-        except TypeError:  # a function that has no hash, or no weak references
-            return cls(function)
+        found = cls(function)
+        with suppress(Exception):
+            _score_mods[function] = found
+        return found
 
     captured: Captured = field(init=False, repr=False)
 
@@ -412,8 +418,12 @@ class ScoreMod:
     @cached_property
     def needs_gradient(self) -> bool:
         """Return whether the score depends on a captured tensor that requires a gradient."""
-        with torch.inference_mode(False), torch.enable_grad(), indexed_by_tensors():
-            return self.function(*_examples(torch.float32)[:5]).requires_grad
+
+        def work() -> bool:
+            with indexed_by_tensors():
+                return bool(self.function(*_examples(torch.float32)[:5]).requires_grad)
+
+        return without_modes(work)
 
     @cached_property
     def has_own_derivative(self) -> bool:

@@ -28,10 +28,11 @@ import random
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import is_dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ds_ring.errors import RingError
 
@@ -54,6 +54,7 @@ _FUNCTORCH = [
     for name in ("Batched", "VmapMode", "GradWrapper", "DynamicLayerFrontMode", "DynamicLayerBackMode")
 ]
 
+T = TypeVar("T")
 PairFunction = Callable[..., Tensor]
 Refusal = Callable[[str, str], RingError]  # of (expected, got)
 
@@ -96,7 +97,7 @@ class Traced:
         graph: with the caller's tensors.
         digest: of the graph and of the captured values.
         captured: the caller's tensors, each once, with their number of writes at the trace.
-        constants: copies of these, which nobody writes to.
+        constants: copies of these, which nobody writes to. (Made without modes: no inference tensors.)
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -106,9 +107,7 @@ class Traced:
         # several nodes may read the same captured tensor
         unique = {id(tensor): tensor for tensor in (constant_of(graph, node) for node in nodes)}
         self.captured = [(tensor, writes_to(tensor)) for tensor in unique.values()]
-        # never inference tensors: a training step may read them, too
-        with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-            self.constants = tuple(tensor.detach().clone() for tensor in unique.values())
+        self.constants = tuple(tensor.detach().clone() for tensor in unique.values())
         numbers = {key: number for number, key in enumerate(unique)}
         self._number_of = {node: numbers[id(constant_of(graph, node))] for node in nodes}
         self._functions: dict[tuple[int, torch.device, Any], PairFunction] = {}
@@ -181,13 +180,26 @@ def trace(
     """
     # Random numbers of Python and numpy leave no node in the graph, but they change this state.
     before = random.getstate(), repr(np.random.get_state())
-    with _disable_current_modes(), torch.inference_mode(False), _CPU, functorch_allowed():
+
+    def work() -> Traced:
         first, second = (_graph_of(function, arguments, refusal, what, signature, check) for _ in range(2))
-    if digest_of(first) != digest_of(second):
-        raise refusal(f"{what} that is the same at every call", "two traces that differ")
+        if digest_of(first) != digest_of(second):
+            raise refusal(f"{what} that is the same at every call", "two traces that differ")
+        return Traced(first)
+
+    found = without_modes(work)
     if before != (random.getstate(), repr(np.random.get_state())):
         raise refusal(f"{what} without random numbers", "one that draws them")
-    return Traced(first)
+    return found
+
+
+def without_modes(work: Callable[[], T]) -> T:
+    """Return what `work` returns in a thread of its own, where no mode, hook or transform of torch is on.
+
+    A caller may be in inference mode, in a checkpointed region, in torch.func.vmap or on the meta device.
+    """
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
 
 
 def _graph_of(

@@ -19,32 +19,46 @@ grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.nn.functional import pad
 
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
-from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.catalog import (
+    Causal,
+    Chunked,
+    Dilated,
+    DilatedWindow,
+    Full,
+    PrefixLM,
+    Sinks,
+    SlidingWindow,
+)
+from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
+from ds_ring.masks.pattern import Intersection, Pattern, Union
 from ds_ring.runtime.buffers import PreparedPasses
 from ds_ring.runtime.checks import why_not_an_operand, why_not_this_derivative
 from ds_ring.runtime.context import (
     Options,
     RingContext,
+    constant,
     constant_in_graphs,
     context_for,
     context_of,
     first_queries,
+    is_constant,
     latent_value_dim,
     new_handle,
+    number_of,
     object_of,
     operator,
     refuse,
@@ -353,9 +367,12 @@ class _EagerAttention(torch.autograd.Function):
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def _sees_plain(tensors: Iterable[Tensor | None]) -> bool:
+def _sees_plain(tensors: Sequence[Tensor | None]) -> bool:
     """Return whether nothing but autograd looks at these tensors: no transform, mode or subclass."""
     if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
+        return False
+    # of `is_grads_batched=True`: an operator is called for one gradient after the other
+    if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
         return False
     return set(map(type, tensors)) <= _PLAIN
 
@@ -380,9 +397,9 @@ def sinks_gradient(
         delta = delta - grad_lse
     # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
     weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
-    grad = torch.zeros_like(sinks_H)
-    grad[heads] = -(weights * delta).sum((0, 2)).to(grad.dtype)
-    return grad
+    found = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)
+    first, end, _ = heads.indices(len(sinks_H))
+    return pad(found, (first, len(sinks_H) - end))
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
@@ -621,16 +638,61 @@ register(placed_attention_op, placed_attention_backward_op, _setup_placed, _back
 # raises at once, after the other ranks were told. A compiled call carries a handle ([Note: handles in
 # compiled code]), and a refused one the handle of a context whose calls raise.
 
-_HEX = "hexadecimal scale"  # says that a text is a number; one that the user gave is refused
 Settings = tuple[Any, ...]  # the first options of `Options`, in order
 
 
-def constant(scale: Any) -> Any:
-    """Return a scale as something that torch.compile takes for a constant."""
-    # Dynamo makes a float symbolic at its second value, and a symbol is no constant; its text is one.
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool) and -1e300 < scale < 1e300:
-        return _HEX, float(scale).hex()
-    return scale
+# Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
+# compiled code]. Others are handed over as objects.
+_MADE_OF: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (Causal, ()),
+    (Full, ()),
+    (SlidingWindow, ("window", "causal")),
+    (DilatedWindow, ("window", "rate", "causal")),
+    (Sinks, ("sinks", "causal")),
+    (Chunked, ("chunk", "causal")),
+    (PrefixLM, ("prefix",)),
+    (Dilated, ("segment_lengths", "dilation_rates", "causal", "head_offsets")),
+    (Intersection, ("first", "second")),
+    (Union, ("first", "second")),
+    (Softcap, ("cap",)),
+    (Alibi, ("slopes",)),
+)
+_PARTS, _OBJECT = "ds_ring parts", "ds_ring object"
+
+
+def described(value: Any, objects: list[Any]) -> Any:
+    """Return a pattern or a score_mod as constants; what is none is put into `objects`. Traced by Dynamo."""
+    for kind, names in _MADE_OF:
+        if type(value) is kind:
+            return (_PARTS, kind, *[described(getattr(value, name), objects) for name in names])
+    if type(value) is MaskMod and value.made_in_a_graph:
+        objects.append(value.function)
+        return (_PARTS, MaskMod, (_OBJECT, len(objects) - 1), value.is_known_causal)
+    if isinstance(value, tuple):
+        return tuple([described(one, objects) for one in value])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return constant(value)
+    objects.append(value)
+    return _OBJECT, len(objects) - 1
+
+
+def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
+    """Return what `described` was given."""
+    if isinstance(value, tuple) and value[:1] == (_PARTS,):
+        return value[1](*(_made_again(one, objects) for one in value[2:]))
+    if isinstance(value, tuple) and value[:1] == (_OBJECT,):
+        found = objects[value[1]]
+        lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
+        if lost:
+            kind = type(found).__name__
+            raise RingConfigError(
+                f"{kind}: expected one that is made outside of the compiled function, got one that is made"
+                f" inside, whose attributes torch.compile does not hand over; make the {kind} before the call"
+            )
+        return found
+    if isinstance(value, tuple) and not is_constant(value):
+        return tuple(_made_again(one, objects) for one in value)
+    return number_of(value)
 
 
 def context_of_call(
@@ -669,23 +731,32 @@ def _made_context(
     return context_for(pattern, layout, mesh, options, keeps_functions)
 
 
-@constant_in_graphs
 def handle_of(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
     score_mod: ScoreFunction | None, why_not: str | None,
 ) -> int:  # fmt: skip
-    """Return the handle of a compiled call; the scale of `settings` is as `constant` makes it.
+    """Return the handle of a call, in a function that torch.compile traces.
 
     `why_not` says why the call cannot be honoured, if it is known already.
     """
+    objects: list[Any] = []
+    asked = described(pattern, objects), described(score_mod, objects)
+    return _handle_of(*asked, layout, mesh, tuple([constant(x) for x in settings]), why_not, *objects)
+
+
+@constant_in_graphs
+def _handle_of(
+    pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    why_not: str | None, *objects: Any,
+) -> int:  # fmt: skip
     check_mesh(mesh)
-    scale, *others = settings
-    is_text = isinstance(scale, tuple) and len(scale) == 2 and scale[0] == _HEX
-    number: Any = float.fromhex(scale[1]) if is_text else scale
     try:
         if why_not is not None:
             raise RingConfigError(why_not)
-        context = _made_context(pattern, layout, mesh, (number, *others), score_mod, keeps_functions=True)
+        asked = _made_again(pattern, objects)
+        numbers = tuple(map(number_of, settings))
+        mod = _made_again(score_mod, objects)
+        context = _made_context(asked, layout, mesh, numbers, mod, keeps_functions=True)
     except RingError as error:
         context = refusing_context(mesh, error)
     context.in_a_graph = True

@@ -19,7 +19,7 @@ from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
-from ds_ring.runtime.device import Kept, active_fake_mode, to_device
+from ds_ring.runtime.device import Kept, active_fake_mode, makes_kept_tensors, to_device
 from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 
 # [Note: hops that share a table]
@@ -315,7 +315,7 @@ _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.W
 # tables of a hop fit TABLE_BYTES: causal zigzag on 64 shards of 256 Ki tokens takes 6 to 7 MiB a hop, for
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
-@torch.inference_mode(False)  # a training step may use them, too
+@makes_kept_tensors
 def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
@@ -70,6 +70,16 @@ def why_not_this_derivative() -> str | None:
             " vjp, jacrev); use those, or torch.func.vmap alone"
         )
     return None
+
+
+def why_not_transformed(name: str) -> str | None:
+    """Return why a function that sends tensors by itself cannot run under torch.func; None outside of it."""
+    if peek_interpreter_stack() is None:
+        return None
+    return (
+        f"{name}: expected a call outside of torch.func, got one inside a transform (vmap, grad), whose"
+        " tensors cannot be sent; give it the whole batch, or call it for one sample after the other"
+    )
 
 
 def why_not_these_queries(

@@ -47,7 +47,7 @@ from ds_ring.runtime.checks import (
     check_tensors,
     check_tokens,
 )
-from ds_ring.runtime.device import active_fake_mode, to_device
+from ds_ring.runtime.device import active_fake_mode, makes_kept_tensors, to_device
 from ds_ring.runtime.exchange import Agreement, Exchange, agree, compare_headers
 from ds_ring.runtime.kernels import Kernel, KernelNeeds, get_kernel
 from ds_ring.runtime.kernels import block_side as block_side
@@ -673,6 +673,7 @@ def forward_passes() -> int:
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _handles = itertools.count()
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
 # torch 2.11 takes a sequence of tags only.
@@ -704,6 +705,42 @@ def object_of(handle: int, kind: type[T]) -> T:
 def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
     """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_HEX = "hexadecimal number"  # says that a text is a number
+
+
+def constant(value: Any) -> Any:
+    """Return a number as something that torch.compile takes for a constant; anything else as it is."""
+    # Dynamo makes a number symbolic, at its second value or before. A symbol is no constant; its text is.
+    most = 2**53 if isinstance(value, int) else 1e300
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and -most < value < most:
+        return _HEX, float(value).hex(), isinstance(value, int)
+    return value
+
+
+def is_constant(value: object) -> bool:
+    """Return whether it is a number that `constant` has written as a text."""
+    return isinstance(value, tuple) and len(value) == 3 and value[0] == _HEX
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that `constant` has written as a text; anything else as it is."""
+    if not is_constant(value):
+        return value
+    number = float.fromhex(value[1])
+    return int(number) if value[2] else number
+
+
+def never_traced(function: F) -> F:
+    """Set the flags of `torch.compiler.disable`: a graph ends before the call, under fullgraph with an error.
+
+    For functions whose tables depend on the layout, or that call a function of the user for each tile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    why = f"ds_ring.{function.__name__} runs eagerly: call it outside of the graph, or without fullgraph=True"
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
     return function
 
 
@@ -761,6 +798,7 @@ def context_for(
     return found
 
 
+@makes_kept_tensors
 def first_queries(
     context: RingContext, local_tokens: int, device: torch.device
 ) -> tuple[RingContext, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -133,6 +133,16 @@ def streams_of(tensor: Tensor) -> Streams:
 
 KEPT_BYTES = 256 << 20  # of indices
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def makes_kept_tensors(function: F) -> F:
+    """Let a function make its tensors outside of inference mode, because later calls read them.
+
+    An evaluation in inference mode may be the first that needs a table. A training step could not save an
+    inference tensor for its backward pass, nor write to it.
+    """
+    return torch.inference_mode(False)(function)
 
 
 class Kept(Generic[T]):
@@ -185,6 +195,7 @@ def _place(device: torch.device) -> tuple[torch.device, int, Any]:
     return device, stream_of(device) if mode is None else 0, mode
 
 
+@makes_kept_tensors
 def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
     key = (ranges.tobytes(), *_place(device))
@@ -195,7 +206,7 @@ def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     return found
 
 
-@torch.inference_mode(False)  # a training step may read them, too
+@makes_kept_tensors
 def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
     key = (numbers, dtype, *_place(device))

@@ -31,14 +31,18 @@ from ds_ring.masks.tiles import IntArray
 from ds_ring.runtime.checks import why_not_an_operand
 from ds_ring.runtime.context import (
     check_layout,
+    constant,
     constant_in_graphs,
     count_forward_pass,
     kept,
+    never_traced,
     new_handle,
+    number_of,
     object_of,
     operator,
     refuse,
 )
+from ds_ring.runtime.device import makes_kept_tensors
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.schedule.layout import Layout
@@ -105,16 +109,21 @@ class Neighbours:
         """
         key = like.dtype, like.device
         if key not in self._masks:  # they are the same for all layers of a batch
-            rows = torch.ones(2, self.own_runs)
-            if self.documents is not None:
-                rows.zero_()
-                for piece in self.pieces:
-                    rows[0, piece.run] += piece.continues and piece.is_last
-                    rows[1, piece.run] += piece.continues
-            self._masks[key] = rows.to(like.device, like.dtype)
+            self._masks[key] = self._new_masks(*key)
         through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
         return through, continues
 
+    @makes_kept_tensors
+    def _new_masks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        rows = torch.ones(2, self.own_runs)
+        if self.documents is not None:
+            rows.zero_()
+            for piece in self.pieces:
+                rows[0, piece.run] += piece.continues and piece.is_last
+                rows[1, piece.run] += piece.continues
+        return rows.to(device, dtype)
+
+    @makes_kept_tensors
     def exists(self, offset: int, device: torch.device) -> Tensor:
         """Return for each slot whether there is a token `offset` positions behind it in its document, [S]."""
         if (offset, device) in self._exists:
@@ -191,8 +200,8 @@ def _check(layout: Layout, mesh: RingMesh, documents: object) -> None:
 
 
 @constant_in_graphs
-def _handle_of(layout: Layout, mesh: RingMesh, documents: Documents | None, hop_timeout_s: float) -> int:
-    found = neighbours_of(layout, mesh, documents, hop_timeout_s)
+def _handle_of(layout: Layout, mesh: RingMesh, documents: Documents | None, hop_timeout_s: Any) -> int:
+    found = neighbours_of(layout, mesh, documents, number_of(hop_timeout_s))
     found.in_a_graph = True
     return found.handle
 
@@ -224,12 +233,13 @@ def halo(
         RingMismatchError: ranks that call with different arguments; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
-    handle = _handle_of(layout, mesh, documents, hop_timeout_s)
+    handle = _handle_of(layout, mesh, documents, constant(hop_timeout_s))
     if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
         dim += x.dim()
     return halo_op(x, dim, before, after, handle)
 
 
+@never_traced
 def shift_sequence(
     x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh, documents: Documents | None = None,
     fill: float = 0, hop_timeout_s: float = 60.0,
@@ -401,7 +411,7 @@ def ring_scan(
         RingShapeError: other shapes or dtypes than above.
         RingLayoutError, RingPatternError, RingMismatchError, RingPeerError: as `halo`.
     """
-    handle = _handle_of(layout, mesh, documents, hop_timeout_s)
+    handle = _handle_of(layout, mesh, documents, constant(hop_timeout_s))
     return scan_op(transition, increment, matrix, handle)
 
 

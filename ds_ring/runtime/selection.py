@@ -44,6 +44,7 @@ from ds_ring.runtime.checks import (
     check_sinks,
     check_tensors,
     why_not_an_operand,
+    why_not_transformed,
 )
 from ds_ring.runtime.context import (
     Options,
@@ -52,9 +53,11 @@ from ds_ring.runtime.context import (
     context_for,
     context_of,
     count_forward_pass,
+    never_traced,
     operator,
     refuse,
 )
+from ds_ring.runtime.device import makes_kept_tensors
 from ds_ring.runtime.exchange import Exchange, walk_owners
 from ds_ring.runtime.kernels.interface import each_tile
 from ds_ring.runtime.kernels.reference import weights_of
@@ -74,6 +77,7 @@ QUERIES, KEYS = 128, 2048
 BLOCK = 32
 
 
+@never_traced
 def ring_select(
     scores_fn: ScoresFunction, k: int, keys: Tensor, *, layout: Layout, mesh: RingMesh,
     pattern: Pattern | None = None, blocks: BlockLayout | None = None, delay: int = 0,
@@ -112,6 +116,7 @@ def ring_select(
     )
 
 
+@never_traced
 def max_logits(
     q: Tensor, k: Tensor, *, layout: Layout, mesh: RingMesh, pattern: Pattern | None = None,
     scale: float | None = None, hop_timeout_s: float = 60.0,
@@ -193,6 +198,7 @@ def _best_of(
             return best
 
 
+@never_traced
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, layout: Layout, mesh: RingMesh,
     scale: float | None = None, sinks: Tensor | None = None, return_lse: bool = False, block_size: int = 1,
@@ -260,6 +266,9 @@ def _context(
 ) -> RingContext:  # fmt: skip
     """Return the context of a call; refused arguments raise on all ranks."""
     try:
+        why = why_not_transformed("ring_select and what is built on it")
+        if why is not None:
+            raise RingConfigError(why)
         if blocks is not None and not (isinstance(pattern, Full) and blocks.of == layout):
             raise RingConfigError(
                 f"ring_select: expected blocks of the {layout} and no pattern, got blocks of the {blocks.of}"
@@ -746,6 +755,7 @@ class _SelectedPass:
 
 
 @lru_cache(maxsize=16)
+@makes_kept_tensors
 def _slots_by_position(layout: Layout, device: torch.device) -> Tensor:
     return torch.from_numpy(layout.slots_by_position()).to(device)
 

@@ -11,15 +11,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
-from ds_ring.errors import RingError, RingLayoutError, RingShapeError, shown
-from ds_ring.runtime.checks import why_not_an_operand
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
+from ds_ring.runtime.checks import why_not_an_operand, why_not_transformed
+from ds_ring.runtime.context import never_traced
+from ds_ring.runtime.device import makes_kept_tensors
 from ds_ring.runtime.exchange import Exchange, agree
 from ds_ring.runtime.mesh import RingMesh, check_mesh
 from ds_ring.runtime.trace import is_fake
 from ds_ring.schedule.layout import Layout
 
 
+@never_traced
 def shard_sequence(
     x_global: Tensor,
     layout: Layout,
@@ -116,11 +120,13 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
+@makes_kept_tensors
 def _positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
     return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
 
 
 @lru_cache(maxsize=16)
+@makes_kept_tensors
 def _slots_by_position(layout: Layout) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
 
@@ -137,13 +143,19 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mesh = ctx.mesh
+        mesh, refused = ctx.mesh, None
+        if is_legacy_batchedtensor(grads[0]):
+            refused = RingConfigError(
+                "gather_sequence: expected one gradient at a time, got several (is_grads_batched=True); call"
+                " torch.autograd.grad for each of them"
+            )
         with mesh.in_call():
-            _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], None)
+            _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], refused)
             parts = grads[0].chunk(mesh.sequence_size)
             return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
 
 
+@never_traced
 def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
     """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
 
@@ -160,6 +172,9 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
     refused: RingError | None = None
     fields: dict[str, object] = {}
     try:
+        why = why_not_transformed("gather_sequence")
+        if why is not None:
+            raise RingConfigError(why)
         _check("gather_sequence", x_local, layout, dim)
         if mesh.ring_size != layout.ring_size:
             raise _another_ring("gather_sequence", layout, mesh)

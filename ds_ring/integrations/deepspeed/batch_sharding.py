@@ -35,6 +35,7 @@ from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.module import RingAttention
 from ds_ring.runtime.context import RingContext
+from ds_ring.runtime.device import makes_kept_tensors
 from ds_ring.runtime.exchange import once_a_batch
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
@@ -74,6 +75,7 @@ class BatchSharding:
         """Return the slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
 
+    @makes_kept_tensors
     def with_slots(self, device: torch.device) -> BatchSharding:
         """Return a copy with `slots`."""
         whole = self.layout.positions(self.mesh.ring_rank)

@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
+from ds_ring.runtime.device import makes_kept_tensors
 from ds_ring.runtime.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
 from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
@@ -291,6 +292,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 
 @lru_cache(maxsize=16)
+@makes_kept_tensors
 def _hidden(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
@@ -299,11 +301,13 @@ def _hidden(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mo
 
 # Cache only two: each has BIASED squared elements, 4 MiB in float32.
 @lru_cache(maxsize=2)
+@makes_kept_tensors
 def _square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
 
 
 @lru_cache(maxsize=16)
+@makes_kept_tensors
 def _small_square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(SMALL_BIAS, SMALL_BIAS, dtype, torch.device("cpu"))
 
