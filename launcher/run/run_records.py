@@ -71,6 +71,12 @@ def _number(value: object) -> object:
     return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value
 
 
+def _not_negative(value: float) -> float:
+    if value < 0:
+        raise ValueError("expected no negative number")
+    return value
+
+
 def _mapping(value: object) -> object:
     return value if isinstance(value, dict) else {}
 
@@ -90,6 +96,8 @@ MaybeTime = Annotated[_Time | None, WrapValidator(_or_none)]
 MaybeCount = Annotated[_Count | None, WrapValidator(_or_none)]
 MaybeStatus = Annotated[_Status | None, WrapValidator(_or_none)]
 MaybeNumber = Annotated[float | None, WrapValidator(_or_none), BeforeValidator(_number)]
+_Rate = Annotated[float, BeforeValidator(_number), AfterValidator(_not_negative)]
+MaybeRate = Annotated[_Rate | None, WrapValidator(_or_none)]
 MaybeBool = Annotated[bool | None, WrapValidator(_or_none)]
 _Slots = Annotated[int | None, Field(ge=1, le=MOST_SLOTS), WrapValidator(_or_none)]
 
@@ -185,7 +193,7 @@ class MetricsRecord(Record):
     step: MaybeCount = None
     loss: MaybeNumber = None
     step_seconds: MaybeTime = None
-    tokens_per_second: MaybeNumber = None
+    tokens_per_second: MaybeRate = None
     memory_bytes: MaybeCount = None
     ring_rank: MaybeRank = None
     links: Annotated[list[LinkRecord], BeforeValidator(_links)] = Field(default_factory=list)
@@ -208,7 +216,7 @@ class HistoryRecord(Record):
 
     step: _Count
     loss: MaybeNumber = None
-    tokens_per_second: MaybeNumber = None
+    tokens_per_second: MaybeRate = None
 
 
 class _FileSize(Record):

@@ -64,6 +64,7 @@ def test_each_step_has_its_own_loss_and_links(
     assert [line["loss"] for line in lines] == found[0]["losses"]
     assert found[0]["traces"] == int(monitor), "a trace that nobody reads stays on the mesh"
     for rank in range(2):
+        assert (tmp_path / f"rank-{rank}.ring").exists()  # a rank that has made a ring says so
         figures = json.loads((tmp_path / f"rank-{rank}.metrics.json").read_text())
         assert figures["step"] == STEPS
         tokens = figures["tokens_per_second"] * figures["step_seconds"]

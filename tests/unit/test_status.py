@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import time
 from html.parser import HTMLParser
@@ -20,8 +21,8 @@ from ds_ring.integrations.deepspeed.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run import run_lock
-from ds_ring_launcher.run.relaunch import culprit_of
-from ds_ring_launcher.run.run_folder import RunFolder, write_exit, write_json
+from ds_ring_launcher.run.relaunch import Outcome, culprit_of, decide
+from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
 from ds_ring_launcher.run.run_lock import run_held
 from ds_ring_launcher.run.run_records import EventRecord, MetricsRecord, newest_checkpoint
 from ds_ring_launcher.status import page as page_module
@@ -280,6 +281,45 @@ def test_a_record_of_any_values_is_read(
     json.dumps(status.document(), allow_nan=False)
     page_of(status)
     culprit_of(found.attempt(1), (Host(name="node-0", slots=1),), 1)
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """Change some bytes, numbers or pieces of a file at random."""
+    for _ in range(draw.randint(1, 4)):
+        at, length = draw.randrange(len(data) + 1), draw.randint(0, 8)
+        piece = draw.choice(
+            [
+                bytes(draw.randrange(256) for _ in range(length)), b"", b"-1", b"1e999", b"9" * 400, b"null",
+                b'""', b"[" * 5000, b"{}", b"\n", b"\\ud800", data[at : at + 40],
+            ]
+        )  # fmt: skip
+        data = data[:at] + piece + data[at + draw.choice([0, length]) :]
+    return data
+
+
+@pytest.mark.parametrize("rounds", [40, 4000])
+@pytest.mark.day("40")
+def test_mutated_files_of_a_run_are_read(run: RunFolder, rounds: int) -> None:
+    folder = run.attempt(2)
+    write_fault(folder, RankFault(0, 1.0, 2, "error", "E", "m", ("a.py:1",), "t"))
+    write_exit(folder, 1, 1)
+    (run.path / "launcher.json").write_text(json.dumps({"at": 1.0, "host": "h", "pid": 3, "token": "t"}))
+    whole = {
+        path: path.read_bytes()
+        for place in (run.path, run.path.parent / "checkpoints")
+        for path in place.rglob("*")
+        if path.is_file()
+    }
+    for number in range(rounds):
+        draw = random.Random(number)
+        for path, data in whole.items():
+            path.write_bytes(mutated(data, draw) if draw.random() < 0.4 else data)
+        status = read_run(run.path)
+        json.dumps(status.document(), allow_nan=False)
+        page_of(status)
+        found = culprit_of(folder, (Host(name="node-0", slots=1), Host(name="node-1", slots=1)), 1)
+        decide([Outcome(2, 1, None, False, False, found)], None)
+        newest_checkpoint(run.path.parent / "checkpoints")
 
 
 def test_a_readers_clock_that_is_ahead_makes_no_run_silent(
