@@ -14,6 +14,7 @@ import atexit
 import faulthandler
 import json
 import logging
+import math
 import os
 import selectors
 import socket
@@ -95,6 +96,7 @@ class Watch:
         self.noticed, self.exit_after_s = False, exit_after_s
         self.on_late: Callable[[LateNotice | int], object] = log_late
         self._stage: tuple[str, Limit] | None = None
+        self._leaves_at = math.inf
         self._told_calls: dict[str, int] = {}
         self._not_compared: set[str] = set()
         self._thread, self._group = threading.get_ident(), default_group_id()
@@ -179,6 +181,17 @@ class Watch:
             self._send({"kind": "bye"} | (self._calls() if ends else {}))
             self._close()
         _living.discard(self)
+
+    def leave_soon(self) -> None:
+        """Leave as a mesh that is garbage does.
+
+        A process that ends by SystemExit drops its meshes first. Where collectives are judged the goodbye
+        waits for LINGER_S, so that the end of the process can say it: others may be in one.
+        """
+        if self._stage is None:
+            self.leave()
+        else:
+            self._leaves_at = time.monotonic() + LINGER_S
 
     # [Note: the end of a process]
     # An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing,
@@ -267,6 +280,9 @@ class Watch:
             if now - before > 2 * interval + 0.5:  # this process was not running: no fault of the monitor's
                 answered += now - before
             before = now
+            if now >= self._leaves_at:
+                self.leave()
+                return
             if now >= next_beat:
                 next_beat = now + interval
                 self._send({"kind": "beat"} | self._calls())

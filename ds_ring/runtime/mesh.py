@@ -144,7 +144,7 @@ _dropped: deque[list[ProcessGroup | None]] = deque()
 def _drop(watch: Watch | None, groups: list[ProcessGroup | None]) -> None:
     """Leave the watch of a mesh that is garbage; see [Note: groups of a mesh that was dropped]."""
     if watch is not None:
-        watch.leave()
+        watch.leave_soon()
     if groups and (watch is None or watch.fault is None):
         _dropped.append(groups)
 

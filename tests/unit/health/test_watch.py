@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -43,17 +44,19 @@ class Monitor:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def say(self, **message: Any) -> None:
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
+        with suppress(OSError):  # the rank has left
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def kinds(self, kind: str) -> list[dict[str, Any]]:
         return [one for one in self.heard if one["kind"] == kind]
 
     def _serve(self) -> None:
-        for line in self.connection.makefile("rb"):
-            message = json.loads(line)
-            self.heard.append(message)
-            if message["kind"] == "beat":
-                self.say(kind="beat")
+        with suppress(OSError):
+            for line in self.connection.makefile("rb"):
+                message = json.loads(line)
+                self.heard.append(message)
+                if message["kind"] == "beat":
+                    self.say(kind="beat")
 
 
 @pytest.fixture
@@ -128,6 +131,34 @@ def test_heartbeats_say_nothing_of_collectives_unless_asked(monitor: Monitor) ->
     with watch.within("nothing", Limit(1.0, "key")):
         assert watch._calls() == {}
     watch.leave()
+
+
+def test_a_mesh_that_is_dropped_while_its_process_ends_says_so(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SystemExit frees the mesh before the process ends: others may be in a collective for ever."""
+    monkeypatch.setattr(watch_module, "collective_calls", lambda not_compared: {"0": 7})
+    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    watch.judge_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
+    watch.leave_soon()
+    assert watch.is_open
+    watch.end()
+    until(lambda: monitor.kinds("bye"))
+    assert monitor.kinds("bye")[0]["in"] == "the training script" and not watch.is_open
+
+
+@pytest.mark.parametrize("judges", [True, False])
+def test_a_mesh_that_is_dropped_leaves_the_job(
+    monitor: Monitor, monkeypatch: pytest.MonkeyPatch, judges: bool
+) -> None:
+    monkeypatch.setattr(watch_module, "collective_calls", lambda not_compared: {"0": 7})
+    monkeypatch.setattr(watch_module, "LINGER_S", 0.3)
+    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    if judges:
+        watch.judge_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
+    watch.leave_soon()
+    until(lambda: monitor.kinds("bye"))
+    assert monitor.kinds("bye") == [{"kind": "bye"}] and not watch.is_open
 
 
 def test_a_guarded_call_that_takes_too_long_names_the_limit(monitor: Monitor) -> None:
