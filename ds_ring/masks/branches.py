@@ -135,37 +135,37 @@ class Remainder(Primitive):
 
 @dataclass(frozen=True)
 class Table(Primitive):
-    """Label every position of one sequence by a table of ids; tokens with a negative id take no part."""
+    """Label every position of one sequence by a table of ids; tokens with a negative id take no part.
+
+    The ids are the labels, so those of two tables may be compared. They may come in any order.
+    """
 
     starts: tuple[int, ...]  # positions at which the id changes, ascending, the first 0
-    ids: tuple[int, ...]  # the id from each start to the next; an id may occur several times
+    ids: tuple[int, ...]  # the id from each start to the next, below `LARGEST_LABEL`; it may occur again
     tokens: int  # length T of the sequence, and the only one that a pattern with this table fits
 
     @cached_property
     def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
-        """Return start, end and label of every stretch of one id, and whether its label is its number."""
+        """Return start, end and label of every stretch of one id, and whether each label is its number."""
         starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
-        # The label is the number of the id's first stretch: labels ascend as long as no id occurs twice.
-        _, first, number = np.unique(ids, return_index=True, return_inverse=True)
-        label = first[number]
-        ascending = bool((label == np.arange(len(label))).all())
-        return starts, np.append(starts[1:], self.tokens), np.where(ids < 0, NO_LABEL, label), ascending
+        numbered = bool(((ids == np.arange(len(ids))) | (ids < 0)).all())
+        return starts, np.append(starts[1:], self.tokens), np.maximum(ids, NO_LABEL), numbered
 
     def labels(self, positions: IntArray) -> IntArray:
         starts, _, label, _ = self._stretches
         return label[np.searchsorted(starts, positions, side="right") - 1]
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        starts, _, _, ascending = self._stretches
+        _, _, labels, numbered = self._stretches
         # An id that occurs twice may be anywhere in the sequence, so there are no useful bounds.
-        if not ascending:
-            return np.zeros_like(axis.position), np.full_like(axis.position, len(starts))
+        if not numbered:
+            return np.zeros_like(axis.position), np.full_like(axis.position, labels.max(initial=0))
         return self._stretch_of(axis.position), self._stretch_of(axis.last_position)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        starts, ends, labels, ascending = self._stretches
+        starts, ends, labels, numbered = self._stretches
         low, high = self._stretch_of(axis.position), self._stretch_of(axis.last_position)
-        if ascending:  # cut each row only at the documents of interest, not at all that it spans
+        if numbered:  # cut each row only at the documents of interest, not at all that it spans
             low, high = np.maximum(low, least), np.minimum(high, greatest)
         row, stretch = _each_number(low, high)
         held = labels[stretch] >= 0

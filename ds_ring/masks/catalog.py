@@ -225,7 +225,10 @@ class Documents(Pattern):
 
     @cached_property
     def _table(self) -> Table:  # cached, because the table caches what it derives from the ids
-        return Table(self.starts, self.ids, self.tokens)
+        # Number each document by its first stretch: small labels, and ascending ones unless an id reappears.
+        ids = np.array(self.ids, dtype=np.int64)
+        _, first, number = np.unique(ids, return_index=True, return_inverse=True)
+        return Table(self.starts, tuple(np.where(ids < 0, -1, first[number]).tolist()), self.tokens)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (equal_labels(self._table),)

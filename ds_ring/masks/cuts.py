@@ -45,8 +45,10 @@ def trimmed(tiles: Tiles) -> Tiles:
     q_end = np.minimum(tiles.q.length, tiles.k.length + high)
     k_end = np.minimum(tiles.k.length, tiles.q.length - low)
     keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
-    q, k = tiles.q.take(q_first, q_end - q_first), tiles.k.take(k_first, k_end - k_first)
-    return replace(tiles, q=q, k=k).rows(keep)
+    if not keep.all():
+        tiles = tiles.rows(keep)
+        q_first, q_end, k_first, k_end = q_first[keep], q_end[keep], k_first[keep], k_end[keep]
+    return tiles.take(q_first, q_end - q_first, k_first, k_end - k_first)
 
 
 def _equal_steps(tiles: Tiles) -> Tiles:

@@ -43,9 +43,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.branches import ALL, Branch, Partition, Primitive, Residue
+from ds_ring.masks.branches import ALL, Branch, Partition, Pieces, Primitive, Residue
 from ds_ring.masks.cuts import within_distances
-from ds_ring.masks.tiles import MaskInside, PairMask, Tiles, Weights, repeat_rows
+from ds_ring.masks.tiles import Axis, IntArray, MaskInside, PairMask, Tiles, Weights, repeat_rows
 
 MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
 
@@ -328,12 +328,12 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     (q_least, q_greatest), (k_least, k_greatest) = queries.bounds(tiles.q), keys.bounds(tiles.k)
     # only labels that may occur on both sides can be equal
     least, greatest = np.maximum(q_least, k_least), np.minimum(q_greatest, k_greatest)
-    q_row, q, q_label = queries.split(tiles.q, least, greatest)
-    k_row, k, k_label = keys.split(tiles.k, least, greatest)
-    # One number for each (rectangle, label), small enough that different ones never get the same number.
-    q_number, k_number = q_label - least[q_row], k_label - least[k_row]
-    width = 1 + max(q_number.max(initial=0), k_number.max(initial=0))
-    ours, theirs = q_row * width + q_number, k_row * width + k_number
+    q_row, q, q_label = _pieces_between(queries, tiles.q, least, greatest)
+    k_row, k, k_label = _pieces_between(keys, tiles.k, least, greatest)
+    # One number for each (rectangle, label). All labels are from least to greatest, so that the numbers of
+    # two rectangles never overlap.
+    width = 1 + int((greatest - least).max(initial=0))
+    ours, theirs = (q_row * width + q_label - least[q_row]), (k_row * width + k_label - least[k_row])
     # If each number occurs once and in the same order on both sides, pieces pair up without a search.
     if np.array_equal(ours, theirs) and (np.diff(ours) > 0).all():
         return tiles.rows(q_row).sides(q, k)
@@ -345,3 +345,10 @@ def join(tiles: Tiles, queries: Primitive, keys: Primitive) -> Tiles:
     q_index, which = repeat_rows(count)
     k_index = order[first[q_index] + which]
     return tiles.rows(q_row[q_index]).sides(q.rows(q_index), k.rows(k_index))
+
+
+def _pieces_between(primitive: Primitive, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
+    """Return the pieces of every row with labels from least to greatest; `split` may return others."""
+    pieces = primitive.split(axis, least, greatest)
+    kept = (pieces.label >= least[pieces.row]) & (pieces.label <= greatest[pieces.row])
+    return pieces if kept.all() else Pieces(pieces.row[kept], pieces.axis.rows(kept), pieces.label[kept])

@@ -2,7 +2,7 @@
 
 A run is an arithmetic progression of tokens. A `Tiles` table is a struct of int64 columns with one row per
 tile, so that planning a sequence of a million tokens is vectorised arithmetic. A slot is an index into the
-local tensor; a position is an index into the global sequence. There are no empty tiles.
+local tensor; a position is an index into the global sequence. There are no empty tiles: a table refuses them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+
+from ds_ring.errors import RingPatternError
 
 if TYPE_CHECKING:
     from ds_ring.masks.mask_mod import HeadMask
@@ -234,6 +236,9 @@ class Tiles:
     a tile, both sides have the same position step. A tile with a mask function has no band of its own: the
     function includes it. `rule` is the pattern, bound to its heads: it describes the same pairs and the same
     multiplicities. A kernel may use it instead of the tiles, for example to find a window.
+
+    Raises:
+        RingPatternError: a tile without queries or without keys.
     """
 
     q: Axis
@@ -247,6 +252,16 @@ class Tiles:
     weights: tuple[Weights, ...] = ()  # functions of query and key positions
     masks: tuple[MaskInside, ...] = ()  # functions of batch size, query positions and key positions
     rule: BoundPattern | None = None  # the pattern that the tiles were cut from, if known
+
+    def __post_init__(self) -> None:
+        # A kernel divides by the lengths of a tile: aten ends the process at one of no tokens (SIGFPE).
+        for side, length in (("queries", self.q.length), ("keys", self.k.length)):
+            if len(length) and length.min() < 1:
+                row = int(length.argmin())
+                raise RingPatternError(
+                    f"tiles: expected at least one token on each side, got {length[row]} {side} in tile {row}"
+                    f" of {len(length)}; drop empty tiles, as Tiles.sides does"
+                )
 
     def __len__(self) -> int:
         return len(self.least)
@@ -296,9 +311,10 @@ class Tiles:
 
     def sides(self, q: Axis, k: Axis) -> Tiles:
         """Return the same rows with other sides, without the rows that are empty now."""
-        part = replace(self, q=q, k=k)
         keep = (q.length > 0) & (k.length > 0)
-        return part if keep.all() else part.rows(keep)
+        if keep.all():
+            return replace(self, q=q, k=k)
+        return replace(self.rows(keep), q=q.rows(keep), k=k.rows(keep))
 
     def take(
         self,

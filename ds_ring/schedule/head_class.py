@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import (
@@ -91,6 +92,9 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
 
     A tile's keys are an arithmetic progression of the shard's slots. Where the payload omits slots between
     them, the packed keys may have another stride; the tile is cut there.
+
+    Raises:
+        RingPatternError: a tile has keys that the payload omits. A kernel would read other keys, or none.
     """
     # Neighbouring slots stay neighbours when packed, and two keys are always a progression.
     suspicious = (tiles.k.slot_step > 1) & (tiles.k.length > 2) & (len(held) > 1)
@@ -100,17 +104,37 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
     for row in np.flatnonzero(suspicious):
         key = int(tiles.k.slot[row]), int(tiles.k.slot_step[row]), int(tiles.k.length[row])
         if key not in cuts:
-            cuts[key] = _equal_strides(locate_slots(key[0] + key[1] * np.arange(key[2]), held))
+            cuts[key] = _equal_strides(_located(key[0] + key[1] * np.arange(key[2]), held))
         if len(cuts[key]) > 1:
             broken[row], one = True, tiles.rows(np.array([row]))
             pieces += [trimmed(one.take(0, one.q.length, first, count)) for first, count in cuts[key]]
     if pieces:
         tiles = Tiles.concat([tiles.rows(~broken), *pieces])
-    first = locate_slots(tiles.k.slot, held)
-    last = locate_slots(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
-    assert (last - first >= tiles.k.length - 1).all(), "a tile reads keys that are not in the payload"
+    first = _located(tiles.k.slot, held)
+    last = _located(tiles.k.slot + (tiles.k.length - 1) * tiles.k.slot_step, held)
+    if (short := last - first < tiles.k.length - 1).any():
+        raise _not_held(int(tiles.k.slot[short][0]) + 1, held)
     step = np.where(tiles.k.length > 1, (last - first) // np.maximum(tiles.k.length - 1, 1), 1)
     return replace(tiles, k=replace(tiles.k, slot=first, slot_step=step))
+
+
+def _located(slots: IntArray, held: SlotRanges) -> IntArray:
+    """Return where slots lie in the packed payload; RingPatternError for one that it omits."""
+    if not len(held):
+        raise _not_held(int(slots[0]), held)
+    row = np.searchsorted(held[:, 0], slots, side="right") - 1
+    outside = (row < 0) | (slots >= held[row, 1])
+    if outside.any():
+        raise _not_held(int(slots[outside][0]), held)
+    return locate_slots(slots, held)
+
+
+def _not_held(slot: int, held: SlotRanges) -> RingPatternError:
+    return RingPatternError(
+        f"tiles: expected keys among the {count_slots(held)} slots of the payload, got slot {slot}, which is"
+        f" not in {shown(held[:4].tolist())}; the label of a token must depend on its position alone, so look"
+        " at the primitives of the pattern"
+    )
 
 
 def _equal_strides(slots: IntArray) -> list[tuple[int, int]]:

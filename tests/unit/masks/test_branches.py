@@ -82,6 +82,37 @@ def test_pieces_are_the_tokens_of_their_label(primitive: Primitive, rows: list[t
     assert sorted(got) == want
 
 
+IDS_OF = st.lists(st.integers(-2, 5), min_size=6, max_size=6).map(tuple)
+STARTS = (0, 5, 9, 30, 31, 60)
+
+
+@given(ids=IDS_OF, others=IDS_OF, q=runs, k=runs)
+def test_tables_join_by_their_ids_in_any_order(
+    ids: tuple[int, ...],
+    others: tuple[int, ...],
+    q: list[tuple[int, int, int]],
+    k: list[tuple[int, int, int]],
+) -> None:
+    """Queries by one table and keys by another, as a tree has them; ids reappear, descend and are negative.
+
+    Before, a label below those that both sides may have was taken for one of the rectangle before it.
+    """
+    both = labelled(Table(STARTS, ids, 1000)), labelled(Table(STARTS, others, 1000))
+    q_runs, k_runs = in_order(q), in_order(k)
+    q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
+    of_q, of_k = (
+        np.array(one)[np.searchsorted(STARTS, at, side="right") - 1]
+        for one, at in ((ids, q_at), (others, k_at))
+    )
+    want = (of_q[:, None] == of_k) & (of_q[:, None] >= 0)
+    for least in (-1000, 0):
+        pattern = BoundPattern(((Branch(*both, least=least),),))
+        tiles, seen_of = pattern.tiles(q_runs, k_runs), want & (q_at[:, None] - k_at >= least)
+        assert positions_agree(tiles, q_at, k_at)
+        np.testing.assert_array_equal(paint(tiles, len(q_at), len(k_at)), seen_of)
+        np.testing.assert_array_equal(pattern.multiplicity(0, 1, 1, q_at[:, None], k_at[None]), seen_of)
+
+
 @pytest.mark.parametrize("primitive", PRIMITIVES[:-2], ids=str)
 def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primitive) -> None:
     known: dict[object, np.ndarray] = {}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_ring import RingPatternError
 from ds_ring.masks.cuts import triangulated, within_distances
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from tests.unit.masks.painting import paint
@@ -40,3 +44,12 @@ def test_several_runs_are_cut_at_once() -> None:
     tiles = within_distances(Tiles.rectangles(q_runs, k_runs), 0, UNBOUNDED)
     q, k = np.r_[0:5, 20:27], np.r_[3:12, 12:21]
     np.testing.assert_array_equal(paint(tiles, 12, 18), k[None, :] <= q[:, None])
+
+
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_an_empty_tile_is_refused_where_it_is_made(side: str) -> None:
+    """aten ended the process at a tile of no tokens (SIGFPE)."""
+    tiles = Tiles.rectangles(np.array([[0, 1, 5], [20, 1, 7]]), np.array([[3, 1, 9]]))
+    axis = getattr(tiles, side)
+    with pytest.raises(RingPatternError, match=r"at least one token on each side, got 0 .* in tile 1 of 2"):
+        replace(tiles, **{side: replace(axis, length=axis.length * [1, 0])})

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring import Causal, Dilated, Full, SlidingWindow
+from ds_ring import Causal, Dilated, Full, RingPatternError, SlidingWindow
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_class import find_reads, tiles_of_payload
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
@@ -51,6 +52,27 @@ def test_packing_changes_no_pair(
             continue
         packed = tiles_of_payload(tiles, as_ranges(held))
         np.testing.assert_array_equal(paint(packed, queries, len(held)), want[:, sorted(held)])
+
+
+@pytest.mark.parametrize(
+    ("run", "held"),
+    [
+        ((4, 1, 6), [[0, 8]]),
+        ((4, 1, 6), [[5, 20]]),
+        ((0, 1, 9), [[0, 4], [6, 9]]),
+        ((0, 3, 3), [[0, 3], [4, 9]]),
+        ((0, 1, 1), np.empty((0, 2))),
+    ],
+)
+def test_a_tile_of_keys_that_do_not_travel_is_refused(
+    run: tuple[int, int, int], held: list[list[int]]
+) -> None:
+    """A kernel would get a view of other keys, or of none."""
+    first, step, length = run
+    tiles = Tiles.rectangles(np.array([[0, 1, 5]]), np.array([[0, 1, 30]]))
+    tiles = tiles.sides(tiles.q, tiles.k.take(first, np.array([length]), step))
+    with pytest.raises(RingPatternError, match=r"tiles: expected keys among the \d+ slots of the payload"):
+        tiles_of_payload(tiles, np.array(held, dtype=np.int64))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
