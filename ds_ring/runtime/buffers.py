@@ -51,8 +51,8 @@ class Pair(NamedTuple):
     """K and V, or dK and dV, [B, G, slots, D] and [B, G, slots, E], which travel together.
 
     `memory` is what a buffer sends, token by token, that they are views of: one tensor [slots, B, G, D + E];
-    or, of gradients as the kernel returns them, two, [slots, B, G, D] and [slots, B, G, E]. It is empty for
-    the caller's tensors.
+    or two, [slots, B, G, D] and [slots, B, G, E], of gradients as the kernel returns them and of keys that
+    travel apart (`keys_apart`). It is empty for the caller's tensors.
     """
 
     first: Tensor
@@ -128,13 +128,28 @@ def payload_dtypes(
     return found | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
 
-def kind_of(like: Pair, slots: int, payload: Payload, dtype: torch.dtype) -> BufferKind:
-    """Return the kind of buffers with B, G, the two head dimensions and the device of others."""
+def keys_apart(like: Pair) -> bool:
+    """Return whether K and V travel as two messages: on the CPU, one K/V head of one sample.
+
+    The tokens of such a head lie densely in the caller's tensors, so the own shard is sent without a copy.
+    A copy would be held together with the last keys of the head before: the peak of a forward pass.
+    """
+    batch, heads = like.first.shape[:2]
+    return batch == heads == 1 and like.first.device.type == "cpu"
+
+
+def kind_of(
+    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None
+) -> BufferKind:
+    """Return the kind of buffers with B, G, the two head dimensions and the device of others.
+
+    `apart` is whether its two tensors are messages of their own; None: of PARTS alone.
+    """
     batch, heads, _, head_dim = like.first.shape
     scales = SCALES if payload is Payload.SCALED else 0
     shape = (slots, batch, heads, head_dim + like.second.shape[3] + scales)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    apart = payload is Payload.PARTS
+    apart = payload is Payload.PARTS if apart is None else apart
     return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first), apart)
 
 
@@ -377,6 +392,7 @@ class RingBuffers:
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
         self._dtypes = payload_dtypes(shard.first.dtype, None if home is None else home.dtype, parts_dtype)
+        self._apart = {Payload.PARTS} | ({Payload.KEYS} if pool.adopts and keys_apart(shard) else set())
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
 
@@ -424,8 +440,9 @@ class RingBuffers:
     def labels(self, step: Send | Recv) -> list[Label]:
         """Return the labels of a step's messages, by which a trace and the agreement identify them."""
         tokens = TokenRange(step.origin, step.slots, self.chunk.kv_heads)
-        dtype = self._dtypes[step.payload]
-        return [Label(step.peer, one, step.count, dtype, tokens) for one in step.payload.messages]
+        dtype, names = self._dtypes[step.payload], step.payload.names
+        messages = names.split("/") if step.payload in self._apart else [names]
+        return [Label(step.peer, one, step.count, dtype, tokens) for one in messages]
 
     def adopt(self, buffer: int, parts: tuple[Tensor, ...] | None) -> bool:
         """Let a kernel's dK and dV [B, G, slots, ...] be a buffer, to send them without a copy, if they can.
@@ -447,7 +464,8 @@ class RingBuffers:
         # All pairs have the batch size, heads and head dimensions of the own shard.
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
-            kind = self._kinds[buffer] = kind_of(shard, slots, payload, self._dtypes[payload])
+            apart = payload in self._apart
+            kind = self._kinds[buffer] = kind_of(shard, slots, payload, self._dtypes[payload], apart)
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
@@ -460,9 +478,15 @@ class RingBuffers:
         return taken
 
     def _packed(self, step: Send) -> Sequence[Tensor]:
-        """Return what to send: copies if the slots are those of the shard, in several ranges, or rounded."""
-        pair = self._pairs[step.buffer]
-        if step.in_place:
+        """Return what to send: copies if the slots are in several ranges, rounded, or those of the shard.
+
+        Those of the shard are sent in place if keys travel apart.
+        """
+        pair, in_place = self._pairs[step.buffer], step.in_place
+        if step.buffer == SHARD and len(step.ranges) == 1 and step.payload in self._apart:
+            dense = tokens_first(pair.first, pair.second)
+            pair, in_place = (pair, False) if dense is None else (dense, True)
+        if in_place:
             start, end = step.ranges[0]
             if len(pair.memory) == 1:  # the usual case
                 return (pair.memory[0].narrow(0, start, end - start),)

@@ -67,6 +67,11 @@ class GeneratedSource:
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise RingShapeError(f"GeneratedSource: {name}: expected a positive integer, got {size!r}")
+        if max(head_dim, v_head_dim) > SCRATCH_WORDS * WORD_VALUES:
+            raise RingShapeError(
+                f"GeneratedSource: head_dim: expected at most {SCRATCH_WORDS * WORD_VALUES}, got"
+                f" {max(head_dim, v_head_dim)}; use a smaller one"
+            )
         if dtype not in DTYPES:
             raise RingShapeError(f"GeneratedSource: dtype: expected one of {DTYPES}, got {dtype!r}")
         if not isinstance(seed, int) or not 0 <= seed <= MASK:
@@ -91,11 +96,6 @@ class GeneratedSource:
         width = -(-out.shape[1] // WORD_VALUES)
         # As many rows as the scratch memory holds: it stays in the processor's cache.
         rows = max(SCRATCH_WORDS // width, 1)
-        if rows * width > len(self._words):
-            raise RingShapeError(
-                f"GeneratedSource: head_dim: expected at most {SCRATCH_WORDS * WORD_VALUES}, got"
-                f" {out.shape[1]}; use a smaller one"
-            )
         offset = 0
         one_by_one = len(runs) <= 16 or int(runs[:, 2].mean()) >= 256  # many short runs are faster by index
         for start, step, length in runs.tolist() if one_by_one else []:

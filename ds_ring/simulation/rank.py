@@ -44,7 +44,6 @@ from ds_ring.runtime.ring_pass import RingPass
 from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.steps import Payload
 
 FEW_RUNS = 16  # up to here slices are copied, beyond an index is used
 
@@ -150,6 +149,8 @@ def put_rows(x: Tensor, runs: IntArray, part: Tensor, *, add: bool = False) -> N
         offset += length
 
 
+KEYS = ("K/V", "K", "V")  # messages whose contents the source has
+
 # Takes gradients that leave a virtual rank: "dK" or "dV", whose tokens, their positions as runs (int64 [m, 3]
 # of start, step, length), and the tensor [B, heads, n, D or E], which is used again after the call.
 AddGradients = Callable[[str, TokenRange, IntArray, Tensor], None]
@@ -237,15 +238,12 @@ class VirtualExchange:
     def _arrive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         for message in sends:
             # K and V that are sent need no copy: the reader looks them up in the source itself.
-            if message.what != Payload.KEYS.names:
+            if message.what not in KEYS:
                 assert self.add is not None, "gradients in a forward pass"
-                whats, parts = message.what.split("/"), self._halves(message)
-                if len(whats) == 1:  # dK or dV, a message by itself
-                    parts = [message.tensor.permute(1, 2, 0, 3)]
-                for what, part in zip(whats, parts, strict=True):
+                for what, part in self._parts(message):
                     self.add(what, *self._tokens_of(message), part)
         for message in receives:
-            if message.what == Payload.KEYS.names:
+            if message.what in KEYS:
                 self.look_up(message)
             else:
                 # Another rank's sum would arrive here; it is counted where that rank sends it.
@@ -254,17 +252,21 @@ class VirtualExchange:
     def look_up(self, message: Message) -> None:
         """Fill a message with the keys and values of its tokens."""
         tokens, runs = self._tokens_of(message)
-        rows, sizes, parts = message.tensor, self.source.geometry, self._halves(message)
+        rows, sizes, parts = message.tensor, self.source.geometry, self._parts(message)
         if scaled := message.dtype == torch.uint8:
             shape = rows.shape[1], rows.shape[2], rows.shape[0]
-            parts = [torch.empty(*shape, sizes.width(name), dtype=sizes.dtype) for name in "kv"]
-        for name, part in zip("kv", parts, strict=True):
-            self.source.fill(name, tokens.heads, runs, part)
+            parts = [(name, torch.empty(*shape, sizes.width(name), dtype=sizes.dtype)) for name in "kv"]
+        for what, part in parts:
+            self.source.fill(what.lower(), tokens.heads, runs, part)
         if scaled:
-            pack_scaled(parts[0], parts[1], rows)
+            pack_scaled(parts[0][1], parts[1][1], rows)
 
-    def _halves(self, message: Message) -> Sequence[Tensor]:
-        return halves(message.tensor, self.source.geometry.head_dim)[:2]
+    def _parts(self, message: Message) -> list[tuple[str, Tensor]]:
+        """Return the names and the tensors [B, heads, n, D or E] of a message: of both, or of one of them."""
+        names = message.what.split("/")
+        if len(names) == 1:
+            return [(names[0], message.tensor.permute(1, 2, 0, 3))]
+        return list(zip(names, halves(message.tensor, self.source.geometry.head_dim)[:2], strict=True))
 
     def _tokens_of(self, message: Message) -> tuple[TokenRange, IntArray]:
         tokens = message.tokens

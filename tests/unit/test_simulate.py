@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import (
     Causal,
@@ -272,6 +273,12 @@ def test_a_trace_of_real_passes() -> None:
         assert steps[1].hop == 0 and steps[1].end_ns > steps[1].start_ns
 
 
+def on_cuda(*shape: int) -> Tensor:
+    """A tensor of a GPU that need not be there."""
+    with FakeTensorMode():
+        return torch.empty(shape, device="cuda")
+
+
 GOOD = dict(zip(("q", "k", "v"), tensors(RAGGED), strict=False))
 LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
 
@@ -283,6 +290,7 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ({"k": None}, RingShapeError, "k: expected a tensor, got NoneType"),
         ({"q": torch.zeros(2, 257, 16)}, RingShapeError, "expected 4 dimensions"),
         ({"q": torch.zeros(2, 8, 257, 16, device="meta")}, RingShapeError, "meta device"),
+        ({"q": on_cuda(2, 8, 257, 16)}, RingShapeError, "q: expected a tensor on the CPU, got cuda:0"),
         ({"q": torch.zeros(2, 7, 257, 16)}, RingShapeError, "multiple of K/V heads"),
         ({"q": torch.zeros(2, 8, 256, 16)}, RingShapeError, "q has 256 tokens, k has 257"),
         ({"v": torch.zeros(2, 2, 257, 16, dtype=torch.float64)}, RingShapeError, "v is torch.float64"),
@@ -346,9 +354,17 @@ def test_generated_values_do_not_depend_on_the_sharding(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"tokens": 0}, {"tokens": 8, "heads": 3, "kv_heads": 2}, {"tokens": 8, "seed": -1}]
+    "arguments",
+    [
+        {"tokens": 0},
+        {"tokens": 8, "heads": 3, "kv_heads": 2},
+        {"tokens": 8, "seed": -1},
+        {"tokens": 8, "dtype": torch.int32},
+        {"tokens": 8, "head_dim": (1 << 16) + 1},
+        {"tokens": 8, "v_head_dim": (1 << 16) + 1},
+    ],
 )
-def test_wrong_sources(arguments: dict[str, int]) -> None:
+def test_wrong_sources(arguments: dict[str, Any]) -> None:
     with pytest.raises(RingError, match=r"expected|multiple"):
         GeneratedSource(**arguments)
 
@@ -361,3 +377,13 @@ def test_slots_as_progressions_of_positions() -> None:
         slots = np.array([[0, 1], [5, 40], [100, 101], [200, 310]])
         want = np.concatenate([positions[start:end] for start, end in slots.tolist()])
         assert np.array_equal(expand_runs(progressions_at(layout.runs(1), slots)), want), name
+
+
+@pytest.mark.parametrize(("ring_size", "rank", "most_mib"), [(4, 1, 18.89), (8, 7, 9.36), (16, 0, 4.73)])
+@pytest.mark.day("8-7-9.36", "16-0-4.73")
+def test_the_peak_of_a_forward_pass_is_that_of_the_table(ring_size: int, rank: int, most_mib: float) -> None:
+    """The row "peak" of launcher/README.md. A copy of the own keys would add 2 to 5 %."""
+    q, k, v, _ = tensors(Shape(batch=1, query_heads=8, kv_heads=8, tokens=8192, head_dim=64))
+    layout = make_layout("zigzag", tokens=8192, ring_size=ring_size)
+    found = simulate(q, k, v, pattern=Causal(), layout=layout, ranks=[rank], progress=False)
+    assert most_mib - 0.05 < found.peak_bytes / 2**20 < most_mib

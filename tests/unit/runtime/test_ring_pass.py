@@ -80,9 +80,12 @@ class Delivery:
 
 def ring_of_threads(
     pattern: Pattern, layout: Layout, shape: Shape = SHAPE, dtype: torch.dtype = torch.float64,
-    kernel: Kernel | None = None, pool: type[Buffers] = Buffers, **planned: Any,
+    kernel: Kernel | None = None, pool: type[Buffers] = Buffers, dense: bool = True, **planned: Any,
 ) -> list[Dense]:  # fmt: skip
-    """Out, lse and gradients in the order of positions, of the first and of the second pass of a shape."""
+    """Out, lse and gradients in the order of positions, of the first and of the second pass of a shape.
+
+    Not `dense`: the heads of a token lie side by side, as a projection returns them.
+    """
     size = layout.ring_size
     plan = build_plan(pattern, layout, query_heads=shape.query_heads, kv_heads=shape.kv_heads, **planned)
     whole, channels = tensors(shape, dtype), defaultdict(queue.SimpleQueue)
@@ -91,6 +94,8 @@ def ring_of_threads(
     def rank_of(rank: int) -> list[tuple[Tensor, ...]]:
         where = order[rank]
         q, k, v, grad = (torch.where((where >= 0)[:, None], x[:, :, where], 7.0) for x in whole)
+        if not dense:
+            k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
         run = RingPass(
             plan.rank(rank),
             kernel or ReferenceKernel(),
@@ -145,6 +150,30 @@ def test_a_ring_is_dense_attention(name: str, layout_name: str, ring_size: int) 
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=ring_size)
     check(ring_of_threads(pattern, layout), pattern)
+
+
+@pytest.mark.parametrize(("name", "layout_name", "stages"), [
+    ("causal", "zigzag", None), ("window both ways", "balanced", None), ("dilated", "residue", None),
+    ("causal", "zigzag", 2),
+])  # fmt: skip
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.day("True-causal-zigzag-None", "False-dilated-residue-None", "True-causal-zigzag-2")
+def test_keys_of_one_head_and_sample_travel_apart(
+    monkeypatch: pytest.MonkeyPatch, name: str, layout_name: str, stages: int | None, dense: bool
+) -> None:
+    """K and V are two messages, those of the own shard in place where its tokens lie densely in it."""
+    shape, sent = replace(SHAPE, batch=1), list[str]()
+    route = ThreadExchange.route
+
+    def counted(self: ThreadExchange, sends: Any, receives: Any) -> Any:
+        sent.extend(one.what for one in sends)
+        return route(self, sends, receives)
+
+    monkeypatch.setattr(ThreadExchange, "route", counted)
+    pattern = PATTERNS[name](shape.tokens)
+    layout = layout_for(layout_name, pattern, tokens=shape.tokens, ring_size=4)
+    check(ring_of_threads(pattern, layout, shape, dense=dense, stage_shards=stages), pattern, shape)
+    assert {"K", "V"} <= set(sent) <= {"K", "V", "dK", "dV", "dK/dV"} and sent.count("K") == sent.count("V")
 
 
 class AsOnCuda(FlashKernel):

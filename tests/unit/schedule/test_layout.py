@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, make_layout
+from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, RingShapeError, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import work_of_ranks
 from ds_ring.schedule.layout import CacheLayout, ChunkLayout, PieceLayout
@@ -64,11 +64,19 @@ def test_auto_follows_the_pattern() -> None:
         ({"name": "zigzag", "tokens": 8.0, "ring_size": 2}, "tokens: .* got 8.0"),
         ({"name": "zigzag", "tokens": 8, "ring_size": -1}, "ring_size: .* got -1"),
         ({"name": "zigzag", "tokens": 8, "ring_size": True}, "ring_size: .* got True"),
+        ({"name": "balanced", "tokens": 8, "ring_size": 2}, 'layout "balanced" needs the pattern'),
     ],
 )
 def test_layouts_that_cannot_be(arguments: dict[str, object], said: str) -> None:
     with pytest.raises(RingLayoutError, match=said):
         make_layout(**arguments)  # type: ignore[arg-type]
+
+
+def test_shards_that_ulysses_ranks_cannot_share_are_refused() -> None:
+    layout = make_layout("zigzag", tokens=9, ring_size=2)
+    assert layout.part_slots(5) == 1
+    with pytest.raises(RingShapeError, match=r"shards of 5 slots cannot be split over 3 Ulysses ranks"):
+        layout.part_slots(3)
 
 
 @pytest.mark.parametrize("ring_size", [1, 3, 4])
