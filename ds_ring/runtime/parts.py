@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.runtime.kernels.interface import ALL_HEADS, Kernel, Rows
-from ds_ring.runtime.merge import add_parts_, assign_, merge_, merge_parts_
+from ds_ring.runtime.merge import MOST_PARTS, add_parts_, assign_, merge_, merge_parts_
 from ds_ring.runtime.trace import Trace
 
 # [Note: the first part of a row]
@@ -121,7 +121,6 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # the accumulator and the result would, and the result is made when the first chunk is done. So a pass needs
 # no more memory than if nothing waited. Results in the accumulators' dtype gain nothing by waiting.
 ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: with no accumulator, and beside one
-AT_ONCE = 5  # of one merge, the accumulator among them
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -189,7 +188,7 @@ class Total:
         """Merge (or add) a part of each, now or later; nobody may write to it from here on."""
         made = self._made  # calls of Python are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            if len(self.waiting) == AT_ONCE - (made is not None):  # all of one hop, or returned
+            if len(self.waiting) == MOST_PARTS - (made is not None):  # all of one hop, or returned
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
             return

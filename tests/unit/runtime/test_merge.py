@@ -9,7 +9,7 @@ import torch
 
 from ds_ring.runtime.kernels.interface import Rows
 from ds_ring.runtime.merge import merge_
-from ds_ring.runtime.parts import FirstParts
+from ds_ring.runtime.parts import FirstParts, Total
 from tests.merge_cases import cases, wrong
 
 INF = float("inf")
@@ -105,3 +105,26 @@ def test_the_first_part_of_rows_is_assigned_and_nothing_is_left_unwritten() -> N
         parts.finish()
         assert torch.equal(got, want) and filled.max() <= 1
     assert assigned > 50
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.day("True-0", "False-0", "True-1")
+def test_parts_that_wait_are_merged_a_few_at_a_time(merged: bool, seed: int) -> None:
+    """However many a hop has, before or after an accumulator is made; six in one merge have no kernel."""
+    generator = torch.Generator().manual_seed(seed)
+    most, made_after = 13, seed % 7
+    parts = torch.randn(most, 1, 2, 6, 4, generator=generator).bfloat16()
+    lses = torch.randn(most, 1, 2, 6, generator=generator)
+    out, lse = torch.full((1, 2, 6, 4), math.nan).bfloat16(), torch.full((1, 2, 6), math.nan)
+    total = Total(lambda: [out], lses, [out.shape], torch.float32, lse if merged else None, True, None)
+    for number in range(most):
+        if number == made_after:
+            total.so_far()  # as `check_finite` asks: from here on there is an accumulator
+        total.add(Rows(0, 1, 6), slice(None), parts[number], *([lses[number]] if merged else []))
+    total.finish()
+    want = parts.double().sum(0)
+    if merged:
+        want = (lses.double().softmax(0).unsqueeze(-1) * parts.double()).sum(0)
+        torch.testing.assert_close(lse, lses.logsumexp(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2)

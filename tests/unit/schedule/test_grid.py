@@ -38,3 +38,24 @@ def test_the_ring_wraps() -> None:
 def test_grids_that_cannot_be(sizes: tuple[int, int, int], said: str) -> None:
     with pytest.raises(RingMeshError, match=said):
         Grid(*sizes)
+
+
+@pytest.mark.parametrize(
+    ("ring", "of_node", "found"),
+    [
+        ((0, 1, 2, 3, 4, 5, 6, 7), 4, 4),
+        ((0, 1, 4, 5, 8, 9, 12, 13), 4, 2),
+        ((0, 1, 4, 5, 6, 7), 4, None),  # unequal parts: node 1 fills two blocks of two
+        ((0, 1, 4, 5, 2, 3, 6, 7), 4, None),  # each node comes twice, apart
+        ((0, 1, 4, 5, 8, 9, 6, 7), 4, None),  # node 1 comes again after node 2, in blocks of equal size
+        ((0, 4, 8, 12), 4, 1),
+        ((0, 1, 2, 3), None, None),
+    ],
+)
+def test_neighbours_share_a_node_where_each_node_has_one_equal_block(
+    ring: tuple[int, ...], of_node: int | None, found: int | None
+) -> None:
+    world = 4 * len(ring)
+    order = (*ring, *(rank for rank in range(world) if rank not in ring))
+    grid = Grid(world, len(ring), order=order)
+    assert grid.ring_ranks_per_node(ring[0], of_node) == found
