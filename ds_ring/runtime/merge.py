@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_ring.runtime.trace import is_fake
 
 Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
-MOST_PARTS = 5  # of one merge, the accumulator among them
+MOST_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel
 _log = logging.getLogger(__name__)
 
 
