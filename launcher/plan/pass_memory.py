@@ -165,7 +165,10 @@ class _Meter:
             else:
                 self.used -= size
         elif isinstance(step, Send):
-            if not step.in_place:
+            # as `keys_apart` of runtime/buffers.py
+            apart = self.shape.kernel == "cpu" and self._rows(chunk.kv_heads) == 1
+            of_shard = step.buffer == SHARD and step.payload is Payload.KEYS and len(step.ranges) == 1
+            if not (step.in_place or (apart and of_shard)):
                 self._take(index, chunk, step.packed)
         elif isinstance(step, Compute):
             if step.gradients is not None:
