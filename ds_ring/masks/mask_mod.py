@@ -40,6 +40,7 @@ from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import IntArray, MaskFunction
 from ds_ring.masks.traced import (
+    ByIdentity,
     Captured,
     Traced,
     constant_of,
@@ -210,7 +211,9 @@ class MaskMod(Pattern):
     @cached_property
     def _value(self) -> tuple[object, ...]:
         found = self._traced[1]
-        value = found.traced.value if isinstance(found, MaskFacts) else (id(self),)
+        value: tuple[object, ...] = (ByIdentity(self.function),)  # of what is refused
+        if isinstance(found, MaskFacts):
+            value = found.traced.value
         return (name_of(self.function), self.is_known_causal, *value)
 
     def __eq__(self, other: object) -> bool:

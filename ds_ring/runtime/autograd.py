@@ -785,7 +785,7 @@ def _why_not_this_gradient(context: RingContext) -> str | None:
 
 
 @constant_in_graphs
-def _refuse(handle: int, why: str) -> None:
+def _refuse(handle: int, why: str) -> NoReturn:
     refuse(context_of(handle).mesh, RingShapeError(why))
 
 
@@ -875,6 +875,5 @@ def attend_replicated(
         except Exception:
             got = shown(q_positions).removeprefix("list ")
             _refuse(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
-            raise
     results = replicated_attention_op(q, k, v, q_positions, handle, sinks)
     return results if return_lse else results[0]

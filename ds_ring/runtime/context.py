@@ -507,7 +507,8 @@ class RingContext:
 
     def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
         """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
-        self.agree(operation, q, q, error)
+        if self.exchange is not None and not is_fake(q):
+            compare_headers(self.exchange, Agreement.on(operation, {}, error), 0.0, error)()
         raise error
 
     def _checked(
