@@ -27,7 +27,7 @@ from typing import NamedTuple
 from bench import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3", "pytest-xdist>=3.5", "hypothesis>=6.100")
+TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "pytest-xdist>=3.5", "hypothesis>=6.100")
 SUITE = (
     "tests/unit/masks/test_branches.py",
     "tests/dist/test_ring_attention.py",
@@ -39,8 +39,9 @@ SUITE = (
 )
 # Of the documents only the tutorial: the others need the trainers, which these environments lack.
 CHOICE = "not README and not CONTRIBUTING and not MIGRATING and not configs and not launcher and not tools"
-SHOWN = ("torch", "deepspeed", "transformers", "megatron-core", "numpy", "pydantic")
-EXTRAS = "train,megatron"
+SHOWN = ("torch", "deepspeed", "transformers", "trl", "megatron-core", "numpy", "pydantic")
+EXTRAS = "trainers,megatron"
+BOUNDED = ("plot", "train", "trainers", "megatron")
 INSTALL_S, SUITE_S = 1800, 1800
 
 
@@ -99,7 +100,7 @@ def lower_bounds() -> list[str]:
     """Return each dependency of pyproject.toml, and of the extras that are tried, at its lower bound."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *optional["plot"], *optional["train"], *optional["megatron"]]
+    wanted = project["dependencies"] + [one for name in BOUNDED for one in optional[name]]
     found = (re.match(r"([\w-]+)>=([\w.]+)", one) for one in wanted)
     return [f"{one[1]}=={one[2]}" for one in found if one]
 
@@ -159,7 +160,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(results[-1], file=sys.stderr, flush=True)
         if options.delete:
             shutil.rmtree(combination.place(folder), ignore_errors=True)
-    print(f"| Python | {' | '.join(SHOWN)} | suite |\n|---|{'---|' * len(SHOWN)}---|")
+    commit = run(["git", "log", "-1", "--format=%h, %cs"], 60).strip()
+    print(f"Commit {commit}:\n\n| Python | {' | '.join(SHOWN)} | suite |\n|---|{'---|' * len(SHOWN)}---|")
     for result in results:
         cells = [result.versions.get(name, "") for name in SHOWN]
         print(f"| {result.python} | {' | '.join(cells)} | {result.verdict}, {result.passed} tests |")

@@ -1,0 +1,112 @@
+"""Write which names of its dependencies ds_ring uses, as found in an environment of their lowest versions.
+
+Example:
+    python tools/lowest_names.py            # in that environment: writes tests/lowest_names.json
+    python tools/lowest_names.py --print    # what this environment lacks
+
+The day's tests compare the table with the source: a name that is not in it may be missing in a version that
+pyproject.toml allows. `python tools/version_matrix.py --lowest` makes such an environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+from bench import parser_of
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tests/lowest_names.json"
+OWN = {"ds_ring", "ds_ring_launcher", "launcher", "tests", "tools", "__future__", *sys.stdlib_module_names}
+
+
+def names_used(path: Path) -> set[str]:
+    """Return the dotted names outside the standard library that a file imports, and what it reads of them."""
+    tree = ast.parse(path.read_text())
+    skipped = {id(node) for block in _only_for_types(tree) for node in ast.walk(block)}
+    nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
+    known: dict[str, str] = {}
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for one in node.names:
+                known[one.asname or one.name] = f"{node.module}.{one.name}"
+                found.add(f"{node.module}.{one.name}")
+        elif isinstance(node, ast.Import):
+            for one in node.names:
+                top = one.name.partition(".")[0]
+                known[one.asname or top] = one.name if one.asname else top
+                found.add(one.name)
+    for node in nodes:
+        chain = _chain(node)
+        if chain and chain[0] in known:
+            found.add(".".join([known[chain[0]], *chain[1:]]))
+    return {
+        name
+        for name in found
+        if name.partition(".")[0] not in OWN and not name.startswith("torch.ops.ds_ring")
+    }
+
+
+def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from node.body
+
+
+def _chain(node: ast.AST) -> list[str]:
+    """Return a.b.c of an attribute as a list; nothing if it does not begin with a name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) and parts else []
+
+
+def all_used() -> list[str]:
+    """Return the names that ds_ring and the launcher use."""
+    files = [file for folder in ("ds_ring", "launcher") for file in (ROOT / folder).rglob("*.py")]
+    return sorted({name for file in files for name in names_used(file)})
+
+
+def is_there(name: str) -> bool:
+    """Return whether a dotted name can be imported and read here."""
+    parts, found = name.split("."), None
+    for number, part in enumerate(parts):
+        try:  # a package may have a function of its module's name
+            found = importlib.import_module(".".join(parts[: number + 1]))
+        except Exception:  # no module, or one whose own imports fail
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the table, or print what is missing here."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--print", action="store_true", help="what is missing here; write nothing")
+    options = parser.parse_args(arguments)
+    names = all_used()
+    missing = [name for name in names if not is_there(name)]
+    if options.print:
+        print("\n".join(missing))
+        return int(bool(missing))
+    packages = packages_distributions()
+    versions = {
+        top: version(packages[top][0])
+        for top in sorted({name.partition(".")[0] for name in names} & set(packages))
+    }
+    there = [name for name in names if name not in missing]
+    TABLE.write_text(json.dumps({"versions": versions, "names": there, "missing": missing}, indent=1) + "\n")
+    print(f"{len(there)} names, {len(missing)} missing: {', '.join(missing)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
