@@ -46,11 +46,8 @@ def names_used(path: Path) -> set[str]:
         chain = _chain(node)
         if chain and chain[0] in known:
             found.add(".".join([known[chain[0]], *chain[1:]]))
-    return {
-        name
-        for name in found
-        if name.partition(".")[0] not in OWN and not name.startswith("torch.ops.ds_ring")
-    }
+    own = {name for name in found if name.partition(".")[0] in OWN or name.startswith("torch.ops.ds_ring")}
+    return found - own
 
 
 def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:

@@ -656,7 +656,12 @@ def test_a_class_without_the_interface_may_keep_its_attention():
 
 UNKNOWN_NAMES = {
     "Falcon": (lambda: transformers.FalconConfig(**FALCON_SIZES), "without attn_implementation"),
-    "GPT-J": (lambda: transformers.GPTJConfig(**GPT2_SIZES, rotary_dim=4), "without attn_implementation"),
+    "XGLM": (
+        lambda: transformers.XGLMConfig(
+            vocab_size=61, d_model=32, ffn_dim=32, num_layers=1, attention_heads=4
+        ),
+        "without attn_implementation",
+    ),
     "CPM-Ant": (
         lambda: transformers.CpmAntConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, dim_ff=32),
         'backend "ds_ring" cannot rewrite it either',

@@ -15,15 +15,19 @@ from ds_ring.integrations.transformers.attention import attach, check_model
 from ds_ring.integrations.transformers.written_out import FAMILIES, family_of, parts_of
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
 
-SIZES: dict[str, Any] = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-NO_DROPOUT: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+# A class that writes attention out in each version that is allowed; GPT-J does so up to 5.23.
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_multiple_size": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 DOCUMENTS = {"pattern": {"causal": True, "documents": True}}
 
 
-def gptj(**changes: Any) -> Any:
+def neox_japanese(**changes: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.GPTJConfig(**SIZES | {"rotary_dim": 8} | NO_DROPOUT | changes)
-    return transformers.GPTJForCausalLM(config)
+    config = transformers.GPTNeoXJapaneseConfig(**SIZES | NO_DROPOUT | changes)
+    return transformers.GPTNeoXJapaneseForCausalLM(config)
 
 
 def attached(model: Any, **section: Any) -> Any:
@@ -33,7 +37,7 @@ def attached(model: Any, **section: Any) -> Any:
 
 
 def test_a_model_with_documents_is_its_documents_one_by_one():
-    model, alone = gptj(), gptj()
+    model, alone = neox_japanese(), neox_japanese()
     session = attached(model, **DOCUMENTS)
     ids_BT = IDS[:1]
     found = model(
@@ -45,7 +49,12 @@ def test_a_model_with_documents_is_its_documents_one_by_one():
 
 def gradients(checkpointed: bool) -> dict[str, Tensor]:
     """Two forward passes, whose documents differ, then both backward passes."""
-    model = gptj().train()
+    torch.manual_seed(0)
+    config = transformers.XGLMConfig(
+        vocab_size=61, d_model=32, ffn_dim=32, num_layers=2, attention_heads=4, dropout=0.0,
+        attention_dropout=0.0, activation_dropout=0.0, layerdrop=0.0,
+    )  # fmt: skip
+    model = transformers.XGLMForCausalLM(config).train()
     session = attached(model, **DOCUMENTS)
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -68,21 +77,21 @@ def test_a_checkpointed_layer_runs_again_with_the_documents_of_its_batch():
 
 
 def test_off_is_the_models_own_attention():
-    model, alone = gptj().eval(), gptj().eval()
+    model, alone = neox_japanese().eval(), neox_japanese().eval()
     session = attached(model, **DOCUMENTS)
     with session.attached[0]():
         torch.testing.assert_close(model(input_ids=IDS).logits, alone(input_ids=IDS).logits)
 
 
 def test_it_generates_the_tokens_of_its_own_attention():
-    model, alone = gptj().eval(), gptj().eval()
+    model, alone = neox_japanese().eval(), neox_japanese().eval()
     attached(model, pattern={"window": 33})
     expected = alone.generate(IDS[:, :9], max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(IDS[:, :9], max_new_tokens=6, do_sample=False), expected)
 
 
 def scores_of(module: Any, query: Tensor, key: Tensor) -> Any:
-    return torch.matmul(query, key.transpose(-1, -2)) / module.scale_attn
+    return torch.matmul(query, key.transpose(-1, -2)) / module.norm_factor
 
 
 # What a module of another version might do to its scores.
@@ -113,7 +122,7 @@ FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_arithmetic_is_refused(fault):
     written, words = FAULTS[fault]
-    model = gptj()
+    model = neox_japanese()
     session = attached(model, pattern={"window": 9})
     for _, _, module in parts_of(model):
         module._attn = lambda q, k, v, mask, module=module: (written(module, q, k, v), None)
@@ -122,7 +131,7 @@ def test_other_arithmetic_is_refused(fault):
 
 
 def test_dropout_inside_attention_is_refused():
-    model = gptj(attn_pdrop=0.1).train()
+    model = neox_japanese(attention_dropout=0.1).train()
     session = attached(model, pattern={"window": 9})
     with pytest.raises(RingConfigError, match=r"no dropout inside attention, got 0\.1"):
         model(**session.shard_batch({"input_ids": IDS}))
@@ -178,13 +187,13 @@ def test_block_sparse_attention_is_refused():
 
 
 def test_code_from_elsewhere_is_of_no_family():
-    class GPTJAttention(nn.Module):
+    class GPTNeoXJapaneseAttention(nn.Module):
         pass
 
-    class Other(transformers.GPTJPreTrainedModel):
+    class Other(transformers.GPTNeoXJapanesePreTrainedModel):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.attn = GPTJAttention()
+            self.attn = GPTNeoXJapaneseAttention()
 
-    assert "gptj" in FAMILIES and family_of(gptj()) is FAMILIES["gptj"]
-    assert family_of(Other(transformers.GPTJConfig(**SIZES))) is None
+    assert family_of(neox_japanese()) is FAMILIES["gpt_neox_japanese"]
+    assert family_of(Other(transformers.GPTNeoXJapaneseConfig(**SIZES))) is None
