@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.neftune import activate_neftune
 
-from tests.dist.deepspeed_ranks import (
-    Size,
-    build_bart,
-    build_batch,
-    build_model,
-    build_pairs,
-    json_config,
-    start_deepspeed,
-)
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 
 SIZE = Size(hidden=16, layers=1, tokens=29, samples=2)
 ALPHA = 5.0
@@ -69,27 +61,6 @@ def test_noise_is_that_of_one_process_and_goes_with_its_hook(
     for losses, without, lines in rank_pool(ranks).run(on_a_ring, when, {"layout": layout}):
         assert losses == pytest.approx(noisy, rel=1e-5) and without == pytest.approx(plain, rel=1e-5)
         assert len(lines) == 1
-
-
-def noisy_pair(rank: int, world_size: int, size: Size, answers: int) -> None:
-    start_deepspeed()
-    import ds_ring
-
-    model: Any = build_bart(size)
-    activate_neftune(model, ALPHA)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(
-        model=model, optimizer=sgd, config=json_config(world_size, size.samples, 0)
-    )
-    engine(**engine.ring.shard_batch(build_pairs(size, answers, False)))
-
-
-def test_noise_of_an_unknown_sequence_is_refused(rank_pool: Any) -> None:
-    size = Size(hidden=16, layers=1, tokens=32, samples=2)
-    rank_pool(2).run(noisy_pair, size, 24)
-    for outcome in rank_pool(2).collect(noisy_pair, size, 31, grace_s=30):
-        assert outcome.error_type == "RingShapeError", outcome.report
-        assert "NEFTune: expected two sequences" in outcome.message
 
 
 def with_term(rank: int, world_size: int, kind: str) -> None:

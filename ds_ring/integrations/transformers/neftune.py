@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
@@ -58,30 +57,17 @@ def around_noise(session: RingSession) -> Callable[..., Tensor]:
 
     Its noise is that of the whole sequence. On the CPU, from one seed on all ranks, it has the values of one
     process; on a GPU, or from other seeds, the same distribution.
-
-    Raises:
-        RingShapeError: it is not known which of two sequences is embedded.
     """
 
     def noise(hook: Callable[..., Tensor], module: Any, args: Any, output_BSH: Tensor) -> Tensor:
         batches = session.batches
         if not module.training or batches.is_off:
             return hook(module, args, output_BSH)
-        current = batches.current
-        fitting = [
-            one
-            for one in (current, current.encoder)
-            if one is not None and one.local_tokens == output_BSH.shape[1] and one.mesh.sequence_size > 1
-        ]
-        if len({one.layout.tokens for one in fitting}) > 1:
-            lengths = " and ".join(str(one.layout.tokens) for one in fitting)
-            raise RingShapeError(
-                f"NEFTune: expected two sequences whose shards differ in length, got {lengths} tokens,"
-                f" {output_BSH.shape[1]} of both on a rank: which one is embedded is not known; pad one"
-            )
-        if not fitting:
+        # Encoder-decoders embed by modules of their two parts, which have no hook.
+        sharding = batches.current
+        if sharding.mesh.sequence_size == 1 or sharding.local_tokens != output_BSH.shape[1]:
             return hook(module, args, output_BSH)
-        return output_BSH + _drawn(output_BSH, fitting[0], module.neftune_noise_alpha)
+        return output_BSH + _drawn(output_BSH, sharding, module.neftune_noise_alpha)
 
     return noise
 
