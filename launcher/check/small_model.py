@@ -191,6 +191,12 @@ def read_config(source: str) -> PreTrainedConfig:
             f" {source!r};"
             + (f" did you mean '{near}'?" if near else " save it by model.config.save_pretrained(folder)")
         )
+    if path.is_file() and path.suffix == ".py":
+        raise RingConfigError(
+            "model: expected a config.json, the folder of one, or a model type of transformers, got the"
+            f" script {source}: a model is built from its configuration, and no code from elsewhere is run; a"
+            ' module of your own is compared in its own run, by "verify_first_batch": true in the section'
+        )
     values = read_object(path / "config.json" if path.is_dir() else path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:

@@ -41,6 +41,8 @@ _ROWS = (
     Patch("module", "after_forward", "hook", "wrapper", _WRAPPER, when=_IS_WRAPPER, options=("always_call",)),
     Patch("engine.forward", "around_forward", "wrapped", "ring_use",
         "raises if no ring pass ran in the first forward, or plain attention over this rank's tokens did"),
+    Patch("engine.backward", "around_backward", "wrapped", "ring_use",
+        "a batch without labels has no loss: raises a typed error"),
     Patch("engine.forward", "around_forward", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
     Patch("engine.step", "around_step", "wrapped", "first_batch", _FIRST, when="verify_first_batch"),
     Patch("layer", "after_forward", "hook", "first_batch.layers", "outputs by layer",

@@ -369,12 +369,21 @@ def init_distributed(
     store = None if where is None or where.world_size == 1 else wait_for_ranks(where, timeouts.limit("start"))
     longest = datetime.timedelta(seconds=2 * max(timeouts))
     leave_shm_out()
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        distributed_port=distributed_port,
-        dist_init_required=dist_init_required,
-        timeout=max(default_pg_timeout, longest),
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            distributed_port=distributed_port,
+            dist_init_required=dist_init_required,
+            timeout=max(default_pg_timeout, longest),
+        )
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":
+            raise
+        raise RingConfigError(
+            "expected a process that a launcher has started, got none of RANK, WORLD_SIZE, LOCAL_RANK,"
+            " MASTER_ADDR and MASTER_PORT in the environment: DeepSpeed then asks for MPI by mpi4py. Start"
+            " it by `torchrun --nproc-per-node 2 SCRIPT.py`, `deepspeed SCRIPT.py` or `ds-ring launch`"
+        ) from error
     del store  # torch has a connection of its own now
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)

@@ -33,6 +33,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
@@ -377,6 +378,8 @@ def ordered_loader(dataset: Any, order: Any, **options: Any) -> DataLoader[Any]:
 
     `order` is a batch sampler with a `generator`, which seeds the workers.
     """
+    if options.get("collate_fn") in (None, default_collate):
+        options["collate_fn"] = stacked
     workers = bool(options.get("num_workers")) and threading.current_thread() is threading.main_thread()
     if workers:
         options["worker_init_fn"] = partial(_end_with, os.getpid(), options.get("worker_init_fn"))
@@ -490,6 +493,26 @@ def read_slices(dataset: Any, local: Batch) -> None:
             found = torch.where(wanted[name] > 0, values[places], fill)
         for key in LABEL_KEYS if name == "labels" else (name,):
             local[key].copy_(found)
+
+
+def stacked(samples: list[Any]) -> Any:
+    """Collate samples as torch does, which wants them equally long.
+
+    Raises:
+        RingShapeError: they are not.
+    """
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        values = [x for one in samples if isinstance(one, dict) for x in one.values()]
+        shapes = {tuple(torch.as_tensor(x).shape) for x in values}
+        if len(shapes) < 2:
+            raise
+        lengths = ", ".join(str(shape[0] if len(shape) == 1 else list(shape)) for shape in sorted(shapes))
+        raise RingShapeError(
+            f"samples of a batch: expected one length, got {lengths} tokens; give engine.ring.loader(dataset,"
+            " ..., lengths=[...]), which pads and sorts them, or a collate_fn that pads on the right"
+        ) from error
 
 
 def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:

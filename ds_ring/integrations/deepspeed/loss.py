@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.runtime.context import new_handle, object_of, operator
 from ds_ring.runtime.exchange import Exchange, once_a_batch
@@ -84,7 +85,17 @@ def local_loss(logits_BSV: Tensor | DeferredLogits, labels_BS: Tensor, items: Te
 
 def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
     """Return the mean over the world's labelled tokens, out of every rank's `local_loss`. Collective."""
+    check_loss("mean_loss", loss)
     return world_sum(loss.detach().float().clone(), mesh) / gradient_divisor
+
+
+def check_loss(function: str, loss: object) -> None:
+    """Raise RingShapeError for what is no loss: a model that gets no labels returns None."""
+    if not isinstance(loss, Tensor):
+        raise RingShapeError(
+            f"{function}: expected the loss of a model, got {type(loss).__name__}: without labels a model"
+            ' computes none; let the data set return {"input_ids": ids, "labels": ids}'
+        )
 
 
 def world_sum(total: Tensor, mesh: RingMesh, exchange: Exchange | None = None) -> Tensor:

@@ -23,8 +23,9 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
-from ds_ring.errors import RingCheckpointError, RingConfigError
+from ds_ring.errors import RingCheckpointError, RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
 from ds_ring.runtime.context import forward_passes
@@ -227,6 +228,24 @@ class RingUse:
         self._session, self._engine, self._is_own, self._seen = session, engine, is_own, set[bool]()
 
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._checked(forward, *args, **kwargs)
+        except IndexError as error:
+            batches = self._session.batches
+            if batches.is_off or batches.current.mesh.sequence_size == 1:
+                raise
+            sharding, name = batches.current, type(self._engine.module).__name__
+            raise RingShapeError(
+                f"{name}: {error}; a rank has {sharding.local_tokens} of {sharding.layout.tokens} tokens, so"
+                " that an index of the whole sequence does not fit: use engine.ring.gather(x)[:, index]"
+                " (or a position table is shorter than the sequence)"
+            ) from error
+
+    def around_backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
+        check_loss("engine.backward", loss)
+        return backward(loss, *args, **kwargs)
+
+    def _checked(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         training = bool(self._engine.module.training)
         if self._session.batches.is_off:
             if training and torch.is_grad_enabled():

@@ -305,6 +305,11 @@ class RingSession:
         """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
         `mean_loss`.
         """
+        if "shift_labels" not in batch:
+            raise RingShapeError(
+                f"loss: expected a batch with labels, got the keys {sorted(batch)}; give labels to"
+                " shard_batch, or let the data set return them (of a language model: a copy of input_ids)"
+            )
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)

@@ -159,7 +159,14 @@ class TokenFlow(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (IndexError, RuntimeError):  # an index, or a tensor, of the whole sequence
+            line, is_ours = _caller()
+            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if not is_ours and any(self._flow(x) is not None for x in tensors):
+                self._note(f"{func.overloadpacket.__name__} over tokens", line)
+            raise
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         flows = [self._flow(x) for x in inputs]
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]

@@ -1,0 +1,101 @@
+"""Mistakes of the first hour: each error names its cause, on every rank, and says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+
+SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
+
+
+class Head(nn.Module):
+    """A model of one's own on the ring, and a head that reads the token of a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.ring = nn.Embedding(61, 16), nn.Linear(16, 1), None
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        ring: Any = self.ring
+        x = self.embed(input_ids)[:, None]
+        return self.head(ring.attention()(x, x, x)[:, 0, SIZE.tokens - 1])
+
+
+def mistake(rank: int, world_size: int, kind: str) -> None:
+    start_deepspeed()
+    import ds_ring
+
+    model: Any = Head() if kind == "index" else build_model(SIZE, "sdpa")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    model.ring = engine.ring
+    if kind.startswith("ragged"):
+        data: Any = [{"input_ids": torch.ones(n).long(), "labels": torch.ones(n).long()} for n in (12, 17)]
+        given = engine.ring.loader(data, 2) if kind == "ragged" else engine.ring.wrap(DataLoader(data, 2))
+        next(iter(given))
+    whole = build_batch(SIZE)
+    batch = engine.ring.shard_batch({"input_ids": whole["input_ids"]})
+    output = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    if kind == "no labels, backward":
+        engine.backward(output.loss)
+    if kind == "no labels, logged":
+        engine.ring.mean_loss(output.loss)
+    engine.ring.loss(output.logits, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "no labels, backward",
+            "engine.backward: expected the loss of a model, got NoneType: without labels",
+        ),
+        ("no labels, logged", "mean_loss: expected the loss of a model, got NoneType: without labels"),
+        ("no labels, ring.loss", "loss: expected a batch with labels, got the keys ['input_ids'"),
+        ("ragged", "expected one length, got 12, 17 tokens; give engine.ring.loader(dataset, ..., lengths="),
+        ("ragged, wrapped", "expected one length, got 12, 17 tokens"),
+        ("index", "a rank has 12 of 24 tokens"),
+    ],
+)
+def test_a_mistake_is_named_on_every_rank(rank_pool: Any, kind: str, words: str) -> None:
+    for outcome in rank_pool(2).collect(mistake, kind, grace_s=30):
+        assert outcome.error_type == "RingShapeError" and words in outcome.message, outcome.report
+
+
+def test_a_script_without_a_launcher_hears_of_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, ds_ring\n"
+        "CONFIG = {'train_batch_size': 1, 'sequence_parallel_size': 1, 'ring_attention': {}}\n"
+        "sys.modules['mpi4py'] = None  # not installed\n"
+        "ds_ring.initialize(model=torch.nn.Linear(1, 1), config=CONFIG)\n"
+    )
+    started_by = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in started_by}
+    found = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert found.returncode == 1
+    assert "RingConfigError: expected a process that a launcher has started" in found.stderr, found.stderr
+
+
+def test_check_model_takes_no_script(tmp_path: Path) -> None:
+    from ds_ring.errors import RingConfigError
+    from launcher.check.small_model import read_config
+
+    script = tmp_path / "plain.py"
+    script.write_text("x = 1\n")
+    with pytest.raises(
+        RingConfigError, match=r"got the script .*plain\.py: a model is built from its config"
+    ):
+        read_config(str(script))
