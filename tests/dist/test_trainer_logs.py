@@ -194,12 +194,38 @@ def compare(rank_pool: Any, folder: Path, cases: list[str], ring: int, **more: A
             print(case, check_logs(logs[case], expected[case]))
 
 
-def test_outputs_of_any_form_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
-    compare(rank_pool, tmp_path, list(FORMS), 2)
+@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.parametrize(
+    "forms", [("dict", "tuple", "dataclass", "tensor"), tuple(FORMS)], ids=["some", "all"]
+)
+@pytest.mark.day("some-2")
+def test_outputs_of_any_form_are_evaluated_as_on_one_process(
+    rank_pool: Any, tmp_path: Path, forms: tuple[str, ...], ring: int
+) -> None:
+    compare(rank_pool, tmp_path, list(forms), ring)
 
 
-def test_losses_of_ones_own_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
-    compare(rank_pool, tmp_path, list(OWN_LOSSES), 2)
+@pytest.mark.parametrize("ring", [2, 4])
+@pytest.mark.day("2")
+def test_losses_of_ones_own_are_evaluated_as_on_one_process(
+    rank_pool: Any, tmp_path: Path, ring: int
+) -> None:
+    compare(rank_pool, tmp_path, list(OWN_LOSSES), ring)
+
+
+@pytest.mark.night
+def test_streams_of_replicas_are_evaluated_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
+    """Ring 2 x data 2, one sample a replica: an evaluation takes half the steps."""
+    plain, on_ring = configs(tmp_path, 2)
+    own = {"iterable": True, "per_device_eval_batch_size": 1}
+    case = "compute_loss_func"
+    expected = rank_pool(1).run(run_trainer, [case], plain, False, own)[0][case]
+    own["per_device_train_batch_size"] = 1
+    for logs in rank_pool(4).run(run_trainer, [case], on_ring, True, own):
+        for entries in (logs[case], expected):
+            for entry in entries:
+                entry.pop("eval_steps_per_second", 0), entry.pop("test_steps_per_second", 0)
+        check_logs(logs[case], expected)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -165,13 +165,17 @@ class WholeBatches:
         self._session, self._module = session, module
         self.share = session.mesh.data_size / session.gradient_divisor
         self._parameters = inspect.signature(module.forward).parameters
+        self._nested = 0  # calls of the outermost module inside its call
         self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None] | None = None
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Shard a batch. The engine and its module call this; the outer of two calls does the work."""
-        if self._outermost is not None or self._session.batches.is_off or torch.compiler.is_compiling():
+        if self._outermost is not None:
+            self._nested += self._outermost[0] is module  # a look at what it computes, before its own call
+            return None
+        if self._session.batches.is_off or torch.compiler.is_compiling():
             return None
         if cache_in(kwargs) is not None:  # `generate` cuts its prompts itself
             return None
@@ -194,6 +198,9 @@ class WholeBatches:
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Gather the outputs of the call that sharded the batch."""
         if self._outermost is None or self._outermost[0] is not module:
+            return None
+        if self._nested:
+            self._nested -= 1
             return None
         _, sharding, shifts, left_B1 = self._outermost
         self._outermost = None
