@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from ds_ring.errors import RingConfigError, RingMeshError, RingPeerError
@@ -22,6 +23,7 @@ from ds_ring.health.joining import (
     PeerLost,
     Rendezvous,
     join,
+    join_monitor,
     leave_on_error,
     presence,
     wait_for_ranks,
@@ -29,6 +31,7 @@ from ds_ring.health.joining import (
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch
 from ds_ring.limits import Limit
+from ds_ring.schedule.grid import Grid
 
 
 def test_a_process_id_counts_on_its_host_and_in_its_namespace_alone() -> None:
@@ -170,3 +173,16 @@ def test_a_port_that_is_taken_is_left_for_torch_to_say() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert wait_for_ranks(Rendezvous(0, 2, "127.0.0.1", port, True, "0"), Limit(2.0, "key")) is None
+
+
+def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(*_: object) -> Watch:
+        raise PeerLost(Fault(2, "its process ended"))
+
+    monkeypatch.setattr(joining, "join", lose)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
+    with pytest.raises(RingPeerError, match="its process ended") as raised:
+        join_monitor(Grid(4, 4), 10.0, None, None)
+    assert raised.value.peer == 2

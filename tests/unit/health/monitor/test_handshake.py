@@ -8,7 +8,13 @@ import time
 
 import pytest
 
-from ds_ring.health.monitor.handshake import HandshakeError, MonitorHandshake, RankHandshake, authenticate
+from ds_ring.health.monitor.handshake import (
+    HandshakeError,
+    MonitorHandshake,
+    RankHandshake,
+    _read_line,
+    authenticate,
+)
 
 SECRET = b"a secret of the length that it must have"
 
@@ -104,3 +110,9 @@ def test_a_rank_waits_for_no_imposter_longer_than_it_must(how: str) -> None:
             assert time.monotonic() - started < 1.5
         tired.set()
         thread.join()
+
+
+def test_a_line_that_is_not_there_at_the_deadline_is_not_waited_for() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError, match="no answer in time"):
+        _read_line(ours, time.monotonic() - 1.0)

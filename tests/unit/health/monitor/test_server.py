@@ -21,7 +21,7 @@ from ds_ring.errors import RingMeshError
 from ds_ring.health.joining import start_monitor
 from ds_ring.health.monitor import failure_detector
 from ds_ring.health.monitor.handshake import MonitorHandshake, authenticate
-from ds_ring.health.monitor.server import ASKED_S, EMPTY_S, Client, Server, listen_at
+from ds_ring.health.monitor.server import ASKED_S, EMPTY_S, Client, Server, listen_at, raise_file_limit
 from tests.dist.light_ranks import LightRanks, verdict_seconds
 
 pytestmark = pytest.mark.alone
@@ -225,3 +225,11 @@ def test_a_late_rank_that_does_not_answer_is_named_without_its_place() -> None:
     assert server.late[1].reporter is None
     server._look(1.2 + ASKED_S)
     assert server.late[1].reporter is not None
+
+
+def test_a_host_without_room_for_the_connections_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 100))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
+    assert raise_file_limit(8) == 60
+    with pytest.raises(OSError, match=r"a limit of at least 148 open files .* got a hard limit of 100"):
+        raise_file_limit(100)
