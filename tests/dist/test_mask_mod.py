@@ -176,3 +176,33 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
     for found in outcomes(rank_pool(2), changed_masks, what):
         check_refusal(found, "RingPatternError", ("stay as it was", "make a new MaskMod"))
+
+
+def batches_in_one_buffer(rank: int, world_size: int) -> list[bool]:
+    """Whether each batch attends as with ids of its own; the ids of all lie in one tensor."""
+    mesh, buffer = RingMesh.from_world(world_size), torch.zeros(64, dtype=torch.int64)
+    found = []
+    for width in (8, 5, 8):
+        buffer.copy_(torch.arange(64) // width)
+        got = attend(right_arguments(mesh) | {"pattern": MaskMod(one_of(buffer))})
+        want = attend(right_arguments(mesh) | {"pattern": MaskMod(one_of(torch.arange(64) // width))})
+        found.append(torch.equal(got, want))
+    return found
+
+
+def test_ids_of_the_next_batch_in_the_same_buffer_are_attended(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(batches_in_one_buffer) == [[True] * 3] * 2
+
+
+def learned_bias(rank: int, world_size: int) -> Refusal:
+    """A score_mod that reads a parameter, on the last rank."""
+    mesh, bias = RingMesh.from_world(world_size), torch.ones(8, requires_grad=rank == world_size - 1)
+    mod = {"score_mod": lambda score, b, h, q, k: score + bias[h], "kernel": "reference"}
+    return refusal(lambda: attend(right_arguments(mesh) | mod), mesh)
+
+
+def test_a_captured_parameter_is_refused_on_every_rank(rank_pool: Pool) -> None:
+    first, last = outcomes(rank_pool(2), learned_bias)
+    says = ("captured tensors that require no gradient", "detach it")
+    check_refusal(last, "RingConfigError", says)
+    check_refusal(first, "RingMismatchError", ("ring rank 1 refused its own input", says[0]))
