@@ -266,10 +266,60 @@ def random_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, torch.rand(TOKENS, TOKENS) > 0.5)
 
 
+def wide(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    slots = torch.arange(TOKENS)
+    return F.scaled_dot_product_attention(
+        q, k, v, slots[None, None, :, None] - slots[None, None, None, :] < 5
+    )
+
+
+def with_lse(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, lse = flex_attention(q, k, v, return_lse=True)
+    return out * lse.unsqueeze(-1)
+
+
+def without_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q[0], k[0], v[0], is_causal=True)
+
+
+def inside_cond(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cond(q.sum() > 0, full, full, (q, k, v))  # type: ignore[no-any-return]
+
+
+def by_an_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0]  # type: ignore[no-any-return]
+
+
+FIRST, SECOND = torch.arange(TOKENS)[None], torch.arange(TOKENS)[None]
+
+
+def two_positions(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, hf_mask(FIRST) & hf_mask(SECOND))
+
+
+def masked_in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, hf_mask(torch.arange(TOKENS)[None]))
+
+    return checkpoint(attend, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "another mask": (random_mask, Causal(), RingPatternError, r"its mask \[24, 24\] .* made by rand"),
     "a float mask": (float_mask, Causal(), RingPatternError, r"added to the scores \(float32\)"),
     "padding": (padded, Causal(), RingPatternError, r"hides single tokens \(padding\)"),
+    "a window of later keys": (wide, Causal(), RingPatternError, "has a window and is not causal"),
+    "a log-sum-exp": (with_lse, Full(), RingPatternError, "its log-sum-exp is used"),
+    "no batch": (without_batch, Causal(), RingShapeError, r"expected \[batch, heads, tokens, head_dim\]"),
+    "a branch": (inside_cond, Full(), RingPatternError, "attention inside cond.*move it out"),
+    "an operator of aten": (by_an_operator, Full(), RingPatternError, "to this rank's tokens only"),
+    "two positions": (two_positions, Causal(), RingPatternError, "two different tensors of positions"),
+    "a mask in a checkpoint": (
+        masked_in_a_checkpoint,
+        Causal(),
+        RingPatternError,
+        "computed inside an activation checkpoint",
+    ),
     "the other triangle": (upper, Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
     "dropout": (with_dropout, Causal(), RingConfigError, "expected dropout_p 0, got 0.1"),
     "written out": (written_out, Causal(), RingPatternError, "attention written out"),
@@ -320,7 +370,15 @@ def half_hidden(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, torch.where(seen, 0.0, -2.0))
 
 
+def many_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    bias = torch.zeros(TOKENS, TOKENS)
+    for power in range(12):
+        bias = bias + torch.full((TOKENS, TOKENS), float(2**power)).tril()
+    return F.scaled_dot_product_attention(q, k, v, bias)
+
+
 BIASES = {
+    "many values": (many_values, "with many values"),
     "ALiBi": (alibi, "is made by arange"),
     "ones that hide nothing": (float_mask, "with 1 among its values"),
     "some scores lower": (half_hidden, "with -2 among its values"),
