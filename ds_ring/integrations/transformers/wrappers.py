@@ -168,7 +168,9 @@ class WrappedModel:
         try:
             with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), flow:
                 output = module._call_impl(*args, **kwargs)  # not what is compiled
-        except Exception:
+        except Exception as error:
+            if isinstance(error, IndexError):
+                flow.found = flow.found or f"an index beyond this rank's tokens ({error})"
             if flow.found is None:
                 raise  # else a mask of another length, say: on whole sequences it fits
         finally:

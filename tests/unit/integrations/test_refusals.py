@@ -1,0 +1,303 @@
+"""Refusals that no model of transformers triggers today: each is raised by the call that it guards."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError, RingVerifyError
+from ds_ring.integrations import ring_flash_attn
+from ds_ring.integrations.deepspeed import batch, first_batch, initialize
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.transformers import (
+    attention,
+    checks,
+    compressed,
+    encoder_decoders,
+    families,
+    generation,
+    images,
+    indexed,
+    layer_masks,
+    long_sequence,
+    positions,
+    recurrent,
+    written_out,
+)
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.runtime.mesh import RingMesh
+from ds_ring.schedule.layout import make_layout
+
+Given = Any
+IDS = torch.ones(2, 4, dtype=torch.int64)
+IMAGES = batch.ImageNeeds(3, frozenset(), None)
+check_pair: Any = encoder_decoders.check_pair
+decoder_ids_of: Any = encoder_decoders.decoder_ids_of
+ON = SimpleNamespace(config=SimpleNamespace(_attn_implementation=NAME))
+
+
+def sharding(pattern: Any = None) -> BatchSharding:
+    pattern = Causal() if pattern is None else pattern
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
+    layout = make_layout("contiguous", tokens=4, ring_size=1)
+    return BatchSharding(config, layout, RingMesh.single(), LayerPatterns(pattern, {}))
+
+
+def attend(keys: int = 4, **given: Any) -> Any:
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
+    mask = given.pop("attention_mask", None)
+    module = given.pop("module", nn.Linear(1, 1))
+    return attention.attention(module, q, k, k, mask, **{batch.SHARDING: sharding()} | given)
+
+
+def compiled(**given: Any) -> Any:
+    session = SimpleNamespace(
+        needs=SimpleNamespace(decoder_ids=given.get("decoder_ids")),
+        config=SimpleNamespace(dynamic_ring=given.get("dynamic_ring", False)),
+    )
+    engine = SimpleNamespace(
+        is_deepcompile_enabled=lambda: given.get("deepcompile", False),
+        is_compiled=given.get("is_compiled", False),
+    )
+    return initialize._compile(engine, session, [], lambda *_: None, "ds_ring")  # type: ignore[arg-type]
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+class ReadsSound(nn.Module):
+    def forward(self, input_features: Any) -> None: ...
+
+
+class PairForSequenceClassification(nn.Module):
+    base_model = nn.Linear(1, 1)
+
+    def forward(self, decoder_input_ids: Any) -> None: ...
+
+
+class PairWithoutShift(nn.Module):
+    config = SimpleNamespace(pad_token_id=0, decoder_start_token_id=0)
+
+    def forward(self, decoder_input_ids: Any) -> None: ...
+
+
+class Pooled(nn.Module):
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(pad_token_id=0))
+
+    def forward(self, input_ids: Any) -> None: ...
+
+
+def pooled(_: Given) -> Any:
+    current = SimpleNamespace(mesh="another", layout=SimpleNamespace(tokens=4))
+    session: Any = SimpleNamespace(mesh="ring", batches=SimpleNamespace(current=current))
+    model: Any = Pooled()
+    return families.pooled_token(model, session).after_forward(model, (), {}, torch.zeros(1, 4, 1))
+
+
+def routed(**output: Any) -> Any:
+    session: Any = SimpleNamespace(mesh=RingMesh.single(), gradient_divisor=1.0)
+    model: Any = nn.Linear(1, 1)
+    hook = families.router_loss(model, None, session)  # type: ignore[arg-type]
+    return hook.after_forward(model, (), {}, SimpleNamespace(aux_loss=torch.zeros(()), loss=None, **output))
+
+
+def generated(**given: Any) -> Any:
+    cache = object.__new__(generation._cache_class())
+    return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | given)  # type: ignore[arg-type]
+
+
+def keys() -> Any:
+    return indexed.KeysOfAllRanks(lambda *_: torch.zeros(1), torch.Size([1]), lambda *_: torch.zeros(1))
+
+
+def chosen_by(current: Any, pattern: Any = None) -> Any:
+    self: Any = SimpleNamespace(_layer=ON, _sharding=current, _indexer=nn.Linear(1, 1), _mask=None)
+    if pattern is not None:
+        self._mask = layer_masks.LayerMask(pattern)
+    return indexed.BlockIndexedLayer._choose(self, lambda x: x, torch.zeros(1))
+
+
+def compressing(current: Any, cache: Any) -> Any:
+    layer = SimpleNamespace(config=ON.config, compressor=nn.Linear(1, 1))
+    self: Any = SimpleNamespace(_layer=layer, _sharding=current, _own=None)
+    return compressed.CompressedEntries.__call__(self, IDS, IDS, IDS, cache, 0)
+
+
+def offloading(model: Any) -> Any:
+    config = SimpleNamespace(
+        long_sequence=SimpleNamespace(offload_checkpoints=True), recompute_attention=False
+    )
+    session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), mesh=RingMesh.single())
+    hooks: Any = long_sequence.offloaded_checkpoints(model, session)
+    return hooks.before_forward()
+
+
+CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
+    "a layer without keys": (
+        lambda _: RingConfig.from_deepspeed(
+            {"sequence_parallel_size": 2, "ring_attention": {"pattern": {"layers": {"0": 5}}}}
+        ),
+        RingConfigError,
+        "an object of pattern keys",
+    ),
+    "labels of samples in a short batch": (
+        lambda _: batch.split_samples({"input_ids": IDS, "labels": torch.ones(2)}, 0, 2),
+        RingShapeError,
+        "expected one for each token, got one for each sample",
+    ),
+    "images without ids": (
+        lambda _: batch.add_places({"inputs_embeds": torch.ones(2, 4, 8)}, {}, IMAGES),
+        RingShapeError,
+        "expected input_ids beside images",
+    ),
+    "images in documents": (
+        lambda _: batch.add_places(
+            {"input_ids": IDS, DOCUMENT_IDS: IDS}, {}, IMAGES._replace(number_axes=lambda x: IDS)
+        ),
+        RingConfigError,
+        "expected no packed documents beside images",
+    ),
+    "no output": (lambda _: first_batch.results_of("text"), RingVerifyError, "got str"),
+    "no copy": (lambda _: first_batch.skeleton(Locked()), RingConfigError, "a model that can be copied"),
+    "compiled pair": (lambda _: compiled(decoder_ids=len), RingConfigError, "got an encoder-decoder"),
+    "compiled by DeepCompile": (lambda _: compiled(deepcompile=True), RingConfigError, "compile.deepcompile"),
+    "compiled twice": (lambda _: compiled(is_compiled=True), RingConfigError, "engine that is not compiled"),
+    "compiled for one ring": (lambda _: compiled(dynamic_ring=True), RingConfigError, "for one ring"),
+    "documents that do not divide": (
+        lambda _: ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5]), True, 0, 2),
+        RingShapeError,
+        "expected a multiple of 2 tokens",
+    ),
+    "more keys": (lambda _: attend(keys=5), RingShapeError, "as many local tokens as queries, 4, got 5"),
+    "chosen keys with a cap": (
+        lambda _: attend(indices=IDS, softcap=1.0), RingConfigError, "no softcap beside chosen keys"
+    ),
+    "a mask tensor": (
+        lambda _: checks.check_attention_call("A", IDS, 0.0, {}), RingPatternError, "no mask tensor"
+    ),
+    "sinks for the backend": (
+        lambda _: checks.refuse_foreign_arguments("A", {"sinks": 1}), RingPatternError, "expected no sinks"
+    ),
+    "compressed entries of a cache": (
+        lambda _: compressing(sharding(), object()), RingConfigError, "expected a call without a cache"
+    ),
+    "compressed entries of no batch": (
+        lambda _: compressing(None, None), RingConfigError, "expected the batch's sharding, got NoneType"
+    ),
+    "sound": (
+        lambda config: check_pair(ReadsSound(), config), RingConfigError, "a class that reads sound"
+    ),
+    "a pair's pooled head": (
+        lambda config: check_pair(PairForSequenceClassification(), config),
+        RingConfigError,
+        "its head pools tokens",
+    ),
+    "a pair that does not shift": (
+        lambda _: decoder_ids_of(PairWithoutShift())(IDS),
+        RingShapeError,
+        "expected decoder_input_ids beside labels",
+    ),
+    "a short batch to classify": (pooled, RingShapeError, "expected a sequence that is cut"),
+    "routers that were dropped": (
+        lambda _: routed(router_logits=None), RingConfigError, "expected router_logits beside aux_loss"
+    ),
+    "routers of nobody": (
+        lambda _: routed(router_logits=(IDS,)), RingConfigError, "expected no aux_loss, got one"
+    ),
+    "generating from nothing": (lambda _: generated(), RingShapeError, "expected input_ids or inputs_embeds"),
+    "patches that do not fit": (
+        lambda _: images._share(
+            {"image_grid_thw": torch.tensor([[1, 2, 2]]), "pixel_values": torch.ones(5, 3)},
+            {},
+            RingMesh.single(),
+        ),
+        RingShapeError,
+        "expected 4 patches",
+    ),
+    "image tokens without types": (
+        lambda _: images._axes_of(SimpleNamespace(get_rope_index=lambda x: x))({}),
+        RingShapeError,
+        "expected mm_token_type_ids",
+    ),
+    "scores times a tensor": (lambda _: keys() * IDS, RingConfigError, "multiplies scores by Tensor"),
+    "scores with another mask": (lambda _: keys().masked_fill(IDS, 0), RingConfigError, "a mask of its own"),
+    "chosen along samples": (lambda _: keys().topk(1, dim=0), RingConfigError, "chooses along dimension 0"),
+    "another function of keys": (lambda _: torch.sin(keys()), RingConfigError, "calls sin"),
+    "another attribute of keys": (lambda _: keys().grad, RingConfigError, "reads grad of its keys"),
+    "keys chosen in a generation": (
+        lambda _: indexed.IndexedLayer._give_keys(
+            SimpleNamespace(_sharding=None),  # type: ignore[arg-type]
+            nn.Linear(1, 1), (), {"past_key_values": 1},
+        ),
+        RingError,
+        "Linear",
+    ),
+    "no local blocks": (
+        lambda _: indexed.minimax_m3(
+            SimpleNamespace(block_size=1, local_blocks=0, head_dim=2, topk_blocks=1), sharding(), IDS, (IDS,)
+        ),
+        RingConfigError,
+        "expected index_local_blocks from 1",
+    ),
+    "blocks of no batch": (lambda _: chosen_by(None), RingPatternError, "expected the batch's sharding"),
+    "blocks of all tokens": (
+        lambda _: chosen_by(sharding(Full()), Full()), RingPatternError, "expected a causal pattern"
+    ),
+    "a window on two sides": (
+        lambda _: layer_masks.said_by_call(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
+        RingPatternError,
+        "expected a mask beside the two-sided",
+    ),
+    "a mask that hides all": (
+        lambda _: layer_masks.pattern_in(nn.Linear(1, 1), sharding(), None),
+        RingPatternError,
+        "a mask that hides all",
+    ),
+    "layers that cannot be run again": (
+        lambda _: offloading(SimpleNamespace(supports_gradient_checkpointing=False)),
+        RingConfigError,
+        "a model whose layers can be checkpointed",
+    ),
+    "scaled queries that are told nothing": (
+        lambda _: positions.QueryScale(nn.Linear(1, 1)).before_forward(nn.Linear(1, 1), (), {}),
+        RingConfigError,
+        "attn_temperature_tuning",
+    ),
+    "no tokens for a state": (
+        lambda _: recurrent.kinds_of(
+            SimpleNamespace(pieces=[], layout="contiguous", mesh=SimpleNamespace(sequence_rank=1))  # type: ignore[arg-type]
+        ),
+        RingConfigError,
+        "got none on rank 1",
+    ),
+    "a state that is passed on": (
+        lambda _: recurrent.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
+    ),
+    "positions by sample": (
+        lambda _: written_out._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
+        RingPatternError,
+        "the same positions",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case: str) -> None:
+    call, error, words = CASES[case]
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
+    assert pattern_from_config(config) == Causal()
+    with pytest.raises(error, match=words):
+        call(config)
