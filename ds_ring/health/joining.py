@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import psutil
 
@@ -339,6 +339,25 @@ class Rendezvous(NamedTuple):
     attempt: str
 
 
+def loopback_listener(host: str, port: int) -> dict[str, Any]:
+    """Return what makes a TCPStore of one host listen on loopback alone; torch's own listens everywhere.
+
+    Nothing for an address of another kind, and where the port is taken, which torch says.
+    """
+    family = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}.get(host)
+    if family is None:
+        return {}
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        return {}
+    return {"master_listen_fd": listener.detach()}  # the store's from here on
+
+
 # [Note: before the process group]
 # torch waits in `init_process_group` without saying for whom, and does not hear of a rank that has ended. So
 # ranks announce themselves before, in the very store that torch will use: a server of the same process and
@@ -356,8 +375,16 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
 
     def connect(seconds: float) -> Store:
         timeout = datetime.timedelta(seconds=seconds)
+        more = loopback_listener(where.host, where.port) if where.hosts else {}
         return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
-            where.host, where.port, None, where.hosts, timeout, wait_for_workers=False, multi_tenant=True
+            where.host,
+            where.port,
+            None,
+            where.hosts,
+            timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            **more,
         )
 
     warned_s = WARNED_PART * limit.seconds

@@ -500,3 +500,32 @@ def test_ranks_meet_at_an_address_of_ip_version_6(workplace: Workplace, engine: 
         workplace.write(f'engine: {engine}\n{LOCAL}master_address: "::1"\n', MEET)
     )
     assert status == 0 and "rank 1 sums 3" in output, output
+
+
+STORE = (
+    REPORT
+    + """
+import psutil, torch
+if os.environ["MAKES"] == "torch":
+    torch.distributed.init_process_group("gloo")
+else:
+    from ds_ring.integrations.deepspeed.initialize import init_distributed
+    init_distributed()
+torch.distributed.barrier()
+port = int(os.environ["MASTER_PORT"])
+listening = [one.laddr for one in psutil.net_connections() if one.status == "LISTEN"]
+found = {one.ip for one in listening if one.port == port}
+print(f"rank {rank} sees {sorted(found)}", flush=True)
+torch.distributed.barrier()
+"""
+)
+
+
+@pytest.mark.parametrize(("engine", "makes"), [("torchrun", "torch"), ("deepspeed", "ds_ring")])
+@pytest.mark.night
+def test_the_store_of_a_job_of_one_machine_listens_on_loopback_alone(
+    workplace: Workplace, engine: str, makes: str
+) -> None:
+    path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{MAKES: {makes}}}\n", STORE)
+    status, output = workplace.launch(path)
+    assert status == 0 and "rank 0 sees ['127.0.0.1']" in output, output

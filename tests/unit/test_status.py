@@ -297,7 +297,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("rounds", [40, 4000])
+@pytest.mark.parametrize("rounds", [40, 1000])
 @pytest.mark.day("40")
 def test_mutated_files_of_a_run_are_read(run: RunFolder, rounds: int) -> None:
     folder = run.attempt(2)

@@ -25,6 +25,7 @@ from ds_ring.health.joining import (
     join,
     join_monitor,
     leave_on_error,
+    loopback_listener,
     presence,
     wait_for_ranks,
 )
@@ -186,3 +187,15 @@ def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.Monk
     with pytest.raises(RingPeerError, match="its process ended") as raised:
         join_monitor(Grid(4, 4), 10.0, None, None)
     assert raised.value.peer == 2
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_a_store_of_one_host_listens_on_loopback_alone(host: str, family: socket.AddressFamily) -> None:
+    with socket.socket(family, socket.SOCK_STREAM) as free:
+        free.bind((host, 0))
+        port = free.getsockname()[1]
+        assert loopback_listener(host, port) == {}  # taken: torch says so
+    more = loopback_listener(host, port)
+    with socket.socket(family, socket.SOCK_STREAM, fileno=more["master_listen_fd"]) as listener:
+        assert listener.getsockname()[:2] == (host, port)
+    assert loopback_listener("node-0", port) == {}
