@@ -15,11 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ds_ring
 from ds_ring import Causal, MaskMod, RingAttention, RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.integrations.compile.graph_attention import Scope, _values
+from ds_ring.integrations.compile.graph_sharding import check_positions, needs_backend_op
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.runtime.checks import check_not_captured
 from ds_ring.runtime.context import Options
 from ds_ring.runtime.kernels import get_kernel
+from ds_ring.runtime.kernels.flash import _checked_width
 from ds_ring.runtime.kernels.flex import FlexKernel
+from ds_ring.runtime.tiled import DeferredLogits
 from ds_ring.schedule.plan import build_plan
 
 TOKENS = 32
@@ -147,6 +151,31 @@ def test_it_is_refused(name: str) -> None:
     call, error, words = ROWS[name]
     with pytest.raises(error, match=words):
         call()
+
+
+def test_an_attention_that_is_not_rewritten_is_an_error() -> None:
+    with pytest.raises(RingConfigError, match="does not go through the backend"):
+        needs_backend_op(torch.zeros(1, TOKENS))
+
+
+def test_what_a_backend_cannot_read_is_refused() -> None:
+    sharding: Any = SimpleNamespace(layout=LAYOUT, mesh=RingMesh.single(), pattern=Causal())
+    with pytest.raises(RingShapeError, match="position_ids: expected 32 local tokens"):
+        check_positions(torch.arange(TOKENS - 1)[None], sharding)
+    with pytest.raises(RingPatternError, match="made of str"):
+        _values("x", Scope(torch.fx.GraphModule({}, torch.fx.Graph())))
+
+
+def test_heads_that_no_operator_of_flash_takes_are_refused() -> None:
+    executors: Any = (SimpleNamespace(multiple=8, widest=256),)
+    with pytest.raises(RingShapeError, match="got 300 with the gradient of the log-sum-exp"):
+        _checked_width.__wrapped__(executors, 300, True)
+
+
+def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:
+    logits = DeferredLogits(torch.ones(1, 4, 2), lambda x, job: job(x), 2, 3, True)
+    with pytest.raises(AttributeError):
+        logits.nothing  # noqa: B018
 
 
 def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring import (
@@ -304,6 +304,18 @@ def masked_in_a_checkpoint(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return checkpoint(attend, q, k, v, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+ONE = torch.ones(1, 1, 1, dtype=torch.int32)
+BY_HAND = BlockMask.from_kv_blocks(ONE, torch.zeros_like(ONE)[None], seq_lengths=(TOKENS, TOKENS))
+
+
+def blocks_by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flex_attention(q, k, v, block_mask=BY_HAND)  # type: ignore[return-value]
+
+
+def scaled_by_length(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=q.shape[2] ** -0.5)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "another mask": (random_mask, Causal(), RingPatternError, r"its mask \[24, 24\] .* made by rand"),
     "a float mask": (float_mask, Causal(), RingPatternError, r"added to the scores \(float32\)"),
@@ -320,6 +332,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
         RingPatternError,
         "computed inside an activation checkpoint",
     ),
+    "blocks by hand": (blocks_by_hand, Full(), RingPatternError, "build it with create_block_mask"),
     "the other triangle": (upper, Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
     "dropout": (with_dropout, Causal(), RingConfigError, "expected dropout_p 0, got 0.1"),
     "written out": (written_out, Causal(), RingPatternError, "attention written out"),
@@ -344,6 +357,14 @@ def test_what_cannot_be_honoured_raises_as_it_is(case: str) -> None:
     for _ in range(2):  # a refusal is not forgotten
         with pytest.raises(error, match=words):
             run(*qkv())
+
+
+def test_a_scale_of_symbols_is_refused() -> None:
+    tensors = qkv()
+    for x in tensors:
+        torch._dynamo.mark_dynamic(x, 2)
+    with pytest.raises(RingPatternError, match="its scale is computed in the graph"):
+        compiled(scaled_by_length)(*tensors)
 
 
 def test_a_mask_from_outside_raises_unless_the_pattern_replaces_it() -> None:
