@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from ds_ring.config.json_text import write_at_once
-from ds_ring.errors import RingCheckpointError
+from ds_ring.errors import RingCheckpointError, RingError
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -54,9 +55,28 @@ def ranks_of(folder: Path) -> int:
 
 
 def stage_of(folder: Path) -> int:
-    """Return the ZeRO stage that the universal checkpoint in `folder` was made from."""
-    state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", mmap=True)
-    return int(state.get("zero_stage", state.get("optimizer_state_dict", {}).get("zero_stage", 0)))
+    """Return the ZeRO stage that the universal checkpoint in `folder` was made from.
+
+    Raises:
+        RingCheckpointError: it has none of DeepSpeed's states.
+    """
+    with _of_deepspeed(folder):
+        state = torch.load(folder / "zero" / "optimizer_state.pt", map_location="cpu", mmap=True)
+        return int(state.get("zero_stage", state.get("optimizer_state_dict", {}).get("zero_stage", 0)))
+
+
+@contextlib.contextmanager
+def _of_deepspeed(folder: Path) -> Iterator[None]:
+    """Make a RingCheckpointError of what states that are none of DeepSpeed's raise where they are read."""
+    try:
+        yield
+    except RingError:
+        raise
+    except Exception as error:
+        raise RingCheckpointError(
+            f"{folder}: expected the states that DeepSpeed saves, got {type(error).__name__}: {error!s:.200};"
+            " was it saved by another program?"
+        ) from None
 
 
 def resize_checkpoint(
@@ -100,7 +120,8 @@ def resize_checkpoint(
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir()
         with weights_only_below(root):
-            _require_convertible(folder)
+            with _of_deepspeed(folder):
+                _require_convertible(folder)
             _convert(folder, work / new, workers)
         files = record_files(work / new, files_in(work / new))
         write_manifest(work / new, files, manifest.global_steps, manifest.training)
@@ -124,13 +145,14 @@ def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None)
     folder = root / tag_in(root, tag)
     verify_checkpoint(root, folder.name)
     require_weights_only(folder, files_in(folder))
-    with weights_only_below(root):
+    with weights_only_below(root), _of_deepspeed(folder):
         state = _load_one(folder, "model_states.pt")
-    config, ranks = state["ds_config"], max(ranks_of(folder), int(state["dp_world_size"]))
-    if "train_batch_size" in config:
-        return int(config["train_batch_size"])
-    micro = int(config["train_micro_batch_size_per_gpu"]) * int(config.get("gradient_accumulation_steps", 1))
-    return micro * ranks // int(config.get("sequence_parallel_size", 1))
+        config, ranks = state["ds_config"], max(ranks_of(folder), int(state["dp_world_size"]))
+        if "train_batch_size" in config:
+            return int(config["train_batch_size"])
+        micro = int(config["train_micro_batch_size_per_gpu"])
+        micro *= int(config.get("gradient_accumulation_steps", 1))
+        return micro * ranks // int(config.get("sequence_parallel_size", 1))
 
 
 def _require_convertible(folder: Path) -> None:
