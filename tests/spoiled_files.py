@@ -14,7 +14,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,8 @@ def checkpoint_round(draw: random.Random, root: Path) -> None:
     if not in_values:
         spoil_checkpoint(root, folder, draw)
     if draw.random() < 0.7:
-        (folder / manifest.MANIFEST).unlink(missing_ok=True)
+        if not (folder / MANIFEST).is_dir():
+            (folder / MANIFEST).unlink(missing_ok=True)
         if draw.random() < 0.5:
             manifest.accept_checkpoint(root, folder.name)
         else:
@@ -186,7 +187,7 @@ def checkpoint_round(draw: random.Random, root: Path) -> None:
         act(lambda: manifest.earlier_tags(root, folder.name))
         act(lambda: manifest.unfinished_tags(root))
         act(lambda: manifest.require_forward(root, 4))
-        act(lambda: manifest.FolderLocks(manifest.Attempt("run", 2, "token")).claim(root))
+        act(lambda: claim(root))
         act(lambda: pickles.require_weights_only(folder, manifest.files_in(folder)))
         act(lambda: load_all(folder))
         act(lambda: resize.ranks_of(folder))
@@ -223,6 +224,12 @@ def seal(folder: Path, steps: int) -> None:
     """Write a manifest that fits, as whoever may write there could."""
     files = manifest.record_files(folder, list(manifest.files_in(folder)))
     manifest.write_manifest(folder, files, steps)
+
+
+def claim(root: Path) -> None:
+    """Lock the folder as a later attempt; what calls it gives a type to an OSError."""
+    with suppress(OSError):
+        manifest.FolderLocks(manifest.Attempt("run", 2, "token")).claim(root)
 
 
 def load_all(folder: Path) -> None:

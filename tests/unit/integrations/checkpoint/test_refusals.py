@@ -1,0 +1,172 @@
+"""Refusals of checkpoint code that need no ranks: what cannot be read, written or converted, and by what name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.errors import RingCheckpointError, RingPeerError
+from ds_ring.integrations.checkpoint import manifest as manifest_module
+from ds_ring.integrations.checkpoint import pickles, resize
+from ds_ring.integrations.checkpoint.compatible import deepspeed_errors_typed
+from ds_ring.integrations.checkpoint.manifest import (
+    LOCK,
+    MANIFEST,
+    FolderLocks,
+    Storage,
+    accept_checkpoint,
+    make_latest,
+    read_latest,
+    record_files,
+    verify_checkpoint,
+    write_manifest,
+)
+from ds_ring.integrations.checkpoint.save import exchange_reports
+from ds_ring.limits import Limit
+
+ENGINE: Any = SimpleNamespace(optimizer=None)
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("momentum"), AssertionError(), FileNotFoundError(2, "No such file")]
+)
+def test_a_bare_error_of_deepspeed_gets_a_type(tmp_path: Path, error: Exception) -> None:
+    with (
+        pytest.raises(
+            RingCheckpointError, match=f"cannot load it: {type(error).__name__}.*load it with the JSON"
+        ),
+        deepspeed_errors_typed(tmp_path, ENGINE, True),
+    ):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [RingPeerError(0, None, 1, "gone"), RuntimeError("Connection reset by peer")]
+)
+def test_a_lost_rank_is_no_checkpoint_of_another_kind(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, deepspeed_errors_typed(tmp_path, ENGINE, True):
+        raise error
+    assert caught.value is error
+
+
+def test_an_optimizer_that_has_lost_settings_is_named_before_its_first_step(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(RingCheckpointError, match="expected the settings of SGD, got some without momentum"):
+        with deepspeed_errors_typed(tmp_path, engine, True):
+            del engine.optimizer.param_groups[0]["momentum"]
+
+
+def test_a_members_stand_in_names_stages_alone() -> None:
+    with pytest.raises(Exception, match=r"GLOBAL builtins\.getattr"):
+        pickles._member(torch.Tensor, "numpy")
+
+
+def test_what_is_no_file_is_not_accepted(tmp_path: Path) -> None:
+    folder = tmp_path / "tag"
+    folder.mkdir()
+    os.mkfifo(folder / "a.pt")
+    with pytest.raises(RingCheckpointError, match="expected a regular file, got a FIFO"):
+        accept_checkpoint(tmp_path, "tag")
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    with pytest.raises(RingCheckpointError, match="latest: cannot be read: Not a directory"):
+        read_latest(path)
+
+    def fail(folder: Path) -> list[str]:
+        raise OSError(5, "Input/output error", str(folder))
+
+    (tmp_path / "tag").mkdir()
+    monkeypatch.setattr(manifest_module, "changes_by_others", fail)
+    with pytest.raises(RingCheckpointError, match="tag: cannot be read: Input/output error"):
+        verify_checkpoint(tmp_path, "tag")
+
+
+def sealed(root: Path, **files: object) -> Path:
+    folder = root / "tag"
+    folder.mkdir(parents=True)
+    for name, state in files.items():
+        torch.save(state, folder / f"{name}.pt")
+    write_manifest(folder, record_files(folder, [path.name for path in folder.iterdir()]), 4)
+    return folder
+
+
+def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+    sealed(tmp_path)
+    (tmp_path / "latest" / "full").mkdir(parents=True)
+    with pytest.raises(RingCheckpointError, match="latest: cannot be written: Is a directory"):
+        make_latest(tmp_path, "tag")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / LOCK).symlink_to(tmp_path / "nothing")
+    with pytest.raises(OSError, match="symbolic links"):
+        FolderLocks().claim(tmp_path / "other")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_reports_of_a_save_in_the_background(tmp_path: Path) -> None:
+    limit = Limit(0.1, "checkpoint_timeout_seconds")
+
+    def fail() -> list[Any]:
+        raise OSError(28, "No space left on device")
+
+    for rank in (0, 1):
+        (tmp_path / f".{rank}").touch()
+    with pytest.raises(RingCheckpointError, match=r"rank 1: OSError: .*No space left"):
+        exchange_reports(tmp_path, Storage((0, 1), 1), fail, limit)
+    (tmp_path / "1.json").unlink()
+    with pytest.raises(RingCheckpointError, match=r"expected a report of every rank within .*none of rank 1"):
+        exchange_reports(tmp_path, Storage((0, 1), 0), list, limit)
+
+
+ADAM = {"exp_avg": 1, "exp_avg_sq": 2, "step": 3}
+CANNOT_BE_CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another optimizer": (
+        {"zero_stage": 1, "base_optimizer_state": {"state": {0: {"momentum_buffer": 1}}}}, {},
+        r"expected an optimizer with the states .*, got \['momentum_buffer'\]",
+    ),
+    "no step yet": (
+        {"zero_stage": 1, "base_optimizer_state": {"state": {0: {}}}}, {}, "expected an optimizer .*, got none",
+    ),
+    "groups at ZeRO 3": (
+        {"zero_stage": 3, "optimizer_state_dict": {"state": {0: ADAM}, "param_groups": [{"lr": 1}, {"lr": 2}]}}, {},
+        "expected groups of parameters with equal settings, got 2 different ones",
+    ),
+    "frozen weights at ZeRO 3": (
+        {"zero_stage": 3, "optimizer_state_dict": {"state": {0: ADAM}, "param_groups": [{"lr": 1}]}},
+        {"frozen_param_shapes": {"a": 1}}, "expected a model whose weights are all trained, got frozen ones",
+    ),
+    "states of another program": ({"zero_stage": "x"}, {}, "expected the states that DeepSpeed saves, got ValueError"),
+    "no states": ({}, {}, "expected the states that DeepSpeed saves, got KeyError: 'zero_stage'; was it saved"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANNOT_BE_CONVERTED)
+def test_what_deepspeed_would_convert_to_something_else(tmp_path: Path, case: str) -> None:
+    optimizer, model, words = CANNOT_BE_CONVERTED[case]
+    states = {"zero_pp_rank_0_mp_rank_00_optim_states": {"optimizer_state_dict": optimizer}}
+    sealed(tmp_path, mp_rank_00_model_states=model, **states)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RingCheckpointError, match=words):
+        resize.resize_checkpoint(tmp_path, "tag")
+    assert [path for path in sorted(tmp_path.rglob("*")) if not path.name.startswith(".")] == before
+
+
+def test_sizes_are_asked_of_deepspeeds_states_alone(tmp_path: Path) -> None:
+    folder = sealed(tmp_path, mp_rank_00_model_states={"ds_config": 3, "dp_world_size": 1})
+    with pytest.raises(RingCheckpointError, match="expected the states that DeepSpeed saves, got TypeError"):
+        resize.samples_of_a_step(tmp_path, "tag")
+    (folder / "zero").mkdir()
+    torch.save(torch.nn.Linear, folder / "zero" / "optimizer_state.pt")
+    with (
+        pickles.weights_only_below(folder),
+        pytest.raises(RingCheckpointError, match="Linear, which loading"),
+    ):
+        resize.stage_of(folder)
+    assert (folder / MANIFEST).exists()
