@@ -46,8 +46,14 @@ def names_used(path: Path) -> set[str]:
         chain = _chain(node)
         if chain and chain[0] in known:
             found.add(".".join([known[chain[0]], *chain[1:]]))
-    own = {name for name in found if name.partition(".")[0] in OWN or name.startswith("torch.ops.ds_ring")}
-    return found - own
+    return {name for name in found if not _left_out(name)}
+
+
+def _left_out(name: str) -> bool:
+    """Return whether a name is of nobody else, or one that no version of torch or numpy lacks: torch.sqrt."""
+    parts = name.split(".")
+    is_old = len(parts) == 2 and parts[0] in ("torch", "numpy") and not parts[1].startswith("_")
+    return parts[0] in OWN or is_old or name.startswith("torch.ops.ds_ring")
 
 
 def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from ds_ring_launcher.check.model_check import CheckRequest, ModelReport
 from ds_ring_launcher.check.small_model import FORMS, Form
@@ -68,6 +69,7 @@ NO_PAIRS = {  # and a part of the reason
     "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
     "whisper": "its encoder reads input_features and not tokens",
 }
+SINCE_5_24 = "dory lara_mini apertus1p5_text exaone sarvam_mla sarvam_moe"
 MIXED_LAYERS = "gpt_oss gemma2 llama4_text gemma3_text olmo3 cohere2 exaone4 modernbert"
 MIXED_QWEN = {"use_sliding_window": True, "max_window_layers": 16, "layer_types": None}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
@@ -131,6 +133,8 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"head": "token-classification"}, EXACT),
     ("gpt2", {"head": "base"}, EXACT),
     ("deepseek_v4", {}, EXACT),
+    *((family, {}, EXACT) for family in SINCE_5_24.split() if family in CONFIG_MAPPING),
+    *((one, {}, "expected no sinks") for one in ("inkling2_loop_text",) if one in CONFIG_MAPPING),
 ]
 
 

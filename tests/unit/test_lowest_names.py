@@ -55,8 +55,8 @@ def f():
     dist.get_rank(nn.Linear.bias, rich.print, yaml.CLoader, json.dumps)
 """)
     assert lowest_names.names_used(file) == {
-        "torch.distributed", "torch.distributed.get_rank", "torch.nn", "torch.nn.Linear",
-        "torch.nn.Linear.bias", "rich", "rich.print", "yaml", "yaml.CLoader",
+        "torch.distributed.get_rank", "torch.nn.Linear", "torch.nn.Linear.bias", "rich", "rich.print", "yaml",
+        "yaml.CLoader",
     }  # fmt: skip
 
 
