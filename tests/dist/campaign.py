@@ -100,12 +100,20 @@ def judge(kind: str, exits: list[int | None], folder: Path, world_size: int) -> 
         own = rank == culprit and seen["type"] != "NoneType"
         if not (named or own) or not exits[rank]:
             return Verdict(f"rank {rank} ended with {exits[rank]} and {seen}", latest)
+    if kind in LATE and kind.startswith("sleep") and not _warned(folder, culprit):
+        return Verdict("nobody was warned of the late rank: " + _logs(folder), latest)
     return Verdict("" if latest < limit else f"{latest:.2f} s, expected below {limit:g} s", latest)
 
 
 def limit_of(kind: str) -> float:
     """Return the seconds that a rank may be late at the place of a fault of LATE."""
     return LIMITS_S.get(LATE_PLACES[LATE[kind][0]], HOP_S)
+
+
+def _warned(folder: Path, culprit: int) -> bool:
+    """Return whether a rank has logged that the culprit is late, which it does after a tenth of the limit."""
+    logs = "".join(log.read_text() for log in folder.glob("rank*.log"))
+    return f"rank {culprit} is late: " in logs or f"the ranks {culprit} are late: " in logs
 
 
 def _free_port() -> int:
