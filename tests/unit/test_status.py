@@ -283,6 +283,13 @@ def test_a_record_of_any_values_is_read(
     culprit_of(found.attempt(1), (Host(name="node-0", slots=1),), 1)
 
 
+def test_a_rate_below_0_is_none(run: RunFolder) -> None:
+    path = run.attempt(2) / "history.jsonl"
+    lines = (json.dumps({"step": 1, "tokens_per_second": rate}) for rate in (-1.0, 2, "inf"))
+    path.write_text("\n".join(lines))
+    assert [one.tokens_per_second for one in read_run(run.path).course[-3:]] == [None, 2.0, math.inf]
+
+
 def mutated(data: bytes, draw: random.Random) -> bytes:
     """Change some bytes, numbers or pieces of a file at random."""
     for _ in range(draw.randint(1, 4)):
