@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
-from ds_ring import MaskMod, RingPatternError
-from ds_ring.masks.mask_mod import trace_mask
+from ds_ring import MaskMod, RingConfigError, RingError, RingPatternError
+from ds_ring.masks.mask_mod import ScoreMod, trace_mask
 from tests.masks import MaskFunction, causal
 
 IDS = torch.arange(64)
@@ -72,3 +76,31 @@ def test_what_a_default_holds_is_captured(where: str) -> None:
         wide.__kwdefaults__ = {"width": 8}
     with pytest.raises(RingPatternError, match="make a new MaskMod"):
         pattern.check_unchanged()
+
+
+def changed_score_mod() -> None:
+    captured = SimpleNamespace(factors=[1.0])
+    mod = ScoreMod(lambda score, b, h, q, k: score * captured.factors[0])
+    captured.factors[0] = 2.0
+    mod.check_unchanged()
+
+
+def dense(function: MaskFunction) -> None:
+    MaskMod(function).mask(np.arange(4), np.arange(4))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: MaskMod(3), RingPatternError, "MaskMod: expected a mask_mod.* got 3"),  # type: ignore[arg-type]
+        (lambda: dense(lambda b, h, q, k: q >= k - b), RingPatternError, "the same for all samples here"),
+        (lambda: dense(lambda b, h, q, k: (q >= k).int()), RingPatternError, "got torch.int32 of shape"),
+        (lambda: dense(lambda b, h, q, k: 1 / 0), RingPatternError, "got ZeroDivisionError"),
+        (changed_score_mod, RingConfigError, "captured values that stay as they were, got others"),
+    ],
+)
+def test_what_is_no_mask_or_has_changed_is_refused(
+    call: Callable[[], None], error: type[RingError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        call()
