@@ -60,7 +60,7 @@ class LateNotice(NamedTuple):
         where = f", and is in {self.at}" if self.at else ""
         return (
             f"rank {self.rank} is late: others have waited {self.seconds:.1f} s for it at {self.what}{where};"
-            f" it counts as failed after {self.limit.seconds:g} s ({self.limit.key})"
+            f" it counts as failed after {round(self.limit.seconds, 1):g} s ({self.limit.key})"
         )
 
 
