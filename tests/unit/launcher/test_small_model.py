@@ -1,10 +1,18 @@
-"""What a configuration is shrunk to."""
+"""What a configuration is shrunk to, and which are refused."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ds_ring_launcher.check.small_model import _shrink_layers
+import pytest
+from transformers import CONFIG_MAPPING
+
+from ds_ring.errors import RingConfigError
+from ds_ring_launcher.check.small_images import add_images, shrink_images
+from ds_ring_launcher.check.small_model import _shrink_layers, build, make_batch, read_config, shrink
 
 
 def test_a_small_model_keeps_a_layer_of_each_kind_that_shares_keys() -> None:
@@ -15,3 +23,65 @@ def test_a_small_model_keeps_a_layer_of_each_kind_that_shares_keys() -> None:
     assert values == {
         "num_hidden_layers": 4, "layer_types": types * 2, "num_kv_shared_layers": 2
     }  # fmt: skip
+
+
+class _TwoTexts(CONFIG_MAPPING["llava"]):  # type: ignore[misc]
+    def get_text_config(self, decoder: Any = None, encoder: Any = None) -> Any:
+        raise ValueError("Multiple valid text configs were found")
+
+
+def written(folder: Path, **values: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
+    images = head == "image-text"
+    return build(shrink(read_config(model_type), tokens, images=images), head, seed=0)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a word that is wrong": (lambda _: read_config("lama"), "did you mean 'llama'"),
+    "an unknown type": (
+        lambda f: read_config(written(f, model_type="lama")), "that the installed transformers knows",
+    ),
+    "values that do not fit": (
+        lambda f: read_config(written(f, model_type="llama", num_hidden_layers="many")),
+        "transformers cannot make this configuration",
+    ),
+    "a drafting model": (lambda _: read_config("gemma4_assistant"), "drafts tokens from the keys of another"),
+    "one configuration for text and images": (
+        lambda _: shrink(read_config("llama"), 61, images=True), "one for both, which is not made small",
+    ),
+    "several texts": (lambda _: shrink(_TwoTexts(), 61), "Multiple valid text configs"),
+    "a head that is none": (lambda _: small("llama", "tail"), "head: expected one of causal-lm"),
+    "a head that the type lacks": (
+        lambda _: build(shrink(read_config("t5"), 61), "causal-lm", 0), "use seq2seq-lm",
+    ),
+    "a large model": (
+        lambda _: build(read_config("llama"), "causal-lm", 0), r"it would still have [\d,]+ parameters",
+    ),
+    "no vision": (lambda _: shrink_images(read_config("llama"), {"hidden_size": 64}), "got no parts"),
+    "no features of images": (lambda _: add_images({}, small("llama"), 0), "reads images otherwise"),
+    "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
+    "images that do not fit": (lambda _: _few_tokens(), "expected images that fit 6 tokens"),
+}  # fmt: skip
+
+
+def _without_images() -> Any:
+    model = small("llava", "image-text")
+    model.config.vision_config.image_size = 0
+    return model
+
+
+def _few_tokens() -> Any:
+    model = small("llava", "image-text")
+    return add_images(make_batch(model.config, "image-text", 6, 0, True), model, 0)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_made_small_is_refused(case: str, tmp_path: Path) -> None:
+    make, words = REFUSED[case]
+    with pytest.raises(RingConfigError, match=words):
+        make(tmp_path)
