@@ -520,7 +520,7 @@ def test_trl_is_the_same_as_on_one_process(
     if ring == 1:
         pool.close()
     worst = max(check_logs(logs, expected) for logs in got)
-    print(f"{method}, ring {ring}, ZeRO {stage}: {sum(map(len, expected))} numbers, {worst:.1e}")
+    print(f"{method}, ring {ring}, ZeRO {stage}: {sum(map(len, expected))} keys, {worst:.1e}")
     if method in ("GRPO", "RLOO"):
         moved = [entry["moved"] for entry in got[0] if "moved" in entry]
         assert moved[0] <= 1e-5 < 1e-2 < max(moved)  # before the first update, and after
