@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from ds_ring.config.section import RingConfig, pattern_from_config
-from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError, RingVerifyError
+from ds_ring.errors import (
+    RingConfigError,
+    RingError,
+    RingMeshError,
+    RingPatternError,
+    RingShapeError,
+    RingVerifyError,
+)
 from ds_ring.integrations import ring_flash_attn
 from ds_ring.integrations.deepspeed import batch, first_batch, initialize
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -30,6 +38,7 @@ from ds_ring.integrations.transformers import (
     long_sequence,
     positions,
     recurrent,
+    score_terms,
     written_out,
 )
 from ds_ring.integrations.transformers.attention_name import NAME
@@ -301,3 +310,152 @@ def test_it_is_refused(case: str) -> None:
     assert pattern_from_config(config) == Causal()
     with pytest.raises(error, match=words):
         call(config)
+
+
+# What compiled code is refused: the call says so while `torch.compiler.is_compiling`.
+
+
+class Graph(nn.Module):
+    """A model that compiled code calls."""
+
+    loss_function = len
+
+    def forward(self, hidden: Any) -> Any:
+        return hidden
+
+
+def masked(**terms: Any) -> Any:
+    return attend(attention_mask=score_terms.TermsMask(None, torch.zeros(1), 1), **terms)
+
+
+def biased() -> Any:
+    bias = object.__new__(score_terms.RelativeBias)
+    vars(bias)["has_table"] = True
+    return attend(position_bias=bias)
+
+
+def written(**scores: Any) -> Any:
+    family: Any = SimpleNamespace(pattern=None, bias=None)
+    call: Any = written_out._ModuleAttention(Graph(), None, family, sharding(), None, 1)
+    q = torch.zeros(1, 4, 8)
+    return written_out.WrittenScores(call, q, q, torch.Size([1, 4, 4])), call, q
+
+
+def tiled_head(deferring: bool = True) -> Any:
+    head = long_sequence.TiledHead(nn.Linear(1, 1), 1, strict=True)
+    head.deferring = deferring
+    return head
+
+
+def starting(model: Any) -> Any:
+    session: Any = SimpleNamespace(batches=SimpleNamespace(defers_logits=False))
+    return tiled_head().feature(model, session).before_forward(model, (), {})
+
+
+def tiled_module() -> Any:
+    session: Any = SimpleNamespace(batches=SimpleNamespace(is_off=False))
+    module: Any = long_sequence._TiledModule(nn.Bilinear(1, 1, 1), True, session, 1)
+    return module.forward(torch.ones(2, 1), torch.ones(3, 1))
+
+
+def megatron() -> Any:
+    pytest.importorskip("megatron.core")
+    from ds_ring.integrations.megatron import core_attention
+
+    return core_attention
+
+
+def packed(**given: Any) -> Any:
+    lengths = torch.tensor([0, 4])
+    told = SimpleNamespace(
+        **{"cu_seqlens_q": lengths, "cu_seqlens_kv": lengths, "qkv_format": "thd"} | given,
+        cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+    )  # fmt: skip
+    return megatron().RingCoreAttention._packing(SimpleNamespace(_packed=None), told)
+
+
+def doge(**settings: Any) -> Any:
+    config = transformers.DogeConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        **settings,
+    )  # fmt: skip
+    return checks.check_class(transformers.DogeForCausalLM(config), as_is=not settings)
+
+
+def checkpointed() -> Any:
+    module = nn.Linear(1, 1)
+    by_deepspeed = lambda: None  # noqa: E731
+    by_deepspeed.__module__ = "deepspeed.checkpointing"
+    vars(module)[long_sequence._FUNCTION] = by_deepspeed
+    model: Any = SimpleNamespace(
+        supports_gradient_checkpointing=True, is_activation_checkpointing=True, modules=lambda: [module]
+    )
+    return offloading(model)
+
+
+COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+    "another mask than the pattern": (
+        lambda: attend(is_causal=False), RingPatternError, "set pattern.causal in the JSON"
+    ),
+    "terms of keys": (lambda: masked(scaling=1.0), RingConfigError, "adds a term of each key to the scores"),
+    "a bias of distances": (biased, RingConfigError, "adds a learned bias of distances"),
+    "written out": (
+        lambda: written_out.around_attention(ON, None, Graph(), None).around_forward(len),  # type: ignore[arg-type]
+        RingConfigError,
+        "Graph writes its attention out",
+    ),
+    "a tiled loss": (lambda: starting(Graph()), RingConfigError, "a model that is not compiled"),
+}  # fmt: skip
+MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "scores that are not masked": (
+        lambda: written()[1](written()[0], written()[2]), RingPatternError, "does not mask the scores"
+    ),
+    "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
+    "logits at once": (
+        lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)), RingConfigError, "computed at once"
+    ),
+    "tensors of other tokens": (tiled_module, RingConfigError, "expected Bilinear to be called with tensors"),
+    "checkpoints of DeepSpeed": (checkpointed, RingConfigError, "got DeepSpeed's checkpointing"),
+    "no process group": (lambda: ring_flash_attn.mesh_of(None), RingMeshError, "init_process_group first"),
+    "rows that are not packed": (
+        lambda: ring_flash_attn.create_ring_flash_attention_forward(None, 1)[0](  # type: ignore[arg-type]
+            torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8), torch.ones(2, 4, 1, 8), None, 4, True
+        ),
+        RingShapeError,
+        "one row of packed documents",
+    ),
+    "documents that nobody told": (
+        lambda: ring_flash_attn.create_ring_flash_attention_forward(None, 1)[0](  # type: ignore[arg-type]
+            torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8), torch.ones(1, 4, 1, 8), None, 4, True
+        ),
+        RingConfigError,
+        "update_ring_flash_attn_params",
+    ),
+    "packing of Megatron's own": (
+        lambda: packed(cp_group=1), RingShapeError, "expected None, got 1"
+    ),
+    "packing in another format": (lambda: packed(qkv_format="sbhd"), RingShapeError, 'qkv_format "thd"'),
+    "another softmax of Megatron's": (
+        lambda: megatron()._sinks(SimpleNamespace(softmax_type="x", use_cpu_initialization=True), 2),
+        RingConfigError,
+        "expected vanilla, off-by-one or learnable",
+    ),
+    "Doge for the backend": (lambda: doge(), RingConfigError, "cannot run on a ring: its layers add learned"),
+    "Doge's experts": (lambda: doge(is_moe=True), RingConfigError, "config.is_moe: its router"),
+    "a protocol of Python's": (lambda: len(keys()), TypeError, "has no len"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, error, words = COMPILED[case]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("case", MORE)
+def test_it_is_refused_too(case: str) -> None:
+    call, error, words = MORE[case]
+    with pytest.raises(error, match=words):
+        call()
