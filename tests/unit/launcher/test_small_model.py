@@ -43,6 +43,7 @@ def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word that is wrong": (lambda _: read_config("lama"), "did you mean 'llama'"),
+    "a script": (lambda _: read_config(__file__), "no code from elsewhere is run"),
     "an unknown type": (
         lambda f: read_config(written(f, model_type="lama")), "that the installed transformers knows",
     ),
