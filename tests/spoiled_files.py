@@ -180,7 +180,7 @@ def checkpoint_round(draw: random.Random, root: Path) -> None:
             (folder / MANIFEST).unlink(missing_ok=True)
         if draw.random() < 0.5:
             manifest.accept_checkpoint(root, folder.name)
-        else:
+        elif not (folder / MANIFEST).is_dir():
             seal(folder, draw.choice((4, -1, 1 << 60)))
     with every() as act:
         act(lambda: manifest.verify_checkpoint(root))
