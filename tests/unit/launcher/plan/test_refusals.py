@@ -1,0 +1,50 @@
+"""What a plan, and a measurement by a config.json, refuse that no other test triggers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ring.errors import RingConfigError
+from ds_ring_launcher import cli
+from ds_ring_launcher.plan.beside import _size, readers_of
+from ds_ring_launcher.plan.model_file import said_by, said_of
+from ds_ring_launcher.tune.result import require_writable
+
+SIZES = ["--layers", "2", "--hidden", "256", "--heads", "8", "--kv-heads", "2", "--vocab", "256"]
+QWEN: dict[str, Any] = {
+    "model_type": "qwen3_next", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 89, "intermediate_size": 96, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+
+
+def test_a_model_without_attention_is_not_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN | {"layer_types": ["linear_attention"] * 2}))
+    assert cli.main(["plan", "--hf-config", str(path), "--tokens", "4096", "--devices", "2"]) == 2
+    assert "expected a layer of attention, got none" in capsys.readouterr().err
+
+
+def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
+    mixed = json.dumps(QWEN | {"layer_types": ["linear_attention", "full_attention"]})
+    with pytest.raises(RingConfigError, match="expected no number beside --hf-config"):
+        said_of(mixed, 2)
+    with pytest.raises(RingConfigError, match="measure its attention by --layers alone"):
+        said_of(mixed, None)
+    with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
+        said_by(QWEN)
+    with pytest.raises(RingConfigError, match="linear_key_head_dim: expected a whole number of at least 1"):
+        _size({"linear_key_head_dim": 0}, "linear_key_head_dim")
+    with pytest.raises(RingConfigError, match=r'model_type: expected attention alone.* with "ssm_cfg"'):
+        readers_of({"model_type": "another", "ssm_cfg": {}})
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
+def test_a_name_that_no_file_has_is_refused(name: str) -> None:
+    with pytest.raises(RingConfigError, match="expected the name of a file"):
+        require_writable(Path(name), "--output")
