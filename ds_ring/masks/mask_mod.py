@@ -41,7 +41,7 @@ from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import IntArray, MaskFunction
 from ds_ring.masks.traced import (
     ByIdentity,
-    Captured,
+    CapturedValues,
     Traced,
     constant_of,
     first_line,
@@ -193,8 +193,8 @@ class MaskMod(Pattern):
             assert self._traced
 
     @cached_property
-    def _traced(self) -> tuple[Captured, MaskFacts | RingPatternError]:
-        captured = Captured.by(self.function)
+    def _traced(self) -> tuple[CapturedValues, MaskFacts | RingPatternError]:
+        captured = CapturedValues.by(self.function)
         try:
             return captured, trace_mask(self.function)
         except RingPatternError as error:  # raised where all ranks can be told
@@ -286,10 +286,10 @@ class HeadMask:
         return found.numpy().reshape(q.shape)
 
 
-def _is_changed(function: Callable[..., Any], captured: Captured, traced: Traced) -> bool:
+def _is_changed(function: Callable[..., Any], captured: CapturedValues, traced: Traced) -> bool:
     """Return whether a function has captured other values since its trace, as far as Python lets us look."""
     written = any(writes_to(tensor) != count for tensor, count in traced.captured)
-    return written or captured.values != Captured.by(function).values
+    return written or captured.values != CapturedValues.by(function).values
 
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -369,7 +369,7 @@ class ScoreMod:
                 "score_mod: expected a function (score, batch, head, q_position, k_position) -> score, got"
                 f" {shown(self.function)}; write it as for FlexAttention"
             )
-        self.__dict__["captured"] = Captured.by(self.function)
+        self.__dict__["captured"] = CapturedValues.by(self.function)
         self.traced(torch.float32)
 
     @classmethod
@@ -385,7 +385,7 @@ class ScoreMod:
             _score_mods[function] = found
         return found
 
-    captured: Captured = field(init=False, repr=False)
+    captured: CapturedValues = field(init=False, repr=False)
 
     def traced(self, dtype: torch.dtype) -> Traced:
         """Return the trace for scores of a dtype; dtypes stand in the graph."""

@@ -284,7 +284,7 @@ def writes_to(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-class Captured(NamedTuple):
+class CapturedValues(NamedTuple):
     """Hold what a function captured, as far as Python lets us look.
 
     Attributes:
@@ -297,7 +297,7 @@ class Captured(NamedTuple):
     is_all: bool
 
     @classmethod
-    def by(cls, function: object) -> Captured:
+    def by(cls, function: object) -> CapturedValues:
         found = list(_values_of(function, _STATE_DEPTH))
         return cls(found, not any(isinstance(one, _Opaque) for one in found))
 

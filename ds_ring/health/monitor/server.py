@@ -49,7 +49,7 @@ UNSENT_BYTES = 1 << 18  # limit of unsent data for a client that does not read
 
 
 @dataclass
-class LateNotice:
+class LateQuery:
     """A rank that others wait for: when it was asked where it is, and the rank that was told the answer."""
 
     asked: float
@@ -92,7 +92,7 @@ class Server:
         # One that waits for every second rank names them all.
         self.line_bytes = 16384 + 16 * detector.world_size
         self.told, self.empty_s = False, EMPTY_S
-        self.late: dict[int, LateNotice] = {}
+        self.late: dict[int, LateQuery] = {}
 
     def serve(self) -> None:
         """Serve until every rank has disconnected, or none has connected in time."""
@@ -145,7 +145,7 @@ class Server:
         for rank, one in late.items():
             notice = self.late.get(rank)
             if notice is None:
-                self.late[rank] = LateNotice(now, one.since)
+                self.late[rank] = LateQuery(now, one.since)
                 self.detector.ask_again(rank)
                 self._tell(rank, {"kind": "where"})
             elif notice.reporter is None:

@@ -6,8 +6,8 @@ makes a pointer of the file's bytes, and a storage may be said to be longer than
 
 [Note: pickles as stand-ins]
 Only the opcodes of torch's restricted unpickler are known here. A name of the pickle becomes a `Name`, what a
-call would return a `Made`, a storage a `Storage` with its size. Each call is compared with the calls that
-torch, numpy and DeepSpeed write. What has passed is then read by torch itself.
+call would return a `Made`, a storage a `StorageRecord` with its size. Each call is compared with the calls
+that torch, numpy and DeepSpeed write. What has passed is then read by torch itself.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Name:
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
+class StorageRecord:
     """Stand for the bytes of tensors."""
 
     item_bytes: int
@@ -111,7 +111,7 @@ def _require_key(key: object, left: int = _MOST_KEY_ITEMS) -> int:
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any) -> Made:
     """Check `torch._utils._rebuild_tensor_v2`, or _v3 where `rest` begins with a dtype."""
-    _require(isinstance(storage, Storage), "a tensor without a storage")
+    _require(isinstance(storage, StorageRecord), "a tensor without a storage")
     item_bytes, more = storage.item_bytes, list(rest)
     if more and isinstance(more[0], Name):
         _require(more[0].path in DTYPES, f"{more[0].path} for a dtype")
@@ -313,7 +313,7 @@ class StandInReader:
     """
 
     def __init__(self, file: BinaryIO, trusted: Collection[str] = (), legacy: bool = False) -> None:
-        self.storages: dict[str, Storage] = {}
+        self.storages: dict[str, StorageRecord] = {}
         self._file, self._legacy = file, legacy
         self._trusted = {name for name in trusted if name.partition(".")[0] not in _OURS}
         self._stack: list[Any] = []
@@ -413,7 +413,7 @@ class StandInReader:
         _require(type(location) is str and _LOCATION.fullmatch(location), "a storage's device")
         _require(_is_size(count) and view in ([], [None]), "a storage's size")
         item_bytes = STORAGES[kind.path]
-        made = Storage(item_bytes, count * item_bytes, key)
+        made = StorageRecord(item_bytes, count * item_bytes, key)
         known = self.storages.setdefault(key, made)
         same = (known.item_bytes, known.nbytes) == (made.item_bytes, made.nbytes)
         _require(same, f"the storage {key!s:.40} with two sizes")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Kind = Literal["tokens", "sum", "whole"]
+FlowKind = Literal["tokens", "sum", "whole"]
 
 
 class Flow(NamedTuple):
@@ -33,7 +33,7 @@ class Flow(NamedTuple):
         picked: the tokens are those that a mask over all of them has chosen.
     """
 
-    kind: Kind
+    kind: FlowKind
     axis: int = -1
     picked: bool = False
 
@@ -246,7 +246,7 @@ class TokenFlow(TorchDispatchMode):
         return [flow._replace(axis=moved)] * len(outputs)
 
     def _of_sums(
-        self, name: str, kinds: set[Kind], inputs: list[tuple[Tensor, Flow | None]], outputs: list[Tensor]
+        self, name: str, kinds: set[FlowKind], inputs: list[tuple[Tensor, Flow | None]], outputs: list[Tensor]
     ) -> list[Flow | None]:
         """Sums over local tokens add up over the ranks as long as they pass through linear operators."""
         are_sums = [flow is not None and flow.kind == "sum" for _, flow in inputs]

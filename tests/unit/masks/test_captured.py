@@ -26,7 +26,7 @@ from ds_ring import (
     ring_attention,
 )
 from ds_ring.masks.mask_mod import ScoreMod, Softcap, trace_mask
-from ds_ring.masks.traced import Captured
+from ds_ring.masks.traced import CapturedValues
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.reference import relative_error
@@ -466,11 +466,11 @@ def test_control_flow_in_a_mask_is_refused() -> None:
 
 def test_a_score_mod_of_numbers_is_traced_once() -> None:
     cap = Softcap(2.0)
-    assert Captured.by(cap).is_all and ScoreMod.lookup(cap) is ScoreMod.lookup(cap)
+    assert CapturedValues.by(cap).is_all and ScoreMod.lookup(cap) is ScoreMod.lookup(cap)
     bias = torch.ones(2)
     function = lambda s, b, h, q, k: s + bias[h]  # noqa: E731
     first = ScoreMod.lookup(function)
-    assert not Captured.by(function).is_all and ScoreMod.lookup(function) is not first
+    assert not CapturedValues.by(function).is_all and ScoreMod.lookup(function) is not first
     assert ScoreMod.lookup(function) == first
     bias.data[0] = 3  # no write that torch counts
     assert ScoreMod.lookup(function) != first
