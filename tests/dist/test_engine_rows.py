@@ -18,7 +18,7 @@ SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
 # From the inside out.
 METHODS = {
     "forward": ["RingUse", "FirstBatch", "in_engine"],
-    "backward": ["in_engine"],
+    "backward": ["RingUse", "in_engine"],
     "_backward_prologue": ["around_backward"],
     "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "in_engine"],
     "save_checkpoint": ["save_checkpoint", "Settled", "in_engine"],
