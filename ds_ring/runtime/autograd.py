@@ -707,8 +707,7 @@ def context_of_call(
     key: tuple[Any, ...] = ()
     found: RingContext | None = None
     with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
-        # Functions are not found here: the values that they captured may have changed.
-        if score_mod is None and not pattern.masks:
+        if score_mod is None:
             key = (pattern, layout, settings, tuple(map(type, settings)))  # the types tell 1 from True
             found = mesh.recent.get(key)
     if found is None:
@@ -716,7 +715,8 @@ def context_of_call(
             found = _made_context(pattern, layout, mesh, settings, score_mod)
         except RingError as error:
             refuse(mesh, error)
-        if key:
+        # Functions are not kept here: the values that they captured may change.
+        if key and not pattern.masks:
             mesh.recent[key] = found
     return found
 

@@ -93,6 +93,9 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.heartbeat_timeout_seconds": ({}, {"heartbeat_timeout_seconds": 9}, "heartbeat"),
     "ring_attention.hop_timeout_seconds": ({}, {"hop_timeout_seconds": 61}, "hop deadline"),
     "ring_attention.first_pass_timeout_seconds": ({}, {"first_pass_timeout_seconds": 601}, "first deadline"),
+    "ring_attention.step_timeout_seconds": ({}, {"step_timeout_seconds": 601}, "late ranks"),
+    "ring_attention.checkpoint_timeout_seconds": ({}, {"checkpoint_timeout_seconds": 1801}, "late ranks"),
+    "ring_attention.start_timeout_seconds": ({}, {"start_timeout_seconds": 1801}, "late ranks"),
     "ring_attention.recompute_attention": ({}, {"recompute_attention": True}, "recompute"),
     "ring_attention.long_sequence.tiled_loss": ({}, {"long_sequence": {"tiled_loss": True}}, "long"),
     "ring_attention.long_sequence.tiled_mlp": ({}, {"long_sequence": {"tiled_mlp": True}}, "long"),
@@ -189,6 +192,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "heartbeat": lambda: session.mesh.watch.heartbeat_timeout_s,
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
         "first deadline": lambda: context.options.first_pass_timeout_s,
+        "late ranks": lambda: session.mesh.timeouts,
         "traces": lambda: len(session.mesh.traces),
         "forward": lambda: wrappers_of(engine.forward),
     }
