@@ -104,7 +104,10 @@ def build_texts(root: Path, output: Path) -> None:
         place, folder = output / _page_of(text), root / Path(text).parent
         content = str(Markdown(extras=extras).convert((root / text).read_text()))
         for link in set(re.findall(r'href="([^":#]+\.md)["#]', content)):
-            page = _page_of(os.path.normpath(Path(text).parent / link))
+            linked = os.path.normpath(Path(text).parent / link)
+            if linked not in TEXTS and (root / linked).is_file():
+                continue  # a table of results, which is copied
+            page = _page_of(linked)
             content = content.replace(f'href="{link}', f'href="{os.path.relpath(page, Path(text).parent)}')
         pages = [*((_page_of(one), name) for one, name in TEXTS.items()), ("api/index.html", "API")]
         links = [(os.path.relpath(output / page, place.parent), name) for page, name in pages]
@@ -112,7 +115,7 @@ def build_texts(root: Path, output: Path) -> None:
         place.write_text(template.render(title=title, pages=links, content=content))
         for link in _links(place)[0]:
             source = folder / link.partition("#")[0]
-            if source.is_file() and source.suffix not in (".md", ".html"):
+            if source.is_file() and source.suffix != ".html":
                 copy = output / os.path.relpath(source.resolve(), root.resolve())
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, copy)

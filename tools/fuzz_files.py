@@ -98,11 +98,12 @@ def kind_of(number: int) -> str:
 
 def play(seed: int, numbers: range) -> int:
     """Play rounds in this process and print a line for each; return how many were bad."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # DeepSpeed logs to the standard output, from its import on
     from ds_ring.errors import RingError
     from tests.spoiled_files import checkpoint_round, loader_round, run_round
 
     bad, play_one = 0, {"checkpoint": checkpoint_round, "run": run_round, "loader": loader_round}
-    out = os.fdopen(os.dup(1), "w")
     for number in numbers:
         draw, kind, text = random.Random(f"{seed} {number}"), kind_of(number), ""
         with tempfile.TemporaryDirectory(prefix="fuzz-", dir=MEMORY) as name, redirect_stdout(io.StringIO()):

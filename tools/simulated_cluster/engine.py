@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from ds_ring_launcher.run import rank as rank_main
-from ds_ring_launcher.run.job import RANK_SCRIPT
+from ds_ring_launcher.run.environment_file import read_environment
+from ds_ring_launcher.run.job import ENVIRONMENT_FILE, RANK_SCRIPT
 from ds_ring_launcher.run.run_folder import FOLDER_VARIABLE
 from simulated_cluster import rank_script  # noqa: F401  what it imports is imported once
 from simulated_cluster.figures import Figures, Of
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
     folder = Path(arguments[arguments.index("--figures") + 1])
     figures = Figures(folder / f"{Path(os.environ[FOLDER_VARIABLE]).name}.figures", count)
     ranks: dict[int, int] = {}
+    os.environ.update(read_environment(os.environ.pop(ENVIRONMENT_FILE)))
     gc.freeze()  # or the first collection of each rank copies what all share
     for size in slots:
         for local_rank in range(size):

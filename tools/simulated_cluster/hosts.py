@@ -13,7 +13,7 @@ import stat
 import sys
 from pathlib import Path
 
-from ds_ring_launcher.run import probe
+from ds_ring_launcher.run import environment_file, probe
 
 SOCKET = "hosts.socket"
 # Without site and socket.py: 128 of them start at once.
@@ -57,9 +57,16 @@ def main(folder: Path) -> None:
     command, streams, _, _ = socket.recv_fds(connection, 4096, 3)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    if not command.endswith(b" ds_ring_launcher.run.probe"):
-        sys.exit(f"expected the launcher's probe, got {command.decode()!r}: nothing else runs on these hosts")
-    probe.main()
+    module = command.decode().rpartition(" ")[2]
+    if module == "ds_ring_launcher.run.probe":
+        probe.main()
+    elif module == "ds_ring_launcher.run.environment_file":
+        environment_file.main(sys.stdin)
+    else:
+        sys.exit(
+            f"expected the launcher's probe or environment_file, got {command.decode()!r}: nothing else runs"
+            " on these hosts"
+        )
 
 
 if __name__ == "__main__":

@@ -166,6 +166,8 @@ def writers(tree: ast.AST) -> Iterator[int]:
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
         options = {one.arg: ast.unparse(one.value) for one in call.keywords}
         words = ast.unparse(call)
+        if name == "open" and isinstance(call.args[0], ast.Constant) and isinstance(call.args[0].value, int):
+            continue  # a descriptor, and no name
         if (
             name in ("write_text", "write_bytes", "copyfile", "copy2", "mkstemp")
             or (name == "touch" and options.get("exist_ok") != "False")
@@ -186,3 +188,4 @@ def test_all_of_ds_ring_and_the_launcher_write_by_these_functions() -> None:
     assert got == IN_A_FOLDER_OF_OUR_OWN, "write by replaced, replace_text, write_at_once or append_text"
     seeded = "open(p, 'w'); p.write_text(t); p.touch(); os.open(p, os.O_CREAT); f.savefig(p)"
     assert len(list(writers(ast.parse(seeded)))) == 5
+    assert not list(writers(ast.parse("open(1, 'w', closefd=False)")))
