@@ -92,12 +92,15 @@ def test_a_generator_of_the_callers_is_put_back_to_where_its_epoch_began():
 
 
 def test_positions_count_samples_of_all_replicas():
-    assert position_in({"epoch": 2, "samples": 24}, "samples", 4) == (2, 6)
-    assert position_in({"epoch": 2, "samples": 24}, "samples", 8) == (2, 3)
+    def order(replicas: int) -> SampleOrder:
+        return SampleOrder(24, 1, (0, replicas), shuffle=False, seed=0, drop_last=False)
+
+    assert position_in({"epoch": 2, "samples": 24}, order(4)) == (2, 6)
+    assert position_in({"epoch": 2, "samples": 24}, order(8)) == (2, 3)
     with pytest.raises(
         RingConfigError, match="multiple of the 16 samples that all replicas take together, got 24"
     ):
-        position_in({"epoch": 2, "samples": 24}, "samples", 16)
+        position_in({"epoch": 2, "samples": 24}, order(16))
     for wrong in ({"epoch": 1, "batches": 3}, {}, {"epoch": 1.0, "samples": 8}, {"epoch": 0, "samples": -8}):
         with pytest.raises(RingConfigError, match="what state_dict"):
-            position_in(wrong, "samples", 4)
+            position_in(wrong, order(4))
