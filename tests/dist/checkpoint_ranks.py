@@ -198,10 +198,12 @@ def save_with_state(rank: int, world_size: int, config: dict[str, Any], folder: 
     return _refused(save_and_load)
 
 
-def save_refused(rank: int, world_size: int, config: dict[str, Any], folders: list[str]) -> Refused:
-    """Save into `folders[rank]`, which must fail."""
+def save_refused(
+    rank: int, world_size: int, config: dict[str, Any], places: list[tuple[str, str]]
+) -> Refused:
+    """Save by the folder and the tag of `places[rank]`, which must fail."""
     engine = start_engine(config)
-    return _refused(lambda: engine.save_checkpoint(folders[rank], "tag"))
+    return _refused(lambda: engine.save_checkpoint(*places[rank]))
 
 
 def _refused(act: Callable[[], object]) -> Refused:

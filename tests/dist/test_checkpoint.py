@@ -270,6 +270,15 @@ def test_ranks_that_ask_for_different_tags(whole, copied, rank_pool):
 
 @pytest.mark.alone
 @pytest.mark.day("zero1")
+def test_ranks_that_save_different_tags(whole, tmp_path, rank_pool):
+    places = [(str(tmp_path), tag) for tag in (NEWER, OLDER)]
+    found = refused(rank_pool, save_refused, whole.config, places)
+    check_refusals(found, "RingMismatchError", "tag: expected the same on all ranks", NEWER, OLDER)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.alone
+@pytest.mark.day("zero1")
 def test_a_tag_that_is_not_there(whole, copied, rank_pool):
     found = refused(rank_pool, load_refused, whole.config, str(copied), ["best", "best"])
     check_refusals(found, "RingCheckpointMissingError", "best: expected the folder", f"{OLDER} are there")
@@ -293,8 +302,8 @@ def test_an_empty_folder_is_deepspeeds_none(whole, tmp_path, rank_pool):
 @pytest.mark.alone
 @pytest.mark.day("zero1")
 def test_hosts_that_do_not_share_the_folder(whole, tmp_path, rank_pool):
-    folders = [str(tmp_path / name) for name in ("a", "b")]
-    found = refused(rank_pool, save_refused, whole.config, folders)
+    places = [(str(tmp_path / name), "tag") for name in ("a", "b")]
+    found = refused(rank_pool, save_refused, whole.config, places)
     check_refusals(found, "RingCheckpointError", "rank 1 wrote", "rank 0 sees", "use_node_local_storage")
 
 

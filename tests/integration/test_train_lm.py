@@ -10,11 +10,13 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ds_ring_launcher.demo import train_lm
 from ds_ring_launcher.demo.lm_compare import Comparison
 from tests.dist.harness import run_ranks
 
@@ -106,6 +108,9 @@ def test_a_difference_is_seen_in_the_three_lines():
     assert "difference 5.0e-01" in first
     assert "1.9e-01 of the norm (head.weight)" in second
     assert third.endswith("one process 10 MiB, each rank 6, 5 MiB (60 %)")
+    with pytest.raises(SystemExit, match="differ by more than rounding: see the lines above"):
+        train_lm.require_exact(comparison)
+    train_lm.require_exact(replace(comparison, exact=True))
 
 
 def help_of_the_script(rank: int, world_size: int) -> tuple[int | str | None, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,9 +24,10 @@ from ds_ring.errors import (
     RingVerifyError,
 )
 from ds_ring.integrations import ring_flash_attn
-from ds_ring.integrations.deepspeed import batch, first_batch, initialize
+from ds_ring.integrations.deepspeed import batch, first_batch, initialize, loader
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.deepspeed.refusals import RingUse
 from ds_ring.integrations.transformers import (
     attention,
     checks,
@@ -442,8 +445,20 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "Doge for the backend": (lambda: doge(), RingConfigError, "cannot run on a ring: its layers add learned"),
     "Doge's experts": (lambda: doge(is_moe=True), RingConfigError, "config.is_moe: its router"),
+    "a batch that torch cannot collate": (
+        lambda: loader.stacked([[1, 2], [1]]), RuntimeError, "should be of equal size"
+    ),
+    "an index beyond a whole sequence": (
+        lambda: alone().around_forward(IDS.__getitem__, 2), IndexError, "index 2 is out of bounds"
+    ),
     "a protocol of Python's": (lambda: len(keys()), TypeError, "has no len"),
 }  # fmt: skip
+
+
+def alone() -> RingUse:
+    session: Any = SimpleNamespace(batches=SimpleNamespace(is_off=False, current=sharding()))
+    engine = SimpleNamespace(module=SimpleNamespace(training=True))
+    return RingUse(session, engine, is_own=False)
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -459,3 +474,15 @@ def test_it_is_refused_too(case: str) -> None:
     call, error, words = MORE[case]
     with pytest.raises(error, match=words):
         call()
+
+
+def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a launcher, where an mpi4py is broken."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text("import nosuchlibrary\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mpi4py", raising=False)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
+        initialize.init_distributed()

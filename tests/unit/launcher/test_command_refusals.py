@@ -24,6 +24,10 @@ REFUSED = {
     "a model and all": (["check-model", "llama", "--all"], "one of them only"),
     "no jobs": (["check-model", "--all", "--jobs", "0"], "--jobs: expected 1 to 64, got 0"),
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
+    "a model without such a head": (
+        ["check-model", "vit", "--head", "causal-lm"],
+        "expected a model with the head causal-lm, transformers has none",
+    ),
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
     "a ring that does not divide": (
         ["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.errors import RingCheckpointError, RingPeerError
+from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingPeerError
+from ds_ring.integrations.checkpoint import load, pickles, resize
 from ds_ring.integrations.checkpoint import manifest as manifest_module
-from ds_ring.integrations.checkpoint import pickles, resize
 from ds_ring.integrations.checkpoint.compatible import deepspeed_errors_typed
 from ds_ring.integrations.checkpoint.manifest import (
     LOCK,
@@ -26,8 +26,9 @@ from ds_ring.integrations.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
-from ds_ring.integrations.checkpoint.save import exchange_reports
+from ds_ring.integrations.checkpoint.save import exchange_reports, save_checkpoint
 from ds_ring.limits import Limit
+from tests.one_rank import one_rank_mesh
 
 ENGINE: Any = SimpleNamespace(optimizer=None)
 
@@ -106,6 +107,22 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
+def test_no_folder_to_save_into() -> None:
+    under_way: Any = None
+    with pytest.raises(RingConfigError, match="save_dir: expected the path of a folder, got ''; pass one"):
+        save_checkpoint(ENGINE, "", locks=FolderLocks(), under_way=under_way)
+
+
+def test_a_folder_without_a_universal_checkpoint(tmp_path: Path) -> None:
+    words = "expected a file 'latest_universal', got none; pass a tag"
+    (tmp_path / "saved").mkdir()
+    with (
+        one_rank_mesh("gloo", tmp_path),
+        pytest.raises(RingCheckpointMissingError, match=words),
+    ):
+        load._proposals(tmp_path / "saved", None, True, Storage((0,), 0))
+
+
 def test_reports_of_a_save_in_the_background(tmp_path: Path) -> None:
     limit = Limit(0.1, "checkpoint_timeout_seconds")
 
@@ -154,6 +171,19 @@ def test_what_deepspeed_would_convert_to_something_else(tmp_path: Path, case: st
     with pytest.raises(RingCheckpointError, match=words):
         resize.resize_checkpoint(tmp_path, "tag")
     assert [path for path in sorted(tmp_path.rglob("*")) if not path.name.startswith(".")] == before
+
+
+def test_where_a_conversion_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """Of the folder's lock here; below a file there, which DeepSpeed's converter meets."""
+    optimizer = stage3({"lr": 1}) | {"fp32_flat_groups": [torch.zeros(0)]}
+    states = {"zero_pp_rank_0_mp_rank_00_optim_states": {"optimizer_state_dict": optimizer}}
+    folder = sealed(tmp_path, zero_pp_rank_0_mp_rank_00_model_states={"param_shapes": [{}]}, **states)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        resize._convert(folder, tmp_path / "file" / "new", 1)
+    (tmp_path / LOCK).symlink_to(tmp_path / "nothing")
+    with pytest.raises(RingCheckpointError, match=r"cannot be written: .*symbolic links"):
+        resize.resize_checkpoint(tmp_path, "tag")
 
 
 def test_sizes_are_asked_of_deepspeeds_states_alone(tmp_path: Path) -> None:

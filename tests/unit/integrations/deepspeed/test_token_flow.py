@@ -125,3 +125,11 @@ def test_results_of_an_inner_model_pass_and_what_it_gets_is_looked_at() -> None:
     assert not flow.found
     flow.check_inputs([torch.arange(S)[None]])
     assert "made for this rank's tokens" in str(flow.found)
+
+
+def test_an_error_of_the_model_is_its_own_and_what_it_took_is_told() -> None:
+    flow, h = TokenFlow(S), torch.ones(B, S, H)
+    flow.add_tokens([h], labels=None)
+    with pytest.raises(IndexError), flow:
+        h[:, torch.tensor([S])]
+    assert str(flow.found).startswith("index over tokens at ")

@@ -48,3 +48,23 @@ def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_no_file_has_is_refused(name: str) -> None:
     with pytest.raises(RingConfigError, match="expected the name of a file"):
         require_writable(Path(name), "--output")
+
+
+PLANNED = ["plan", *SIZES, "--hardware", "h100", "--tokens", "4096"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            ["--ring-size", "65536", "--ulysses-size", "2"],
+            "ring size: expected at most 65,536 ranks, got 131072",
+        ),
+        (["--recompute-attention"], "--recompute-attention: expected activation checkpointing, and no"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*PLANNED, *more]) == 2
+    assert words in capsys.readouterr().err
