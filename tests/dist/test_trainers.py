@@ -193,6 +193,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
             parallelism_config=ParallelismConfig(sp_size=4, sp_backend="ds_ring"),
         ),
+        "another axis": lambda: Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+            parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+        ),
         "sum": lambda: deepspeed.initialize(
             model=model, optimizer=sgd, config=config | {"gradient_allreduce_op": "sum"}
         ),
@@ -228,6 +232,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "no DeepSpeed": "every rank would train by itself",
         "dispatch": "dispatch_batches: expected None or false",
         "other ranks": 'expected 2 ranks ("sequence_parallel_size" of the DeepSpeed JSON), got 4',
+        "another axis": "parallelism_config: expected no sp_size beside a ring, got one above 1",
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
         "trl.GRPOConfig": "expected use_vllm=False, got True: vLLM samples on each rank by itself",

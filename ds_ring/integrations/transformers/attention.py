@@ -145,7 +145,10 @@ def attention(
         return out_BHSD.transpose(1, 2).contiguous(), None
     if entries is not None:
         if cap is not None or score_mod is not None:
-            raise RingConfigError(f"{type(module).__name__}: expected no softcap beside compressed entries")
+            raise RingConfigError(
+                f"{type(module).__name__}: expected no softcap or score_mod beside compressed entries, got"
+                " one, which no ring computes there; set it to None in the configuration of the model"
+            )
         out_BHSD = entries.attend(q_BHSD, k_BGSD, sharding, pattern, scaling, sinks)
         return out_BHSD.transpose(1, 2).contiguous(), None
     if isinstance(bias, RelativeBias) and bias.has_table:

@@ -41,14 +41,19 @@ from ds_ring.integrations.transformers import (
     long_sequence,
     positions,
     recurrent,
+    ring_cache,
     score_terms,
+    wrappers,
     written_out,
 )
+from ds_ring.integrations.transformers.attention import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import make_layout
+from tests.dist import test_images
+from tests.unit.integrations.transformers.test_attention import session_of
 
 Given = Any
 IDS = torch.ones(2, 4, dtype=torch.int64)
@@ -63,6 +68,13 @@ def sharding(pattern: Any = None) -> BatchSharding:
     config = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
     layout = make_layout("contiguous", tokens=4, ring_size=1)
     return BatchSharding(config, layout, RingMesh.single(), LayerPatterns(pattern, {}))
+
+
+def cached() -> Any:
+    """Where the tokens of a generation lie."""
+    one = sharding()
+    positions = torch.arange(4)
+    return generation.CachedSharding(one.config, one.layout, one.mesh, one.patterns, q_positions=positions)
 
 
 def attend(keys: int = 4, **given: Any) -> Any:
@@ -396,6 +408,99 @@ def checkpointed() -> Any:
     return offloading(model)
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+KYUTAI = {
+    "audio_pad_token_id": 1,
+    "ffn_dim": 32,
+    "head_dim": 8,
+    "num_codebooks": 1,
+    "codebook_vocab_size": 61,
+}
+
+
+def small_config(family: str, **values: Any) -> Any:
+    return getattr(transformers, f"{family}Config")(**SMALL | values)
+
+
+def on_ring(family: str, **values: Any) -> Any:
+    model = transformers.AutoModelForCausalLM.from_config(
+        small_config(family, **values), attn_implementation=NAME
+    )
+    attach(model, session_of())
+    return model.eval()
+
+
+def windowed() -> Any:
+    """A session whose pattern a model as it is does not have, on one rank, too."""
+    return session_of(pattern={"window": 3})
+
+
+class Compressing(nn.Module):
+    """A layer whose compressor is the ring's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compressor = nn.Linear(1, 1)
+        self.compressor.forward = object.__new__(compressed.CompressedEntries)  # type: ignore[assignment]
+
+
+class Choosy(transformers.LlamaForCausalLM):
+    """A class with a mind of its own about which attention it takes."""
+
+    takes: Any = None
+
+    def _check_and_adjust_attn_implementation(self, *_: Any, **__: Any) -> str:
+        if self.takes is False:
+            raise ValueError("only sdpa")
+        return "sdpa"
+
+    @classmethod
+    def small(cls, takes: bool) -> Any:
+        model = cls(small_config("Llama"))
+        model.takes = takes
+        return model
+
+
+class WithoutInterface(transformers.LlamaForCausalLM):
+    _supports_attention_backend = False
+
+
+def video_llava() -> Any:
+    from transformers import VideoLlavaConfig, VideoLlavaForConditionalGeneration
+
+    vision = test_images.VISION | {"model_type": "clip_vision_model", "image_size": 4}
+    config = VideoLlavaConfig(vision_config=vision, text_config=test_images.TEXT | {"model_type": "llama"})
+    return VideoLlavaForConditionalGeneration(config)
+
+
+def llava() -> Any:
+    """Images that a forward pass gets, but not the batch that was sharded."""
+    model, session = test_images.build("llava"), windowed()
+    attach(model, session)
+    batch = test_images.batch_of("llava")
+    texts = session.shard_batch({"input_ids": batch["input_ids"].clamp(max=test_images.IMAGE - 1)})
+    return model(**texts, pixel_values=batch["pixel_values"])
+
+
+class Faulty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = on_ring("Llama")
+
+    def forward(self, input_ids: Any, position_ids: Any) -> Any:
+        raise KeyError("not of tokens")
+
+
+def wrapping() -> Any:
+    module, session = Faulty(), session_of()
+    wrappers.WrappedModel(module, session, [module.base])
+    return module(**session.shard_batch({"input_ids": IDS}))
+
+
 COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "another mask than the pattern": (
         lambda: attend(is_causal=False), RingPatternError, "set pattern.causal in the JSON"
@@ -452,6 +557,47 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: alone().around_forward(IDS.__getitem__, 2), IndexError, "index 2 is out of bounds"
     ),
     "a protocol of Python's": (lambda: len(keys()), TypeError, "has no len"),
+    "an attribute of a protocol": (lambda: keys().__array__, AttributeError, "__array__"),
+    "terms of keys in a generation": (
+        lambda: attend(
+            attention_mask=score_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 4), 1),
+            scaling=1.0,
+            **{batch.SHARDING: cached()},
+        ),
+        RingConfigError,
+        "expected a call without a cache",
+    ),
+    "compressed entries with a cap": (
+        lambda: attend(module=Compressing(), softcap=1.0), RingConfigError, "no softcap or score_mod beside"
+    ),
+    "an attention that a model does not take": (
+        lambda: attach(Choosy.small(takes=False), windowed()), RingConfigError, "the error: only sdpa"
+    ),
+    "an attention that a model ignores": (
+        lambda: attach(Choosy.small(takes=True), windowed()), RingConfigError, "but it keeps 'sdpa'"
+    ),
+    "no attention interface": (
+        lambda: checks.check_class(WithoutInterface(small_config("Llama"))), RingConfigError, "bypasses"
+    ),
+    "a cache without positions": (
+        lambda: on_ring("Llama")(IDS, past_key_values=ring_cache.RingCache(0, 1)),
+        RingShapeError,
+        r"expected position_ids \[samples, tokens\], got None",
+    ),
+    "an image encoder that nobody compared": (
+        lambda: attach(video_llava(), windowed()), RingConfigError, "in a way that no test compares"
+    ),
+    "images beside the batch": (llava, RingShapeError, "expected images that were in the batch"),
+    "rotary lengths inside layers": (
+        lambda: positions.check_lengths(
+            transformers.KyutaiSpeechToTextModel(
+                small_config("KyutaiSpeechToText", rope_parameters=DYNAMIC, **KYUTAI)
+            )
+        ),
+        RingConfigError,
+        "computed inside each layer",
+    ),
+    "a fault of a wrapper's own": (wrapping, KeyError, "not of tokens"),
 }  # fmt: skip
 
 
@@ -467,6 +613,25 @@ def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(error, match=words):
         call()
+
+
+def test_compiled_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images, and windows of layers that only the backend reads: compiled code begins after the batch."""
+    session, images = windowed(), test_images.build("llava")
+    attach(images, session)
+    shown = session.shard_batch(test_images.batch_of("llava"))
+    windows = small_config("Mistral", sliding_window=2)
+    model, other = (
+        transformers.AutoModelForCausalLM.from_config(windows, attn_implementation=NAME),
+        session_of(),
+    )
+    attach(model, other)
+    texts = other.shard_batch({"input_ids": IDS})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(RingConfigError, match="expected a model that is not compiled beside images"):
+        images(**shown)
+    with pytest.raises(RingPatternError, match="a layer of the model sees 2 of 4 tokens"):
+        model(**texts)
 
 
 @pytest.mark.parametrize("case", MORE)

@@ -76,9 +76,9 @@ def sparse() -> Tensor:
     return torch.ones(1, TOKENS, 2).to_sparse()
 
 
-def in_a_graph() -> Any:
+def in_a_graph(**wrong: Any) -> Any:
     torch._dynamo.reset()
-    run = torch.compile(lambda q: attend(q=q, queries="replicated", kernel="pigeon"), backend="eager")
+    run = torch.compile(lambda q: attend(q=q, queries="replicated", **wrong), backend="eager")
     return run(Q[:, :, :2])
 
 
@@ -100,7 +100,12 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "keys that are no shard": (
         lambda: attend(k=K[:, :, 1:], v=K[:, :, 1:], queries="replicated"), RingShapeError, "k with 31 local"
     ),
-    "a kernel that is none, in a graph": (in_a_graph, RingConfigError, "unknown kernel 'pigeon'"),
+    "a kernel that is none, in a graph": (
+        lambda: in_a_graph(kernel="pigeon"), RingConfigError, "unknown kernel 'pigeon'"
+    ),
+    "a transport that is none, in a graph": (
+        lambda: in_a_graph(transport="pigeon"), RingConfigError, "transport.*got 'pigeon'"
+    ),
     "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "no fast kernel for"),
     "scores by cpu": (
         lambda: get_kernel("cpu", "cpu", scores=Scores(ScoreMod(Softcap(2.0)), range(2))),
@@ -138,6 +143,12 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "a sparse halo": (lambda: ds_ring.halo(sparse(), 1, dim=1, **place()), RingShapeError, "a dense tensor"),
     "a sparse scan": (
         lambda: ds_ring.ring_scan(sparse(), sparse(), **place()), RingShapeError, "expected a dense tensor"
+    ),
+    "a choice of keys under vmap": (
+        lambda: torch.func.vmap(lambda x: ds_ring.ring_select(lambda rows, keys: keys, 2, x, **place()))(
+            torch.ones(2, 1, TOKENS, 2)
+        ),
+        RingConfigError, "ring_select.*outside of torch.func",
     ),
     "a layout of another ring": (
         lambda: attend(layout=ds_ring.make_layout("contiguous", tokens=64, ring_size=2)),

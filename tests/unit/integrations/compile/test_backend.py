@@ -257,6 +257,12 @@ def cross(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q[:, :, :5], k, v)
 
 
+def column(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    slots = torch.arange(TOKENS)
+    i, j = slots[None, None, :, None], slots[None, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, j.bool() & (i >= j))
+
+
 def two_windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     position_ids = torch.arange(TOKENS)[None]
     return sdpa_with_mask(sdpa_with_mask(q, k, v, position_ids, 5), k, v, position_ids)
@@ -320,6 +326,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "another mask": (random_mask, Causal(), RingPatternError, r"its mask \[24, 24\] .* made by rand"),
     "a float mask": (float_mask, Causal(), RingPatternError, r"added to the scores \(float32\)"),
     "padding": (padded, Causal(), RingPatternError, r"hides single tokens \(padding\)"),
+    "numbers of slots": (column, Causal(), RingPatternError, "made by and_.* not known to be causal"),
     "a window of later keys": (wide, Causal(), RingPatternError, "has a window and is not causal"),
     "a log-sum-exp": (with_lse, Full(), RingPatternError, "its log-sum-exp is used"),
     "no batch": (without_batch, Causal(), RingShapeError, r"expected \[batch, heads, tokens, head_dim\]"),
