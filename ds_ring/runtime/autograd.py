@@ -372,8 +372,9 @@ def _sees_plain(tensors: Sequence[Tensor | None]) -> bool:
     if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return False
     # of `is_grads_batched=True`: an operator is called for one gradient after the other
-    if any(x is not None and is_legacy_batchedtensor(x) for x in tensors):
-        return False
+    for x in tensors:
+        if x is not None and is_legacy_batchedtensor(x):
+            return False
     return set(map(type, tensors)) <= _PLAIN
 
 

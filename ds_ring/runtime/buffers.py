@@ -129,13 +129,12 @@ def payload_dtypes(
 
 
 def keys_apart(like: Pair) -> bool:
-    """Return whether K and V travel as two messages: on the CPU, one K/V head of one sample.
+    """Return whether K and V of a single K/V head travel as two messages: on the CPU, of one sample.
 
     The tokens of such a head lie densely in the caller's tensors, so the own shard is sent without a copy.
     A copy would be held together with the last keys of the head before: the peak of a forward pass.
     """
-    batch, heads = like.first.shape[:2]
-    return batch == heads == 1 and like.first.device.type == "cpu"
+    return like.first.shape[0] == 1 and like.first.device.type == "cpu"
 
 
 def kind_of(
@@ -392,7 +391,8 @@ class RingBuffers:
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
         self._dtypes = payload_dtypes(shard.first.dtype, None if home is None else home.dtype, parts_dtype)
-        self._apart = {Payload.PARTS} | ({Payload.KEYS} if pool.adopts and keys_apart(shard) else set())
+        apart = pool.adopts and shard.first.shape[1] == 1 and keys_apart(shard)
+        self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
 

@@ -224,7 +224,7 @@ def wait_for(
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
     job, watch = _WaitTask(works, arrived, hurried), mesh.watch
-    limit = Limit(max(deadline - time.monotonic(), PATIENCE_S), place.limit_key)
+    limit_s = max(deadline - time.monotonic(), PATIENCE_S)
     # Tell the monitor only about waits longer than PATIENCE_S.
     if arrived is None:
         _waiters.start(job)
@@ -237,7 +237,7 @@ def wait_for(
         # The monitor's verdict sets the same event as the end of the works, so it ends the wait, too.
         watch.expect(job.wake)
         try:
-            _wait_watched(job, watch, peers, place, limit, deadline)
+            _wait_watched(job, watch, peers, place, Limit(limit_s, place.limit_key), deadline)
         finally:
             watch.expect_no_more(job.wake)
     if job.over and job.error is None:
