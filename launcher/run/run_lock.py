@@ -3,16 +3,16 @@
 Two files of the run's folder (`ssh: false`: one of each for every host, as each has a launcher of its own):
 
     .launcher.lock      locked by the kernel (flock), which gives it up however the launcher ends
-    launcher.json       {"at", "since", "host", "pid", "boot", "started", "token", "ended"} of the launcher,
-                        renewed every BEAT_SECONDS; `ended` once it has left in order
+    launcher.json       {"at", "since", "host", "pid", "processes", "started", "token", "ended"} of the
+                        launcher, renewed every BEAT_SECONDS; `ended` once it has left in order
 
 [Note: one launcher]
 A lock that is held ends the second launch at once. One that is free says that no launcher of this kernel
 lives, and of no other host either where the file system keeps locks for all of them, as NFS does. Some keep
-them for each host (Lustre with `localflock`), some keep none. So where launcher.json is another kernel's, its
-beat decides: one that is older than STALE_BEATS by the clock of the file system is a dead launcher's, and a
-younger one is watched until it moves. No clocks of two hosts are compared. Where there are no locks at all,
-process id and start time tell a dead launcher of this host.
+them for each host (Lustre with `localflock`), some keep none. So where launcher.json is another kernel's, or
+that of a container whose processes are not seen here, its beat decides: one that is older than STALE_BEATS by
+the clock of the file system is a dead launcher's, and a younger one is watched until it moves. No clocks of
+two hosts are compared. Where there are no locks at all, process id and start time tell a dead launcher here.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from ds_ring.errors import RingConfigError
+from ds_ring.health.joining import presence
 
 from .process import say
 from .run_folder import launcher_file, make_folder, write_json
@@ -41,7 +42,6 @@ STALE_BEATS = 3
 _OWNER_SECONDS = 2.0  # a launcher that has just got the lock writes its name a moment later
 _LOOK_SECONDS = 0.2
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RunInUseError(RingConfigError):
@@ -110,7 +110,7 @@ def _require_dead(path: Path, lock_path: Path, locks_work: bool) -> None:
     owner = read_record(path, LauncherRecord)
     if owner is None or owner.ended:
         return
-    if owner.boot == _boot_id():
+    if owner.processes == presence().processes:
         if not locks_work and is_alive_here(owner):
             raise _in_use(path, owner)
         return
@@ -135,8 +135,8 @@ def _beat_of(path: Path) -> tuple[float, object]:
 
 
 def is_alive_here(owner: LauncherRecord | None) -> bool | None:
-    """Return whether the process of a launcher of this kernel lives; None for another host's."""
-    if owner is None or owner.boot != _boot_id():
+    """Return whether the process of a launcher lives; None where its processes are not seen from here."""
+    if owner is None or owner.processes != presence().processes:
         return None
     try:
         return psutil.Process(owner.pid).create_time() == owner.started
@@ -154,13 +154,6 @@ def _in_use(path: Path, owner: LauncherRecord | None) -> RunInUseError:
     )
 
 
-def _boot_id() -> str:
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except (OSError, ValueError):
-        return os.uname().nodename
-
-
 class _Beat:
     """Write launcher.json at the beginning, every BEAT_SECONDS, and at the end."""
 
@@ -168,8 +161,9 @@ class _Beat:
         self.token = secrets.token_hex(16)
         self._path = path
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._said = {"since": now, "host": os.uname().nodename, "pid": os.getpid(), "boot": _boot_id()}
-        self._said |= {"started": psutil.Process().create_time(), "token": self.token}
+        here = presence()
+        self._said = {"since": now, "host": os.uname().nodename, "pid": here.pid, "token": self.token}
+        self._said |= {"processes": here.processes, "started": psutil.Process().create_time()}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="run lock", daemon=True)
 

@@ -115,7 +115,7 @@ class LauncherRecord(Record):
     since: MaybeText = None
     host: MaybeText = None
     pid: MaybeCount = None
-    boot: MaybeText = None
+    processes: MaybeText = None
     started: MaybeNumber = None
     token: MaybeText = None
     ended: MaybeBool = None

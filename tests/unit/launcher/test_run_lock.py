@@ -36,8 +36,9 @@ def said(run: Path) -> LauncherRecord:
     return found
 
 
-def held_by_another(run: Path) -> subprocess.Popen[str]:
-    other = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+def held_by_another(run: Path, *before: str) -> subprocess.Popen[str]:
+    command = [*before, sys.executable, "-c", HOLD, str(run)]
+    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None and other.stdout.readline() == "held\n"
     return other
 
@@ -66,7 +67,7 @@ def test_a_live_launcher_is_named_and_a_killed_one_is_followed(tmp_path: Path) -
 
 def of_another_host(run: Path, **more: object) -> None:
     run.mkdir(exist_ok=True)
-    text = {"host": "node-7", "pid": 12, "boot": "another", "token": "ab", "at": 1.0, **more}
+    text = {"host": "node-7", "pid": 12, "processes": "another", "token": "ab", "at": 1.0, **more}
     (run / "launcher.json").write_text(json.dumps(text))
 
 
@@ -116,6 +117,27 @@ def test_without_locks_the_process_tells(
     with run_held(run):
         pass
     assert "has no locks (No locks available)" in capsys.readouterr().err
+
+
+@pytest.mark.needs("namespaces")
+def test_a_launcher_in_a_container_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel, other process ids: its own say nothing here, its beat does."""
+    run = tmp_path / "run"
+    other = held_by_another(run, "unshare", "--pid", "--fork", "--kill-child")
+    try:
+        assert run_lock.is_alive_here(said(run)) is None
+
+        def acquire(self: FileLock) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(FileLock, "acquire", acquire)
+        with pytest.raises(RunInUseError), run_held(run):
+            pass
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_a_launcher_whose_folder_was_taken_ends(
