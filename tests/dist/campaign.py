@@ -66,7 +66,8 @@ def play(
         job = {"world_size": world_size, "folder": folder, "kind": kind, "mode": mode, "deadline_s": 90.0}
         job |= {"heartbeat_timeout_s": HEARTBEAT_S, "hop_timeout_s": HOP_S, "batch_number": 5 + turn % 4}
         job |= {"stage": turn % 4, "transport": transport, "port": _free_port()}
-        job |= {"stopped": [culprit_of(kind)] if kind.startswith("stop") else []}
+        # The one that is stopped never ends, and nobody waits for the one that sleeps.
+        job |= {"stopped": [culprit_of(kind)] if kind.startswith(("stop", "sleep")) else []}
         exits = zygote.run(job)["exits"]
         return judge(kind, exits, Path(folder), world_size)
 

@@ -53,7 +53,7 @@ def run(job: dict[str, Any]) -> int | None:
                 exits[rank] = os.waitstatus_to_exitcode(status)
                 left.discard(rank)
         if left <= set(job.get("stopped", ())):
-            break  # they will never end by themselves
+            break  # they never end by themselves, or not soon
         time.sleep(0.01)
     for rank in left:
         os.kill(pids[rank], signal.SIGKILL)

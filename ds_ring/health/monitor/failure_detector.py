@@ -246,12 +246,13 @@ class FailureDetector:
         found: dict[int, LateRank] = {}
         for waiting, wait in self._waits.of.items():
             end = self._waits.end_of(waiting)
-            if end.circle or end.rank in self._left:
+            late = self._behind(end.circle, wait.group) if end.circle else end.rank
+            if late is None or late in self._left:
                 continue
-            limit_s, key = self._limit(wait, end.rank)
-            before = found.get(end.rank)
+            limit_s, key = self._limit(wait, late)
+            before = found.get(late)
             if now - wait.since >= WARNED_PART * limit_s and (before is None or wait.since < before.since):
-                found[end.rank] = LateRank(end.rank, waiting, wait.what, wait.since, limit_s, key)
+                found[late] = LateRank(late, waiting, wait.what, wait.since, limit_s, key)
         return found
 
     def whereabouts(self, rank: int) -> str | None:
@@ -326,6 +327,15 @@ class FailureDetector:
         stage = self._calls.stage(late, wait.since)
         return (math.inf, "") if stage is None else (stage.limit_s, stage.key)
 
+    def _behind(self, circle: tuple[int, ...], group: frozenset[int]) -> int | None:
+        """Return the first rank of `group` that has begun fewer collectives than ranks of a circle of waits.
+
+        All ranks may wait in one call that is watched as a whole; the late one is in it, too.
+        """
+        ahead = self._calls.waits()
+        behind = frozenset[int]().union(*(ahead[rank].behind for rank in circle if rank in ahead))
+        return min((behind & group) - ahead.keys(), default=None)
+
     def _look_for_silence(self, now: float) -> None:
         for rank, heard in self.heard.items():
             silent = now - heard
@@ -373,12 +383,9 @@ class FailureDetector:
             at = self._whereabouts.get(culprit)
             self.blame(culprit, f"{cause}; it was in {at}" if at else cause)
             return
-        # All may be in one call that is watched as a whole: who has begun fewer collectives there?
-        ahead = self._calls.waits()
-        behind = frozenset[int]().union(*(ahead[rank].behind for rank in end.circle if rank in ahead))
-        hung = (behind & accusation.group) - ahead.keys()
-        if hung:
-            self.blame(min(hung), cause)
+        hung = self._behind(end.circle, accusation.group)
+        if hung is not None:
+            self.blame(hung, cause)
             return
         waits = {rank: self._waits.of[rank] for rank in end.circle}
         usual = Counter(wait.place for wait in waits.values()).most_common(1)[0][0]

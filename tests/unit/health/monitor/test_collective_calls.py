@@ -75,6 +75,21 @@ def test_it_is_named_after_a_tenth_of_the_limit_once_the_numbers_are_not_old() -
     assert detector.late_ranks(2.0) == {}, "it has come"
 
 
+def test_in_a_call_that_is_watched_as_a_whole_the_one_that_sleeps_in_it_is_named_and_blamed() -> None:
+    """All report that they wait for all others, the sleeper too: its call has not ended, either."""
+    detector = rank_2_is_behind()
+    for rank in range(3):
+        others = [[other, other] for other in range(3) if other != rank]
+        wait = {"kind": "wait", "on": others, "place": [-1, 2], "what": "the groups", "limit": 8.0, "key": "k"}
+        detector.hear(rank, wait, 0.3)
+    beats(detector, 9.0)
+    assert detector.late_ranks(1.0) == {}
+    (late,) = detector.late_ranks(1.2).values()
+    assert (late.rank, late.limit_s, late.key) == (2, 8.0, "k")
+    detector.hear(0, {"kind": "accuse", "on": [[1, 2]], "cause": "late"}, 8.3)
+    assert culprit(detector, 8.9) == 2
+
+
 def test_where_it_was_when_it_was_asked_is_in_the_fault() -> None:
     detector = rank_2_is_behind()
     detector.hear(2, {"kind": "at", "text": "load (train.py:12)"}, 3.0)
