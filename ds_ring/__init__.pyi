@@ -1,6 +1,10 @@
 """The public names of ds_ring, each a row: what type checkers read, and `ds_ring/registry.py`."""
 
+from ds_ring.api import RingAttention as RingAttention
+from ds_ring.api import ring_attention as ring_attention
+from ds_ring.comm.mesh import RingMesh as RingMesh
 from ds_ring.config.section import RingConfig as RingConfig
+from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
 from ds_ring.errors import RingBufferError as RingBufferError
 from ds_ring.errors import RingCheckpointError as RingCheckpointError
 from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingError
@@ -16,6 +20,14 @@ from ds_ring.errors import RingShapeError as RingShapeError
 from ds_ring.errors import RingVerifyError as RingVerifyError
 from ds_ring.integrations.deepspeed.enable import enable as enable
 from ds_ring.integrations.deepspeed.initialize import initialize as initialize
+from ds_ring.layers.scan.scan import halo as halo
+from ds_ring.layers.scan.scan import ring_scan as ring_scan
+from ds_ring.layers.scan.scan import shift_sequence as shift_sequence
+from ds_ring.layers.selection.select import max_logits as max_logits
+from ds_ring.layers.selection.select import ring_select as ring_select
+from ds_ring.layers.selection.select import selected_attention as selected_attention
+from ds_ring.layers.sparse.attention import moba_attention as moba_attention
+from ds_ring.layers.sparse.attention import nsa_attention as nsa_attention
 from ds_ring.masks.catalog import Causal as Causal
 from ds_ring.masks.catalog import Chunked as Chunked
 from ds_ring.masks.catalog import Dilated as Dilated
@@ -30,23 +42,11 @@ from ds_ring.masks.catalog import Tree as Tree
 from ds_ring.masks.mask_mod import Alibi as Alibi
 from ds_ring.masks.mask_mod import MaskMod as MaskMod
 from ds_ring.masks.mask_mod import Softcap as Softcap
-from ds_ring.module import RingAttention as RingAttention
-from ds_ring.module import ring_attention as ring_attention
-from ds_ring.multihead import MultiheadRingAttention as MultiheadRingAttention
-from ds_ring.runtime.mesh import RingMesh as RingMesh
-from ds_ring.runtime.scan import halo as halo
-from ds_ring.runtime.scan import ring_scan as ring_scan
-from ds_ring.runtime.scan import shift_sequence as shift_sequence
-from ds_ring.runtime.selection import max_logits as max_logits
-from ds_ring.runtime.selection import ring_select as ring_select
-from ds_ring.runtime.selection import selected_attention as selected_attention
-from ds_ring.runtime.shard import gather_sequence as gather_sequence
-from ds_ring.runtime.shard import shard_sequence as shard_sequence
+from ds_ring.ops.shard import gather_sequence as gather_sequence
+from ds_ring.ops.shard import shard_sequence as shard_sequence
 from ds_ring.schedule.layout import make_layout as make_layout
 from ds_ring.schedule.plan import build_plan as build_plan
 from ds_ring.simulation.simulate import simulate as simulate
-from ds_ring.sparse import moba_attention as moba_attention
-from ds_ring.sparse import nsa_attention as nsa_attention
 
 __version__: str
 __all__: list[str]

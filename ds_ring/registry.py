@@ -66,17 +66,17 @@ class KernelRow(NamedTuple):
 
 
 KERNELS = {
-    "reference": KernelRow("ds_ring.runtime.kernels.reference.ReferenceKernel", takes_scores=True),
+    "reference": KernelRow("ds_ring.kernels.reference.ReferenceKernel", takes_scores=True),
     "cpu": KernelRow(
-        "ds_ring.runtime.kernels.cpu.CpuKernel", "cpu", workspace="ds_ring.schedule.workspace.cpu_bytes"
+        "ds_ring.kernels.cpu.kernel.CpuKernel", "cpu", workspace="ds_ring.schedule.workspace.cpu_bytes"
     ),
     "flex": KernelRow(
-        "ds_ring.runtime.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
+        "ds_ring.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
     ),
     "flash": KernelRow(
-        "ds_ring.runtime.kernels.flash.FlashKernel",
+        "ds_ring.kernels.flash.kernel.FlashKernel",
         workspace="ds_ring.schedule.workspace.flash_bytes",
-        refuses="ds_ring.runtime.kernels.flash.refused",
+        refuses="ds_ring.kernels.flash.kernel.refused",
     ),
 }
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.flash_executors import Operators
+from ds_ring.kernels.flash.executors import Operators
 
 INFINITY = float("inf")
 

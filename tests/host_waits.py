@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ring.runtime import exchange
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.comm import exchange
+from ds_ring.comm.mesh import RingMesh
 
 CPU, CUDA, DEVICES = 0, 1, 20  # in c10's DeviceType
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")

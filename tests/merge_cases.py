@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.runtime.kernels.interface import Rows
+from ds_ring.kernels.interface import Rows
 
 INF = float("inf")
 GAPS = (0.0, 1.0, -1.0, 88.0, 89.0, -89.0, 1000.0, -1000.0, INF, -INF)

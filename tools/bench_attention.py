@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ds_ring import RingMesh
-from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 BASE, SERIAL = "SDPA, one process", "SDPA, one thread"

@@ -32,8 +32,8 @@ from gpu_rates import RateRow, Shape, host_seconds, kernel_rates, merge_rate, ri
 from rich.table import Table
 from tqdm import tqdm
 
+from ds_ring.kernels.select import RATES
 from ds_ring.registry import KERNELS
-from ds_ring.runtime.kernels import RATES
 from ds_ring_launcher.tables import console, print_table
 
 HERE = Path(__file__).resolve().parent
@@ -151,7 +151,7 @@ def write(folder: Path, header: RateRow, found: dict[str, list[RateRow]]) -> lis
 
 
 def write_rates(device: str, rows: Sequence[RateRow], path: Path = RATES) -> None:
-    """Put the rates of a device into the file of `runtime/kernels/__init__.py`, in place of those there."""
+    """Put the rates of a device into the file of `kernels/select.py`, in place of those there."""
     rates: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row["kernel"] in KERNELS and "refused" not in row:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from bench import in_turns, parser_of, print_row
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
-from ds_ring.runtime import context, exchange, waiting
+from ds_ring.comm import exchange, waiting
+from ds_ring.ops import context
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 

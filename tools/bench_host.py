@@ -32,16 +32,16 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal
+from ds_ring.comm.exchange import Exchange, Route
+from ds_ring.comm.messages import Message
+from ds_ring.comm.streams import Streams
+from ds_ring.comm.waiting import Pending
+from ds_ring.kernels.flash.executors import Flash, Operators
+from ds_ring.kernels.flash.kernel import FlashKernel
+from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.device import Streams
-from ds_ring.runtime.exchange import Exchange, Route
-from ds_ring.runtime.kernels.flash import FlashKernel
-from ds_ring.runtime.kernels.flash_executors import Flash, Operators
-from ds_ring.runtime.kernels.flex import FlexKernel
-from ds_ring.runtime.kernels.interface import Kernel
-from ds_ring.runtime.messages import Message
-from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.waiting import Pending
+from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.host_waits import fake_ring
@@ -167,12 +167,12 @@ def hops_of(
     rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
-        stack.enter_context(mock.patch("ds_ring.runtime.kernels.flash._usable", lambda x, width: x))
+        stack.enter_context(mock.patch("ds_ring.kernels.flash.kernel._usable", lambda x, width: x))
         # as on CUDA: K and V of one head are one message there
-        stack.enter_context(mock.patch("ds_ring.runtime.buffers.keys_apart", return_value=False))
+        stack.enter_context(mock.patch("ds_ring.ring.buffers.keys_apart", return_value=False))
         if not whole_merge:
             for name in ("merge_", "merge_parts_", "add_parts_"):
-                stack.enter_context(mock.patch(f"ds_ring.runtime.parts.{name}", one_launch))
+                stack.enter_context(mock.patch(f"ds_ring.ring.accumulator.{name}", one_launch))
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
         kernel, exchange = kernel or flash_without_operators(), DeviceExchange(mesh)

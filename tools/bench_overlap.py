@@ -32,8 +32,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/, where the hosts are
 
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.exchange import Exchange, Route
-from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.comm.exchange import Exchange, Route
+from ds_ring.kernels.cpu.kernel import CpuKernel
 from tests.dist.namespaces import two_hosts, why_not
 
 LIMIT_S = 580.0  # for all lengths together

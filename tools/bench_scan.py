@@ -33,11 +33,11 @@ from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.recurrent_parts import wrap_functions
+from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.tiles import IntArray
-from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.sequence_runs import sequence_runs
 from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher.run.local_ranks import run_ranks
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from bench import engine_of, in_turns, llama, parser_of, print_row, zero_of
 from torch import Tensor
 
-from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 

@@ -46,7 +46,7 @@ MODULES = (
     "ds_ring",
     "ds_ring.integrations.deepspeed.session",  # RingSession: engine.ring
     "ds_ring.masks.pattern",  # Pattern: what all patterns have in common
-    "ds_ring.module",  # AttentionResult
+    "ds_ring.api",  # AttentionResult
     "ds_ring.schedule.layout",  # Layout: what make_layout returns
     "ds_ring.schedule.plan",  # Plan: what build_plan returns
     "ds_ring.simulation.simulate",  # SimulationResult

@@ -26,9 +26,9 @@ from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware

@@ -20,12 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
+from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
 from ds_ring.registry import KERNELS
-from ds_ring.runtime.kernels import Kernel, get_kernel
-from ds_ring.runtime.kernels.flex import FlexKernel
-from ds_ring.runtime.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan
 

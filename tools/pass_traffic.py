@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, build_plan, make_layout
-from ds_ring.runtime import buffers, parts
-from ds_ring.runtime.device import HOST, Streams
-from ds_ring.runtime.kernels.flash import FlashKernel
-from ds_ring.runtime.messages import Counters, InFlight, check_messages
-from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.comm.messages import Counters, InFlight, check_messages
+from ds_ring.comm.streams import HOST, Streams
+from ds_ring.kernels.flash.kernel import FlashKernel
+from ds_ring.ring import accumulator as parts
+from ds_ring.ring import buffers
+from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import CHUNK_BYTES_GPU, stage_shards
 from ds_ring.schedule.steps import Send
 from tests.fake_cuda import fake_tensors

@@ -1,4 +1,4 @@
-"""Run ring-flash-attn's own tests against `ds_ring.integrations.ring_flash_attn`, on CPU ranks.
+"""Run ring-flash-attn's own tests against `ds_ring.contrib.ring_flash_attn`, on CPU ranks.
 
     pip download ring_flash_attn==0.1.8 --no-deps --no-binary :all: && tar xf ring_flash_attn-0.1.8.tar.gz
     python tools/ring_flash_attn_tests.py ring_flash_attn-0.1.8/test --ranks 4
@@ -78,7 +78,7 @@ def utils() -> ModuleType:
 
 def run_one(script: Path) -> None:
     """Run a test in this process, which is one of the ranks."""
-    from ds_ring.integrations import ring_flash_attn
+    from ds_ring.contrib import ring_flash_attn
 
     torch.set_num_threads(1)
     sys.modules["flash_attn"], sys.modules["utils"] = flash_attn(), utils()

@@ -21,8 +21,8 @@ from bench import parser_of, print_row
 from torch import Tensor
 
 from ds_ring import Causal, Dilated, RingMesh, make_layout, ring_attention
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.messages import Message
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.messages import Message
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 PATTERNS = (Causal(), Dilated((64, 256), (1, 2)))

@@ -32,8 +32,8 @@ import torch
 from cuda_code import TARGETS, lowered_for
 from torch._dynamo.utils import counters
 
+from ds_ring.kernels.flex import FlexKernel, operator_compiles
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.kernels.flex import FlexKernel, operator_compiles
 from tests.cases import PATTERNS, layout_for
 from tests.hops import ring_hops
 from tests.reference import dense_attention, relative_error

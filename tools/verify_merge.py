@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_ring.runtime.merge import merge_by_operators_
+from ds_ring.ring.merge import merge_by_operators_
 from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 
 PART_DTYPES = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}
@@ -75,7 +75,7 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
 
 def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
     """Return the kernel as `launch` would call it for dense tensors, for Triton's compiler."""
-    module: Any = importlib.import_module("ds_ring.runtime.merge_triton")
+    module: Any = importlib.import_module("ds_ring.ring.merge_triton")
     names = module.merge_rows.arg_names
     width = 1 << (head_dim - 1).bit_length()
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
@@ -94,7 +94,7 @@ def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
 
 def interpret() -> int:
     """Hold the interpreted kernel against float64, and count what it moves beside torch's operators."""
-    launch = importlib.import_module("ds_ring.runtime.merge_triton").launch
+    launch = importlib.import_module("ds_ring.ring.merge_triton").launch
     made = list(cases(HEAD_DIMS))
     found = [what for case in made for what in wrong(case, into_accumulator(launch))]
     found += [what for case in made[:: len(HEAD_DIMS)] for what in wrong_parts(case, launch)]

@@ -34,7 +34,7 @@ SUITE = (
     "tests/dist/test_deepspeed_parity.py",
     "tests/dist/test_transformers.py",
     "tests/dist/test_generation.py",
-    "tests/dist/test_megatron.py",
+    "tests/dist/contrib/test_megatron.py",
     "tests/integration/test_documents.py::test_block_does_what_its_document_says",
 )
 # Of the documents only the tutorial: the others need the trainers, which these environments lack.

@@ -402,7 +402,7 @@ def call_guarded(
         _wait_watched(call, watch, grid, what, step, limit)
     error = None
     if call.done():
-        thread.join()  # it only lets go of the call; [Note: threads at exit] in runtime/waiting.py
+        thread.join()  # it only lets go of the call; [Note: threads at exit] in comm/waiting.py
         error = call.exception()
         if error is None or not is_of_distributed(error):
             return call.result()

@@ -1,6 +1,6 @@
 """Number the ranks of a world as data x ring x Ulysses, and name the neighbours on the ring.
 
-`runtime/process_groups.py` makes the process groups. Without an order of its own, Ulysses ranks are
+`comm/groups.py` makes the process groups. Without an order of its own, Ulysses ranks are
 neighbours in the world (their all-to-all is the heaviest traffic and should stay inside a node), then the
 ring, then data parallel replicas: global_rank = (data * R + ring) * U + ulysses.
 

@@ -3,7 +3,7 @@
 A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). The real
 tokens of a shard come first; slots that are left over, because the length does not divide, are padding at
 the end of the shard: no tile covers them, nobody attends to them, and `gather_sequence` strips them.
-`runtime/shard.py` applies layouts to tensors.
+`ops/shard.py` applies layouts to tensors.
 
 The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
 (Zhu 2024, ring-flash-attention). The striped layout deals out single tokens for the same reason (Brandon et

@@ -1,6 +1,6 @@
 """What a kernel needs while it computes one hop, beside its inputs and results. Arithmetic, no torch.
 
-Owns the sizes of the CPU kernel's calls (`runtime/kernels/cpu.py` cuts by them) and formulas for the
+Owns the sizes of the CPU kernel's calls (`kernels/cpu/kernel.py` cuts by them) and formulas for the
 kernels `cpu`, `flex` and `flash`. The CPU figures were read off the profiler's allocation events (torch 2.13)
 and hold to the byte for rectangles and triangles; `flex` and `flash` were read from the code and have not
 been measured.
@@ -137,7 +137,7 @@ def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
 # dq_accum float32 [B, S, H, D], with S rounded up to 128 and D to 32 (64 above 128), and where queries share
 # K/V heads dk and dv of every query head. A hop counts as one call, which it is for a causal zigzag ring;
 # branches of LongNet are calls one after the other, of no more slots each. Beside it the kernel has grad_out
-# and out of a pass with tokens first (`flash.py`'s `_of_queries`), and the merge float32 forms.
+# and out of a pass with tokens first (`kernel.py`'s `_of_queries`), and the merge float32 forms.
 def flash_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
     """Count one call for the whole hop; [Note: what FlashAttention allocates]."""
     queries, keys, wide = shape.rows * shape.queries, shape.kv_rows * shape.keys, shape.wide

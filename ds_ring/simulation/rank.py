@@ -26,12 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.tiles import IntArray, progressions_at
-from ds_ring.runtime.buffers import Buffers, halves, pack_scaled
-from ds_ring.runtime.device import HOST, Streams
-from ds_ring.runtime.kernels import Kernel
-from ds_ring.runtime.kernels.cpu import drop_kept
-from ds_ring.runtime.messages import (
+from ds_ring.comm.messages import (
     BatchSizes,
     Counters,
     Label,
@@ -40,8 +35,13 @@ from ds_ring.runtime.messages import (
     check_messages,
     sizes_of,
 )
-from ds_ring.runtime.ring_pass import RingPass
-from ds_ring.runtime.trace import MemoryPeak, Trace, measure_cpu_memory
+from ds_ring.comm.streams import HOST, Streams
+from ds_ring.kernels.cpu.kernel import drop_kept
+from ds_ring.kernels.select import Kernel
+from ds_ring.masks.tiles import IntArray, progressions_at
+from ds_ring.ring.buffers import Buffers, halves, pack_scaled
+from ds_ring.ring.ring_pass import RingPass
+from ds_ring.ring.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
 

@@ -35,18 +35,18 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
+from ds_ring.kernels.select import get_kernel
+from ds_ring.layers.scan.scan import scan_messages
+from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
-from ds_ring.runtime.checks import check_heads, check_tensors, why_not_an_operand
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.kernels import get_kernel
-from ds_ring.runtime.merge import accumulator_dtype
-from ds_ring.runtime.scan import scan_messages
-from ds_ring.runtime.trace import Trace
+from ds_ring.ops.checks import check_heads, check_tensors, why_not_an_operand
+from ds_ring.ops.context import Options
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.trace import Trace
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import build_plan
-from ds_ring.schedule.sequence_runs import halo_messages, sequence_runs
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import (
     BytesSent,

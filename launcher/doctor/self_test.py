@@ -30,17 +30,17 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from ds_ring.api import options_from_config
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import presence
 from ds_ring.integrations.deepspeed.initialize import init_distributed
 from ds_ring.integrations.deepspeed.run_report import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.module import options_from_config
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, RingContext, context_for
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.messages import Message
+from ds_ring.ops.context import Options, RingContext, context_for
+from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.steps import Recv, Send

@@ -19,7 +19,7 @@ from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 # Ulysses: a forward pass exchanges q, k and v for all tokens of some heads, and out back
-# (runtime/autograd.py); a backward pass does the same with the gradients. A rank sends (U -
+# (ops/ring_op.py); a backward pass does the same with the gradients. A rank sends (U -
 # 1) / U of what it has (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is
 # computed meanwhile.
 
@@ -180,7 +180,7 @@ def estimate(
     again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
-    # an MLP are repeated, but not twice under checkpointing (runtime/tiled.py, "checkpointed regions").
+    # an MLP are repeated, but not twice under checkpointing (memory/tiled.py, "checkpointed regions").
     # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
     dense = (
         (8 if setting.checkpointing else 6)

@@ -273,10 +273,10 @@ class TrainingStep:
             kept = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are asked for, the next layer's meanwhile (kept_results.py).
+                # A layer's come back when they are asked for, the next layer's meanwhile (saved_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
-            # Of attention over chosen keys nothing is kept (kept_results.py).
+            # Of attention over chosen keys nothing is kept (saved_results.py).
             return min(layers, self.model.layers - len(self.model.beside)) * kept if attention else inputs
         if not attention:
             others = self.beside_bytes * layers // self.model.layers

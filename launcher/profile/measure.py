@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
+from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, RingContext, context_for
-from ds_ring.runtime.kernels import get_kernel
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.trace import Trace, measure_cpu_memory, tracing
+from ds_ring.ops.context import Options, RingContext, context_for
+from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.ring.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource

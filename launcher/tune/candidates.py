@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from ds_ring.api import options_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
-from ds_ring.module import options_from_config
 from ds_ring.registry import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import head_chunks

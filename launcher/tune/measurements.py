@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_ring.api import RingAttention, options_from_config
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Message
 from ds_ring.errors import RingMeshError, RingMismatchError
+from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
-from ds_ring.module import RingAttention, options_from_config
-from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
-from ds_ring.runtime.context import RingContext, context_for
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.kernels import Kernel, get_kernel
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.messages import Message
+from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 

@@ -226,7 +226,7 @@ class LostHop(NamedTuple):
 
 def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) -> LostHop:
     """Train a step and save; then a hop of rank 1 fails on a device, half a second after the backward pass."""
-    from ds_ring.runtime.waiting import DeviceWatch, Pending, Place
+    from ds_ring.comm.waiting import DeviceWatch, Pending, Place
 
     engine = start_engine(config)
     mesh, waits = engine.ring.mesh, [0]

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ds_ring import Causal, RingError, RingMesh, SlidingWindow, ring_attention
-from ds_ring.runtime.exchange import Exchange, Pending, Route
-from ds_ring.runtime.messages import Message
+from ds_ring.comm.exchange import Exchange, Pending, Route
+from ds_ring.comm.messages import Message
 
 CULPRIT = 2
 STEPS = 6  # passes, or training steps; the fault comes in the second half

@@ -37,7 +37,7 @@ _MODULES = (
     "ds_ring",
     "ds_ring.integrations.deepspeed.initialize",
     "ds_ring.integrations.transformers.attention",
-    "ds_ring.runtime.kernels.flash",
+    "ds_ring.kernels.flash.kernel",
     "ds_ring.schedule.choose",
 )
 

@@ -27,8 +27,8 @@ from ds_ring import (
     RingPeerError,
     ring_attention,
 )
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.messages import Message
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.messages import Message
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
 

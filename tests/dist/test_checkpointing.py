@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring import Causal, RingAttention, RingConfig, RingMesh, make_layout
-from ds_ring.runtime import autograd
-from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.ops import ring_op as autograd
+from ds_ring.ring.ring_pass import RingPass
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]

@@ -27,9 +27,9 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers import compressed
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.layers.scan.sequence_runs import of_blocks
+from ds_ring.layers.selection.select import TotalOrder
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.selection import TotalOrder
-from ds_ring.schedule.sequence_runs import of_blocks
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.reference import relative_error, worst
 

@@ -134,10 +134,10 @@ def test_batches_drawn_ahead_keep_their_layouts(rank_pool):
 
 
 def a_batch_that_is_wrong_on_one_rank(rank: int, world_size: int, what: str) -> None:
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.masks.catalog import Causal
-    from ds_ring.runtime.mesh import RingMesh
 
     mesh = RingMesh.from_world(2)
     session = RingSession(RingConfig(ring_size=2), mesh, Causal(), torch.device("cpu"), float(world_size))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, ring_attention
-from ds_ring.runtime.exchange import Exchange, agree
-from ds_ring.runtime.messages import Counters, Message
+from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
 from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
 from tests.dist.rank_process import RankOutcome

@@ -128,10 +128,10 @@ def on_a_ring(
     rank: int, world_size: int, family: str, layout: str, ulysses_size: int, divisor: float
 ) -> Result:
     """Gradients are summed by hand and divided, as DeepSpeed does. Llama 4's layers are checkpointed."""
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     masked = FAMILIES[family][0] == "MaskedLM"
     ring_size = world_size // ulysses_size
@@ -205,11 +205,11 @@ def sdpa_alone(family: str) -> Result:
 
 
 def sdpa_as_is(rank: int, world_size: int, family: str) -> Result:
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.compile.backend import backend_of
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     torch._dynamo.reset()
     config = RingConfig(ring_size=world_size, layout="zigzag", attention="as_is")
@@ -257,10 +257,10 @@ class Classifier(torch.nn.Module):
 
 
 def own_head(rank: int, world_size: int) -> Result:
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     config = RingConfig(ring_size=world_size, layout="zigzag", pattern={"causal": False})
     mesh = RingMesh.from_world(world_size)

@@ -10,10 +10,10 @@ from unittest import mock
 import torch
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
-from ds_ring.runtime import context as context_module
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.kernels.cpu.kernel import CpuKernel
+from ds_ring.ops import context as context_module
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import ring_attention_op
 from tests.dist.harness import RankPool
 
 HOP_S, SKEW_S = 0.6, 1.5

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.dist.harness import RankPool
@@ -137,10 +137,10 @@ def alone(name: str) -> Result:
 
 
 def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Result:
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     config = RingConfig(ring_size=world_size // ulysses_size, ulysses_size=ulysses_size, layout=layout)
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
@@ -176,10 +176,10 @@ def test_images_are_exact(
 
 def patches_encoded(rank: int, world_size: int, name: str) -> tuple[int, int]:
     """How many patches or images this rank's encoder gets in a forward pass, and how many there are."""
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     config, mesh = RingConfig(ring_size=world_size), RingMesh.from_world(world_size)
     session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)

@@ -18,10 +18,11 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAIndexer
 
-from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence, sparse
+from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.transformers import indexed
-from ds_ring.runtime.selection import TotalOrder
+from ds_ring.layers.selection.select import TotalOrder
+from ds_ring.layers.sparse import attention as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4

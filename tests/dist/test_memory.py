@@ -16,9 +16,9 @@ from typing import NamedTuple
 import pytest
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.trace import measure_cpu_memory, shard_unit_bytes
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.ring.trace import measure_cpu_memory, shard_unit_bytes
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 

@@ -19,8 +19,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from ds_ring.comm.groups import connect
 from ds_ring.errors import RingError
-from ds_ring.runtime.process_groups import connect
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error

@@ -28,7 +28,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.runtime.mesh import destroy_dropped_groups, make_sub_rings
+from ds_ring.comm.mesh import destroy_dropped_groups, make_sub_rings
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments

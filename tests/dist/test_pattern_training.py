@@ -150,10 +150,10 @@ def test_a_wrong_mask_would_be_seen(what):
 
 def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list[Batch]) -> list[Tensor]:
     """A model's logits of whole batches, without DeepSpeed."""
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     config = RingConfig(ring_size=world_size, pattern=pattern)
     mesh = RingMesh.from_world(world_size)
@@ -218,11 +218,11 @@ def losses_of(
 ) -> list[tuple[Any, Any]]:
     """`document_losses` of given losses of all tokens, by ring and layout, and of a model's log-probabilities."""
     from ds_ring import shard_sequence
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.errors import RingError
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     pattern, found = {"documents": "document_ids" in batch}, []
     for ring_size, ulysses_size in ((1, 1), (2, 1), (4, 1), (2, 2)):

@@ -21,12 +21,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
+from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.scan import neighbours_of
-from ds_ring.runtime.trace import measure_cpu_memory
-from ds_ring.schedule.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.layers.scan.scan import neighbours_of
+from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink

@@ -86,7 +86,7 @@ def train_slowed(
 ) -> tuple[Run, list[float], set[float]]:
     """Train; each hop of rank `slow` takes longer, by as much as its pairs. Also the pairs of each step."""
     import ds_ring
-    from ds_ring.runtime.kernels.cpu import CpuKernel
+    from ds_ring.kernels.cpu.kernel import CpuKernel
 
     sessions: list[Any] = []
     pairs: set[float] = set()

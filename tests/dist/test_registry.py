@@ -22,10 +22,10 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingConfigError, RingMesh, gather_sequence, shard_sequence
+from ds_ring.kernels.flex import FlexKernel
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import Options, context_for
 from ds_ring.registry import KERNELS, PUBLIC
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.kernels.flex import FlexKernel
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense

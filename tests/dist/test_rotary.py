@@ -111,9 +111,9 @@ def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def session_of(world_size: int, layout: str, packed: bool, attention: str = "ring") -> Any:
     """Gradients are summed by hand here: nobody divides them, so the session is told a divisor of one."""
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.runtime.mesh import RingMesh
 
     config = RingConfig(
         ring_size=world_size, layout=layout, pattern={"documents": packed}, attention=attention

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.api import options_from_config
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
-from ds_ring.module import options_from_config
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -160,7 +160,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "NaN":
         torch.nn.init.constant_(model.embed.weight, float("nan"))
         return error_of(lambda: engine(**local))
-    from ds_ring.runtime import exchange
+    from ds_ring.comm import exchange
 
     waited, wait = [0], exchange.Pending.wait
     (context, _), *_ = session.attention().contexts
@@ -212,7 +212,7 @@ def wrappers_of(function: Any) -> list[str]:
 
 
 def kernel_on_cuda(options: Any) -> Any:
-    from ds_ring.runtime.kernels import get_kernel
+    from ds_ring.kernels.select import get_kernel
 
     return get_kernel(options.kernel, "cuda", options.kernel_options, options.block_size)
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import RingMesh
-from ds_ring.runtime import autograd
-from ds_ring.runtime.context import Options, RingContext
-from ds_ring.runtime.gather_pass import GatherPass
-from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.ops import ring_op as autograd
+from ds_ring.ops.context import Options, RingContext
+from ds_ring.ring.ring_pass import RingPass
+from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
 from ds_ring_launcher.doctor.findings import OK, WRONG, judge_ring
 from tests.dist.harness import RankPool

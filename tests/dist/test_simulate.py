@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.kernels.cpu import drop_kept
-from ds_ring.runtime.trace import measure_cpu_memory
+from ds_ring.kernels.cpu.kernel import drop_kept
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.simulation.simulate import BytesSent, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
 from tests.dist.harness import RankPool

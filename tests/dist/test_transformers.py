@@ -64,10 +64,10 @@ def on_one_process(family: str) -> Result:
 
 def on_a_ring(rank: int, world_size: int, family: str, layout: str) -> Result:
     """Gradients are summed by hand here: nobody divides them, so the session is told a divisor of one."""
+    from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attention import attach
-    from ds_ring.runtime.mesh import RingMesh
 
     config = RingConfig(ring_size=world_size, layout=layout)
     mesh = RingMesh.from_world(world_size)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.kernels import Kernel
 from tests.cases import Shape, layout_for, tensors
 from tests.hops import ring_hops
 from tests.reference import dense_attention, relative_error

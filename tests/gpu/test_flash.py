@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 
-from ds_ring.runtime.kernels.flash import FlashKernel
+from ds_ring.kernels.flash.kernel import FlashKernel
 from tests.cases import LAYOUTS, PATTERNS, Shape
 from tests.gpu.against_float64 import hold_kernel
 

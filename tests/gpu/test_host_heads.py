@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.runtime.autograd import ring_attention_op
-from ds_ring.runtime.context import Options, context_for
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import ring_attention_op
 from tests.one_rank import one_rank_mesh
 
 H, G, D = 32, 8, 128

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_ring.runtime.merge import add_parts_, merge_, merge_parts_
+from ds_ring.ring.merge import add_parts_, merge_, merge_parts_
 from tests.merge_cases import cases, wrong, wrong_parts
 
 

@@ -33,11 +33,11 @@ TOUCHED: dict[str, tuple[str, tuple[str, str, str] | None]] = {
         ("registry.py", '    "striped": ', '    "mirrored": "ds_ring.schedule.mirrored.make_mirrored",'),
     ),
     "kernel": (
-        "runtime/kernels/double.py",
+        "kernels/double.py",
         (
             "registry.py",
             '    "reference": KernelRow',
-            '    "double": KernelRow("ds_ring.runtime.kernels.double.DoubleKernel"),',
+            '    "double": KernelRow("ds_ring.kernels.double.DoubleKernel"),',
         ),
     ),
     "model integration": ("integrations/multihead.py", None),

@@ -13,12 +13,12 @@ import pytest
 from compiled_kernels import HEADS, OURS, Captured, Row, faults  # type: ignore[import-not-found]
 from cuda_code import Resources, triton_sources  # type: ignore[import-not-found]
 
-from ds_ring.runtime.kernels.flex_options import BLOCKS
+from ds_ring.kernels.flex_options import BLOCKS
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--targets", "90", "--head-dims", "64"]
 # Accumulators of so many elements do not fit the registers of a block.
-TOO_MANY = "import runpy, ds_ring.runtime.merge_triton as m; m.ELEMENTS = 1 << 14;"
+TOO_MANY = "import runpy, ds_ring.ring.merge_triton as m; m.ELEMENTS = 1 << 14;"
 
 
 def run(*arguments: str, before: str = "import runpy;") -> subprocess.CompletedProcess[str]:

@@ -226,8 +226,9 @@ def verify_checkpoints(place: Place, text: str) -> None:
     quick = place.folder / "runs/train_lm/checkpoints"
     if not quick.exists():
         run_block(place, block_of("python3.11 -m venv .venv && . .venv/bin/activate && pip"))
-    mine = place.folder / "checkpoints/mine"
-    shutil.copytree(quick / (quick / "latest").read_text(), mine)
+    mine, earlier = (place.folder / "checkpoints" / name for name in ("mine", "global_step20"))
+    for copy in (mine, earlier):
+        shutil.copytree(quick / (quick / "latest").read_text(), copy, dirs_exist_ok=True)
     (mine / "ds_ring_manifest.json").unlink()
     place.bash(text)
     assert (mine / "ds_ring_manifest.json").exists()
@@ -503,20 +504,20 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# before (flash, efficient or cuDNN": only_reads("torch's ring needs CUDA's attention"),
     "# after: the model calls": instead_of_context_parallel,
     "# before (not run here): core attention": only_reads("needs Megatron"),
-    "# in Megatron: one line": only_reads("tests/dist/test_megatron.py trains such models"),
+    "# in Megatron: one line": only_reads("tests/dist/contrib/test_megatron.py trains such models"),
     "# after: 1 says": as_megatron,
     "# before: one process, x": is_run_with_its_command,
     "# after: a ring of 2, each": multihead,
     "# before (needs xformers": only_reads("needs xformers and CUDA"),
     "# after: LongNet's attention": longnet,
-    "# in diffusers: the two lines": only_reads("tests/dist/test_diffusers.py splits such models"),
+    "# in diffusers: the two lines": only_reads("tests/dist/contrib/test_diffusers.py splits such models"),
     # configs/README.md
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launcher/demo/train_lm.py": packed,
     # ds_ring/README.md
     "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
     "pattern = ds_ring.Causal() & ": make_plan,
-    "chosen = ds_ring.ring_select(": only_reads("tests/dist/test_selection.py makes such calls"),
-    "out = ds_ring.moba_attention(": only_reads("tests/dist/test_sparse.py makes such calls"),
+    "chosen = ds_ring.ring_select(": only_reads("tests/dist/layers/test_selection.py makes such calls"),
+    "out = ds_ring.moba_attention(": only_reads("tests/dist/layers/test_sparse.py makes such calls"),
     "tree = engine.ring.tree_batch(": only_reads("tests/dist/test_trees.py makes such calls"),
     "engine, *_ = ds_ring.initialize(": compiled_engine,
     "# the rest is compiled by Inductor": compiled_model,
@@ -551,7 +552,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/integrations/README.md
-    '.venv/bin/python -c "from ds_ring.integrations': tables_of_changes,
+    '.venv/bin/python -c "from ds_ring.contrib': tables_of_changes,
 }
 
 # Numbers of a measurement's kind that are none, by the words that their row or paragraph begins with.
@@ -563,10 +564,13 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
     (
         "configs/README.md",
         "| `kv_payload`",
-    ): "tests/unit/runtime/test_ring_pass.py bounds it",
+    ): "tests/unit/ring/test_ring_pass.py bounds it",
     ("configs/README.md", "| `chunk_bytes`"): "a default",
     ("configs/README.md", "| `stage_bytes`"): "a default",
-    ("configs/README.md", "| `latents`"): "counted by tests/dist/test_latents.py; config/section.py says it",
+    (
+        "configs/README.md",
+        "| `latents`",
+    ): "counted by tests/dist/layers/test_latents.py; config/section.py says it",
     ("configs/README.md", "| `tiled_loss`"): "a default",
     ("configs/README.md", "| `tiled_mlp`"): "a default",
     ("configs/README.md", "Each batch is divided"): "a threshold of the code",

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring.integrations.deepspeed.first_batch import Numbers, Tolerance, beyond, compare, recording
-from ds_ring.runtime.kernels.flash import FlashKernel
-from ds_ring.runtime.merge import merge_parts_by_operators_
+from ds_ring.kernels.flash.kernel import FlashKernel
+from ds_ring.ring.merge import merge_parts_by_operators_
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
 from tests.host_waits import HostWaits, cuda_guard
@@ -277,46 +277,46 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         architecture.imports_go_downward, "masks.seeded", "def f():\n    from ..schedule import plan",
     ),
     "a part of the runtime": (
-        architecture.parts_of_the_runtime_do_not_import_each_other, "runtime.merge",
-        "from ds_ring.runtime.exchange import Exchange",
+        architecture.parts_of_the_runtime_do_not_import_each_other, "ring.merge",
+        "from ds_ring.comm.exchange import Exchange",
     ),
     "a pass": (
-        architecture.only_autograd_sees_a_pass, "runtime.seeded",
-        "from ds_ring.runtime.ring_pass import RingPass",
+        architecture.only_autograd_sees_a_pass, "ops.seeded",
+        "from ds_ring.ring.ring_pass import RingPass",
     ),
     "an outside package": (
-        architecture.outside_packages_stay_in_their_place, "runtime.seeded", "import deepspeed",
+        architecture.outside_packages_stay_in_their_place, "ops.seeded", "import deepspeed",
     ),
     "torch in arithmetic": (
         architecture.outside_packages_stay_in_their_place, "schedule.seeded", "import torch",
     ),
-    "tests": (architecture.outside_packages_stay_in_their_place, "runtime.seeded", "import tests.cases"),
+    "tests": (architecture.outside_packages_stay_in_their_place, "ops.seeded", "import tests.cases"),
     "the environment": (
-        architecture.nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        architecture.nothing_below_the_launcher_reads_the_environment, "ops.seeded",
         "import os\nx = os.environ.get('X')",
     ),
     "the environment by name": (
-        architecture.nothing_below_the_launcher_reads_the_environment, "runtime.seeded",
+        architecture.nothing_below_the_launcher_reads_the_environment, "ops.seeded",
         "from os import getenv",
     ),
     "a send": (
-        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "ops.seeded",
         "import torch.distributed as dist\ndist.send(x, 1)",
     ),
     "a send under another name": (
-        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "ops.seeded",
         "import torch.distributed as c10d\nc10d.send(x, 1)",
     ),
     "a send of a backend": (
-        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "ops.seeded",
         "way = group._get_backend(device)\nway.send([x], 1, 0)",
     ),
     "a send of a group": (
-        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "ops.seeded",
         "import torch.distributed as dist\ndist.group.WORLD.send([x], 1, 0)",
     ),
     "an all-gather": (
-        architecture.only_the_exchange_sends_from_rank_to_rank, "runtime.seeded",
+        architecture.only_the_exchange_sends_from_rank_to_rank, "ops.seeded",
         "import torch.distributed as dist\ndist.all_gather(parts, x)",
     ),
 }  # fmt: skip
@@ -355,7 +355,7 @@ def test_the_test_of_commands_finds(command: str, monkeypatch: pytest.MonkeyPatc
         documents.test_inline_command_is_understood("README.md", command, monkeypatch)
 
 
-@pytest.mark.parametrize("text", ["see `runtime/no_such_file.py`", "`NO_SUCH_NAME` in `runtime/exchange.py`"])
+@pytest.mark.parametrize("text", ["see `comm/no_such_file.py`", "`NO_SUCH_NAME` in `comm/exchange.py`"])
 def test_the_test_of_named_files_finds(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "seeded.md").write_text(text)
     (tmp_path / "ds_ring").symlink_to(documents.ROOT / "ds_ring")

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.comm.messages import TokenRange
 from ds_ring.errors import RingShapeError
+from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, expand_ranges, progressions_at
-from ds_ring.runtime.kernels import Kernel
-from ds_ring.runtime.merge import merge_
-from ds_ring.runtime.messages import TokenRange
-from ds_ring.runtime.ring_pass import RingPass
+from ds_ring.ring.merge import merge_
+from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.simulation.rank import Source, VirtualExchange, put_rows

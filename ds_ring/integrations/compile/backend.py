@@ -25,6 +25,8 @@ import torch
 from torch._dynamo import list_backends, lookup_backend
 from torch.fx import GraphModule, Node
 
+from ds_ring.api import options_from_config
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPatternError
 from ds_ring.integrations.compile.graph_attention import (
@@ -48,9 +50,7 @@ from ds_ring.integrations.compile.graph_sharding import (
     needs_backend_op,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.module import options_from_config
-from ds_ring.runtime.context import Options, context_for, refuse
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.ops.context import Options, context_for, refuse
 
 _MARKS = (torch.ops.ds_ring.needs_backend.default, torch.ops.ds_ring.needs_backend, needs_backend_op)
 

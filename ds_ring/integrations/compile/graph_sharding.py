@@ -1,7 +1,7 @@
 """Find where the tokens of a compiled model lie, and check its masks against that in every run of the graph.
 
 The backend puts the operator `ds_ring::place_attention` into a graph, once per kind of mask. See
-[Note: placements in compiled code] in runtime/autograd.py.
+[Note: placements in compiled code] in ops/ring_op.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
@@ -23,8 +25,7 @@ from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.runtime.autograd import Placed
-from ds_ring.runtime.context import (
+from ds_ring.ops.context import (
     Options,
     RingContext,
     context_for,
@@ -33,8 +34,7 @@ from ds_ring.runtime.context import (
     operator,
     refusing_context,
 )
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.ops.ring_op import Placed
 from ds_ring.schedule.layout import Layout
 
 Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
@@ -29,8 +30,7 @@ from ds_ring.integrations.deepspeed.packing import (
 from ds_ring.integrations.deepspeed.trees import trees_of
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.shard import shard_sequence
+from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)

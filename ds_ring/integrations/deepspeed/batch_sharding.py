@@ -20,6 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_ring.api import RingAttention
+from ds_ring.comm.exchange import once_a_batch
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import makes_kept_tensors
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
@@ -29,17 +33,13 @@ from ds_ring.integrations.deepspeed.batch import (
     valid_tokens,
 )
 from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.layers.scan.sequence_runs import in_blocks
 from ds_ring.masks.catalog import Causal, Chunked, Tree
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.module import RingAttention
-from ds_ring.runtime.context import RingContext
-from ds_ring.runtime.device import makes_kept_tensors
-from ds_ring.runtime.exchange import once_a_batch
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.ops.context import RingContext
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.sequence_runs import in_blocks
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
 

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import join_monitor
 from ds_ring.health.monitor.failure_detector import Fault
@@ -23,7 +24,6 @@ from ds_ring.integrations.adapter import AppliedPatch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.limits import Timeouts
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 
 P = ParamSpec("P")

@@ -21,6 +21,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.api import options_from_config
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh, make_sub_rings
+from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
@@ -29,12 +33,8 @@ from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, P
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
-from ds_ring.module import options_from_config
-from ds_ring.runtime.autograd import ring_attention_backward_op, ring_attention_op
-from ds_ring.runtime.context import RingContext, block_side, context_for
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.mesh import RingMesh, make_sub_rings
-from ds_ring.runtime.messages import Message
+from ds_ring.ops.context import RingContext, block_side, context_for
+from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.schedule.grid import BatchLengths as Lengths
 from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout

@@ -32,7 +32,7 @@ from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.outputs import Gather, is_number, whole_output
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.runtime.shard import gather_sequence
+from ds_ring.ops.shard import gather_sequence
 from ds_ring.schedule.layout import Layout
 
 _ITEMS = "num_items_in_batch"

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
@@ -29,9 +30,8 @@ from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.shard import gather_sequence
-from ds_ring.runtime.tiled import DeferredLogits
+from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.ops.shard import gather_sequence
 from ds_ring.schedule.layout import make_layout
 
 log = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeo
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.utils.data import Dataset
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error, wait_for_ranks
@@ -57,7 +58,6 @@ from ds_ring.integrations.deepspeed.run_report import (
 )
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.limits import Timeouts
-from ds_ring.runtime.mesh import RingMesh
 
 log = logging.getLogger(__name__)
 

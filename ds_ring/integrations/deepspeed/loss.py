@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from ds_ring.comm.exchange import Exchange, once_a_batch
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.runtime.context import new_handle, object_of, operator
-from ds_ring.runtime.exchange import Exchange, once_a_batch
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.tiled import DeferredLogits
+from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.ops.context import new_handle, object_of, operator
 
 
 class RingLoss(NamedTuple):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
@@ -36,7 +37,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, TREE_ENDS, RowGroup, group_rows
 from ds_ring.masks.catalog import Causal, Documents, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import Layout
 
 DECODER = "decoder_"

@@ -28,7 +28,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
-from ds_ring.runtime.context import forward_passes
+from ds_ring.ops.context import forward_passes
 
 log = logging.getLogger(__name__)
 

@@ -49,14 +49,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.health.watch import LateNotice, Watch, log_late
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.runtime.exchange import Exchange
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.trace import Span, Trace
+from ds_ring.ring.trace import Span, Trace
 
 EVENTS = (
     "forward_hop_seconds",

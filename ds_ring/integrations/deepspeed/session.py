@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.adapter import AppliedPatch, describe, undo
@@ -90,16 +91,15 @@ from ds_ring.integrations.deepspeed.packing import (
 )
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, tree_of
+from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.context import block_side, refuse
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.shard import gather_sequence
-from ds_ring.runtime.tiled import DeferredLogits, logprobs_and_entropies
+from ds_ring.memory.tiled import DeferredLogits, logprobs_and_entropies
+from ds_ring.ops.context import block_side, refuse
+from ds_ring.ops.shard import gather_sequence
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
-from ds_ring.schedule.sequence_runs import of_blocks
 
 PREEMPTED = 75  # sysexits.h's EX_TEMPFAIL: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # that ask the job to end (Slurm's `--signal=USR1@120`)

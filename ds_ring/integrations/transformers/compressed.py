@@ -39,10 +39,10 @@ from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.recurrent import padded
+from ds_ring.layers.scan.scan import halo_op, neighbours_of
+from ds_ring.layers.selection.select import ring_select, selected_attention
 from ds_ring.masks.catalog import Before, Causal
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.scan import halo_op, neighbours_of
-from ds_ring.runtime.selection import ring_select, selected_attention
 
 # By the class of a compressor: whether an entry has a part of the window before its own, and is selected.
 _COMPRESSORS = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": True}

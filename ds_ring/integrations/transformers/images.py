@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import Batch, ImageNeeds, ImageTokens, places_of
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.runtime.exchange import Exchange, agree
-from ds_ring.runtime.mesh import RingMesh
-from ds_ring.runtime.shard import shard_sequence
+from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
 # By model_type, those that tests compare with one process. Each takes in its forward pass what

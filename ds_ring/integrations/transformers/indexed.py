@@ -41,11 +41,11 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, said_by_call
 from ds_ring.integrations.transformers.recurrent import in_order
+from ds_ring.layers.selection.select import ScoresFunction, ring_select, selected_attention
+from ds_ring.layers.sparse.attention import tokens_of_blocks
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.selection import ScoresFunction, ring_select, selected_attention
 from ds_ring.schedule.layout import BlockLayout
-from ds_ring.sparse import tokens_of_blocks
 
 # Computes some scores: of samples and of slots of this rank's queries, with some keys.
 Computation = Callable[[Any, slice, Tensor], Tensor]

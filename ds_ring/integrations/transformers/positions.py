@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, undo
 from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
@@ -27,8 +28,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentB
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.generation import CachedSharding
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.runtime.context import refuse
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.ops.context import refuse
 
 _FROM_IDS = "create_position_ids_from_input_ids"
 

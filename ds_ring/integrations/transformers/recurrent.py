@@ -27,7 +27,7 @@ from torch import Tensor
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.runtime.scan import Neighbours, compose, halo_op, neighbours_of, scan_op, shift_sequence
+from ds_ring.layers.scan.scan import Neighbours, compose, halo_op, neighbours_of, scan_op, shift_sequence
 
 Original = Callable[..., Any]
 

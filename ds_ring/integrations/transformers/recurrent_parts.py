@@ -43,7 +43,7 @@ from ds_ring.integrations.transformers.recurrent import (
     token_before,
     with_halo,
 )
-from ds_ring.runtime.scan import Neighbours, scan_op
+from ds_ring.layers.scan.scan import Neighbours, scan_op
 
 
 class Summary(NamedTuple):

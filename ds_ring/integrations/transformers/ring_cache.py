@@ -24,9 +24,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.runtime.exchange import Exchange
 from ds_ring.schedule.layout import CacheLayout, Layout
 
 _NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on

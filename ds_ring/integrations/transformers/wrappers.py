@@ -31,7 +31,7 @@ from ds_ring.integrations.deepspeed.token_flow import TokenFlow
 from ds_ring.integrations.transformers.attached import Attached
 from ds_ring.integrations.transformers.families import pools_the_last_token
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.runtime.shard import gather_sequence, shard_sequence
+from ds_ring.ops.shard import gather_sequence, shard_sequence
 
 log = logging.getLogger(__name__)
 

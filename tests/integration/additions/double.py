@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from ds_ring.kernels.interface import PartialGrads, PartialOut
+from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.tiles import Tiles
-from ds_ring.runtime.kernels.interface import PartialGrads, PartialOut
-from ds_ring.runtime.kernels.reference import ReferenceKernel
 
 
 class DoubleKernel:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ds_ring.api import RingAttention
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.module import RingAttention
-from ds_ring.runtime.mesh import RingMesh
 
 
 class RingMultihead(nn.Module):

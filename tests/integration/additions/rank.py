@@ -16,7 +16,7 @@ import ds_ring
 from ds_ring import RingConfig, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.config.section import pattern_from_config
 from ds_ring.integrations.multihead import equip  # type: ignore[import-not-found]
-from ds_ring.runtime.kernels.double import DoubleKernel  # type: ignore[import-not-found]
+from ds_ring.kernels.double import DoubleKernel  # type: ignore[import-not-found]
 
 TOKENS, WIDTH, HEADS, BLOCK = 64, 32, 4, 10
 SECTION = {"layout": "mirrored", "kernel": "double", "pattern": {"block": BLOCK}}

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from ds_ring import RingConfig, RingConfigError, RingError
+from ds_ring.api import options_from_config
+from ds_ring.comm.groups import check_seconds
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import LongSequenceConfig, pattern_from_config
 from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
-from ds_ring.module import options_from_config
-from ds_ring.runtime.context import Options
-from ds_ring.runtime.process_groups import check_seconds
+from ds_ring.ops.context import Options
 from ds_ring.schedule.grid import Grid
 
 _EDGES = (

@@ -14,7 +14,9 @@ import torch
 import transformers
 from torch import nn
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.contrib import ring_flash_attn
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -23,7 +25,6 @@ from ds_ring.errors import (
     RingShapeError,
     RingVerifyError,
 )
-from ds_ring.integrations import ring_flash_attn
 from ds_ring.integrations.deepspeed import batch, first_batch, initialize, loader
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
@@ -50,7 +51,6 @@ from ds_ring.integrations.transformers.attention import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.layout import make_layout
 from tests.dist import test_images
 from tests.unit.integrations.transformers.test_attention import session_of
@@ -375,7 +375,7 @@ def tiled_module() -> Any:
 
 def megatron() -> Any:
     pytest.importorskip("megatron.core")
-    from ds_ring.integrations.megatron import core_attention
+    from ds_ring.contrib.megatron import core_attention
 
     return core_attention
 

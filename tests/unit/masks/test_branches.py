@@ -24,6 +24,7 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
+from ds_ring.kernels.block_mask import hop_mask
 from ds_ring.masks.branches import (
     LARGEST_LABEL,
     Branch,
@@ -43,13 +44,12 @@ from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.layer_patterns import covers
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
-from ds_ring.runtime.block_mask import hop_mask
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
+from tests.unit.kernels.test_flex import seen
 from tests.unit.masks.painting import coverage, paint, positions_agree
 from tests.unit.masks.test_dilated import in_order, runs
-from tests.unit.runtime.test_flex import seen
 
 IDS = (3, 1, 3, -1, 0, 7)
 PRIMITIVES = [

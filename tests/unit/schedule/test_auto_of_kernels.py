@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from ds_ring import Dilated, RingLayoutError, make_layout
+from ds_ring.kernels.select import block_side, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS, KERNELS
-from ds_ring.runtime.kernels import block_side, get_kernel
 from ds_ring.schedule.choose import EVEN, bound_to_one_head, executed_of_fullest
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan

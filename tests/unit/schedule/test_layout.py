@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, RingShapeError, make_layout
+from ds_ring.layers.scan.sequence_runs import in_blocks, of_blocks
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import work_of_ranks
 from ds_ring.schedule.layout import CacheLayout, ChunkLayout, PieceLayout
-from ds_ring.schedule.sequence_runs import in_blocks, of_blocks
 from tests.cases import LAYOUTS, document_ids, layout_for
 
 

@@ -80,7 +80,14 @@ def test_in_a_call_that_is_watched_as_a_whole_the_one_that_sleeps_in_it_is_named
     detector = rank_2_is_behind()
     for rank in range(3):
         others = [[other, other] for other in range(3) if other != rank]
-        wait = {"kind": "wait", "on": others, "place": [-1, 2], "what": "the groups", "limit": 8.0, "key": "k"}
+        wait = {
+            "kind": "wait",
+            "on": others,
+            "place": [-1, 2],
+            "what": "the groups",
+            "limit": 8.0,
+            "key": "k",
+        }
         detector.hear(rank, wait, 0.3)
     beats(detector, 9.0)
     assert detector.late_ranks(1.0) == {}

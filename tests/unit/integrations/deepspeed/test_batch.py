@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
@@ -17,7 +18,6 @@ from ds_ring.integrations.deepspeed.batch import (
     valid_tokens,
 )
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import (
@@ -15,8 +16,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
 )
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.runtime.context import Options, context_for
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.ops.context import Options, context_for
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
 

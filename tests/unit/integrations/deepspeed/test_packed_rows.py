@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
-from ds_ring.runtime.mesh import RingMesh
 
 LENGTHS = np.random.default_rng(1).lognormal(5, 1, 300).astype(int) + 1
 TEXTS = [{"input_ids": torch.arange(length) + 10_000 * index} for index, length in enumerate(LENGTHS)]

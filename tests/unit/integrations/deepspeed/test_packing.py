@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
@@ -20,7 +21,6 @@ from ds_ring.integrations.deepspeed.packing import (
 from ds_ring.integrations.deepspeed.session import REMEMBERED, RingSession
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 
 IDS = torch.arange(1, 15).view(2, 7)
@@ -181,7 +181,7 @@ def test_rows_come_back_in_their_order():
 
 def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
     """Documents make new contexts with every batch, and the mesh keeps only the latest."""
-    monkeypatch.setattr("ds_ring.runtime.context.KEPT_CONTEXTS", 1)
+    monkeypatch.setattr("ds_ring.ops.context.KEPT_CONTEXTS", 1)
     session = session_of(RingMesh.single())
     q = torch.randn(2, 2, 7, 4, requires_grad=True)
     outs = []

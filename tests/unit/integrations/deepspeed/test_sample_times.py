@@ -6,7 +6,7 @@ import pytest
 
 from ds_ring.config.section import RingConfig
 from ds_ring.integrations.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
-from ds_ring.runtime.kernels import get_kernel
+from ds_ring.kernels.select import get_kernel
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
 RATES = MeasuredRates(

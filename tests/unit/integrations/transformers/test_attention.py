@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import describe
@@ -26,7 +27,6 @@ from ds_ring.integrations.transformers.indexed import IndexedLayer
 from ds_ring.integrations.transformers.latents import pays
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.runtime.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from tests.dist.test_long_sequence import Largest
 

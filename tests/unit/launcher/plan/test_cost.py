@@ -8,7 +8,7 @@ import pytest
 
 from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.runtime.kernels.cpu import CpuKernel
+from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.model_file import ModelShape

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, Full, SlidingWindow, make_layout, simulate
-from ds_ring.runtime.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.plan import build_plan
 from ds_ring_launcher.plan.estimate import estimate, head_swaps

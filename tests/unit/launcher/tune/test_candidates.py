@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_ring.module import options_from_config
+from ds_ring.api import options_from_config
 from ds_ring.schedule.lowering import head_chunks
 from ds_ring_launcher.tune.candidates import (
     candidates,

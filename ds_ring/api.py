@@ -1,0 +1,332 @@
+"""Attend over a sharded sequence: `ring_attention` for tensors, `RingAttention` for models.
+
+Owns the public calls. Tensors are local shards, [batch, heads, tokens, head_dim] as in PyTorch's
+`scaled_dot_product_attention`. The caller shards them (`shard_sequence`, or `ds_ring.initialize` for a whole
+DeepSpeed run).
+
+Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring. With
+`queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
+lse) gives every rank the same bits. The backward pass assumes that every rank computes the same loss from
+(out, lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its
+own shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
+that q is computed from. Multiply dq by 1 / P in this case.
+
+Many queries of one sharded sequence against the keys of another one (an encoder-decoder's cross attention)
+are a ring pass of both sequences as one, whose pattern has no other pairs. `key_layout` asks for it.
+
+Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
+of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the
+rank computed, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
+parameters. With replicated queries every rank has the whole gradient, like dq.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
+from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
+from ds_ring.ops.context import Options, RingContext, context_for, context_of, refuse
+from ds_ring.ops.ring_op import (
+    attend,
+    attend_compiled,
+    attend_replicated,
+    context_of_call,
+    handle_of,
+    refusing_handle,
+)
+from ds_ring.schedule.layout import Layout, PairLayout
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout | str, mesh: RingMesh,
+    scale: float | None = None, kernel: str = "auto", transport: str = "ring", overlap: bool = True,
+    prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
+    q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
+    score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
+    kv_payload: str = "as_is", up_projection: Tensor | None = None, key_layout: Layout | None = None,
+) -> Any:  # fmt: skip
+    """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
+
+    Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
+    that no rank holds more than its share plus two buffers: of a shard each, or on GPUs of one node of a few
+    (`stage_bytes` of the JSON). Rows of padding, and rows without a key, are 0.
+
+    Args:
+        q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
+        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may differ from D; values
+            are sent unpadded.
+        pattern: which query position attends to which key position, in global positions.
+        layout: which position lies in which slot; a name builds that layout for ring_size * S tokens.
+        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
+            fast kernel.
+        transport: "ring"; "pull" for a ring inside a node, whose ranks copy out of memory that they share
+            (not run on a GPU so far; `transports/pull/signals.py`); "reproducible" for bits that depend on
+            neither ring size nor layout, whose runs must begin at multiples of 128 tokens (see
+            `transports/reproducible.py`); or "all_gather" as the reference to measure the ring against.
+        overlap: compute while messages are in flight. Set to False only to measure the difference.
+        prune: send only the tokens that the receiver reads. Set to False only to measure the difference.
+        hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
+        check_finite: raise on NaN and infinities, which pass through otherwise, as in PyTorch.
+        queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
+        q_positions: positions of replicated queries, [Q] integers, best on the CPU. None means the last Q
+            positions of the layout. If a cache is not full, pass the true positions. `Full` needs none: with
+            it, Q may exceed the length of the layout.
+        sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
+        return_lse: return the lse as well. Its gradient is exact.
+        score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global
+            positions and the head's number in the model; batch is the index in this call's batch dimension.
+            Ranks compare its code and captured values, as for `MaskMod`. A captured tensor that requires a
+            gradient is refused: it would get none.
+            Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
+        gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
+            rank's part of them once.
+        kv_payload: dtype in which K and V travel: "as_is", or "float8" (e4m3 with a scale for each row of K
+            and of V), half the bytes of bfloat16. It rounds the K and V of other ranks: attention is then not
+            exact (of random inputs, out and the gradients are off by 2 to 13 % of their norms).
+
+        up_projection: [H * (N + E), L], of multi-head latent attention. Then k is the latent [B, 1, S, L], v
+            the rotary key [B, 1, S, R] that all heads share, and q ends with its own rotary part: D = N + R.
+            Latents travel, and each rank expands those that arrive: for each head N numbers for the key,
+            then E for the value, as `kv_b_proj.weight` of DeepSeek's models. On each rank the gradient is
+            that of the rank's queries (with Ulysses also of its heads): sum it over the sequence's ranks.
+        key_layout: of k and v, if they are of another sequence than q; S is then that layout's in k and v.
+            The pattern is `Full`, or `Documents` with the ids of all queries, then those of all keys.
+
+    Returns:
+        out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
+        denominator (sinks included), [B, H, S], float32 or float64: -inf where a row has no key and no sink.
+
+    Raises:
+        RingConfigError, RingShapeError: unknown names, or tensors that do not fit each other or the layout.
+        RingMismatchError: ranks that call with different shapes, dtypes or settings; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+        RingFiniteError: with `check_finite`, on the rank that has such values.
+    """
+    why, sharded = None, isinstance(queries, str) and queries == "sharded"
+    if not sharded or q_positions is not None:
+        latents = up_projection is not None
+        payloads = gradient_payload, kv_payload
+        why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents, payloads)
+    flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload, kv_payload)
+    if key_layout is not None:
+        if torch.compiler.is_compiling():
+            why = why or _NOT_COMPILED
+        elif not sharded:
+            why = why or 'key_layout: expected none beside queries="replicated", got one; it is the layout'
+        elif why is None:
+            pair, between = _pair_of(pattern, layout, key_layout, mesh)
+            context = context_of_call(between, pair, mesh, (scale, kernel, transport, *flags), score_mod)
+            return _attend_between(pair, q, k, v, context, sinks, return_lse, up_projection)
+    if torch.compiler.is_compiling():
+        settings = (scale, kernel, transport, *flags)
+        handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
+        if sharded:
+            return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse, up_projection)
+        return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
+    if why is not None:
+        check_mesh(mesh)
+        refuse(mesh, RingConfigError(why))
+    context = context_of_call(pattern, layout, mesh, (scale, kernel, transport, *flags), score_mod)
+    if sharded:
+        return attend(q, k, v, context, sinks, return_lse, up_projection)
+    return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
+
+
+_NOT_COMPILED = (
+    "key_layout: expected none in compiled code, got one; call ring_attention outside of the graph"
+)
+
+
+def _pair_of(
+    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
+) -> tuple[PairLayout, Pattern]:
+    """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
+    check_mesh(mesh)
+    try:
+        if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
+            names = [type(one).__name__ for one in (layout, key_layout)]
+            raise RingLayoutError(
+                f"key_layout: expected two layouts, of the queries and of the keys, got"
+                f" {' and '.join(names)}; build both with ds_ring.make_layout"
+            )
+        if not isinstance(pattern, Pattern):
+            raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
+        pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
+        return pair, pair.pattern_between(pattern)
+    except RingError as error:
+        refuse(mesh, error)
+
+
+def _attend_between(
+    pair: PairLayout, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None,
+    return_lse: bool, up: Tensor | None,
+) -> Any:  # fmt: skip
+    """Attend from q to k and v of another sequence, in a pass of both as one."""
+    queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
+    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
+        # nobody reads what stands in the other sequence's slots
+        q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
+    out = attend(q, k, v, context, sinks, return_lse, up)
+    return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]
+
+
+class RingAttention(nn.Module):
+    """Compute ring attention in place of a model's `scaled_dot_product_attention`.
+
+    Args:
+        config_or_pattern: a `RingConfig` (pattern, layout and options come from the JSON), or a `Pattern`.
+        mesh: this process's place in the grid of ranks.
+        layout: a layout, or the name of one, which is built for ring_size * S tokens. None means the
+            config's layout, or "auto" with a `Pattern`.
+        scale: factor of the scores; None is 1 / sqrt(D).
+        pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
+        score_mod, key_layout: see `ring_attention`.
+    """
+
+    def __init__(
+        self,
+        config_or_pattern: RingConfig | Pattern,
+        *,
+        mesh: RingMesh,
+        layout: Layout | str | None = None,
+        scale: float | None = None,
+        pattern: Pattern | None = None,
+        score_mod: ScoreFunction | None = None,
+        key_layout: Layout | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(config_or_pattern, Pattern):
+            options, name = Options(scale=scale), "auto"
+            pattern = config_or_pattern
+        elif isinstance(config_or_pattern, RingConfig):
+            options, name = options_from_config(config_or_pattern, scale), config_or_pattern.layout
+            if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
+                raise RingConfigError(
+                    'RingAttention: expected a pattern beside a config with "documents": true, got none;'
+                    " documents are each batch's own: call engine.ring.attention()(q, k, v), or pass"
+                    " pattern=pattern_from_config(config) & Documents(document_ids)"
+                )
+            pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
+        else:
+            raise RingConfigError(
+                f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__};"
+                " use RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
+            )
+        if score_mod is not None:
+            options = replace(options, score_mod=ScoreMod.lookup(score_mod))
+        self._pair: PairLayout | None = None
+        if key_layout is not None:
+            self._pair, pattern = _pair_of(pattern, layout, key_layout, mesh)
+            layout = self._pair
+        self.context: RingContext = context_for(
+            pattern, layout if layout is not None else name, mesh, options, keeps_functions=True
+        )
+        self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
+        sinks: Tensor | None = None, return_lse: bool = False, up_projection: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Attend over local shards.
+
+        Args:
+            query, key, value: [B, H, S, D], [B, G, S, D] and [B, G, S, E]; or, with `batch_dim_idx`, the
+                layouts of DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
+            batch_dim_idx: None, 0 or 1.
+            sinks, return_lse, up_projection: see `ring_attention`.
+
+        Returns:
+            out, in the layout of `query`; with `return_lse` (out, lse), the lse [B, H, S] in all layouts.
+
+        Raises:
+            RingConfigError: a positional or keyword argument that this module would have to ignore.
+        """
+        why = why_not_honoured(batch_dim_idx, args, kwargs)
+        if why is not None and not torch.compiler.is_compiling():
+            refuse(self._mesh, RingConfigError(why))
+        # `_attend` refuses an argument that is not a 4-D tensor, which could not be permuted here.
+        if (
+            why is not None
+            or batch_dim_idx is None
+            or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (query, key, value))
+        ):
+            return self._attend(query, key, value, sinks, return_lse, why, up_projection)
+        order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
+        back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
+        q, k, v = (x.permute(order) for x in (query, key, value))
+        results = self._attend(q, k, v, sinks, return_lse, None, up_projection)
+        if isinstance(results, tuple):
+            return results[0].permute(back), results[1]
+        return results.permute(back)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
+        up: Tensor | None,
+    ) -> Any:  # fmt: skip
+        if self._pair is not None:
+            if torch.compiler.is_compiling() or why is not None:
+                handle = refusing_handle(self._mesh, why or _NOT_COMPILED)
+                return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
+            return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
+        if not torch.compiler.is_compiling():
+            return attend(q, k, v, self._context_now(), sinks, return_lse, up)
+        handle = self._handle if why is None else refusing_handle(self._mesh, why)
+        return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
+
+    def _context_now(self) -> RingContext:
+        """Return the context of an eager call: another one where the score_mod has captured other values."""
+        found = self.context
+        mod = found.options.score_mod
+        if mod is not None and mod.is_changed():
+            try:
+                options = replace(found.options, score_mod=ScoreMod.lookup(mod.function))
+                self.context = context_for(
+                    found.pattern, found.layout, self._mesh, options, keeps_functions=True
+                )
+            except RingError as error:
+                refuse(self._mesh, error)
+            self._handle = self.context.handle
+        return self.context
+
+    def extra_repr(self) -> str:
+        context = self.context
+        return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
+
+
+def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
+    """Return the options that the JSON section asks for; a key and an option with the same name are equal."""
+    names = {one.name for one in fields(Options)} & RingConfig.model_fields.keys()
+    same = {name: getattr(config, name) for name in names}
+    other: dict[str, Any] = {
+        "scale": scale,
+        "hop_timeout_s": float(config.hop_timeout_seconds),
+        "first_pass_timeout_s": float(config.first_pass_timeout_seconds),
+        "recompute": float(config.recompute_attention),
+        "kernel_options": tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
+        "offload": config.long_sequence.offload_attention,
+    }
+    return Options(**same | other)
+
+
+def _hashable(value: Any) -> Any:
+    """Convert JSON's lists and objects to tuples, because options are keys of tables."""
+    if isinstance(value, dict):
+        return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value
+
+
+__all__ = ["RingAttention", "context_of", "options_from_config", "ring_attention"]

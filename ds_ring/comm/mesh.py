@@ -1,0 +1,498 @@
+"""Map the grid of ranks to process groups: this rank's neighbours, and the groups that connect them.
+
+Owns process groups; `schedule/grid.py` owns the numbering. A mesh is passed explicitly, so several can exist
+in one process. A mesh of one rank needs no process group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ds_ring.comm.groups import (
+    NO_LIMIT,
+    check_seconds,
+    destroy_groups,
+    make_groups,
+    sequences_of,
+    world_size_for,
+)
+from ds_ring.errors import RingMeshError, RingPeerError, shown
+from ds_ring.health.joining import join_monitor, leave_on_error
+from ds_ring.health.watch import Watch, call_guarded
+from ds_ring.limits import Limit, Timeouts
+from ds_ring.memory.saved_results import HostMemory
+from ds_ring.ring.buffers import Buffers
+from ds_ring.ring.trace import Trace
+from ds_ring.schedule.grid import Grid, divisors
+
+if TYPE_CHECKING:
+    from ds_ring.comm.waiting import DeviceWatch
+
+# A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
+# their tensors. A forked child would use its parent's sockets.
+#
+# [Note: several meshes]
+# Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
+# values by whoever comes first, and needs no lock.
+
+
+class MeshUse:
+    """Hold whether a mesh can be used, and by which thread it is used now.
+
+    Attributes:
+        closed: `RingMesh.close` was called.
+        broken: a transfer between GPUs failed, or did not end in time; every further call raises it.
+        operations: kinds of passes so far; peers connect in a first one ([Note: compile skew]).
+        patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
+        aborted: ids of the process groups that were aborted then.
+        device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
+        groups: process groups that were made for the mesh and its smaller rings.
+        abandoned: a wait for a message was given up, so torch may be using a group for ever.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self.broken: RingPeerError | None = None
+        self.operations: set[Hashable] = set()
+        self.patience_s = 0.0
+        self.aborted: set[int] = set()
+        self.device_watch: DeviceWatch | None = None
+        self.groups: list[ProcessGroup | None] = []
+        self.abandoned = False
+        self._process = os.getpid()
+        self._busy = threading.Lock()
+        self._thread: int | None = None  # the one that holds `_busy`
+
+    def is_healthy(self, watch: Watch | None) -> bool:
+        """Return whether no message can be under way for ever: destroying its group would not return."""
+        return self.broken is None and not self.abandoned and (watch is None or watch.fault is None)
+
+    def check(self) -> None:
+        """Refuse a mesh that is closed, or that another process made.
+
+        Raises:
+            RingMeshError: either.
+        """
+        if os.getpid() != self._process:
+            raise RingMeshError(
+                f"expected a mesh of this process ({os.getpid()}), got one that process {self._process} made"
+                " before it was forked; its connections belong to that process: start ranks with a launcher"
+                " or with spawn, and make the process group and the mesh in each of them"
+            )
+        if self.closed:
+            raise RingMeshError(
+                "expected an open mesh, got one after mesh.close(); make a new one with"
+                " RingMesh.from_world(...)"
+            )
+
+    @contextmanager
+    def one_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Surround a call on the mesh; calls within it are part of it. Never waits.
+
+        Args:
+            tell: is told of two threads at once, before the error is raised here.
+
+        Raises:
+            RingMeshError: as `check`, or another thread is in a call.
+        """
+        if self.closed or os.getpid() != self._process:
+            self.check()
+        me = threading.get_ident()
+        if self._thread == me:  # only this thread can have written that
+            yield
+            return
+        if not self._busy.acquire(blocking=False):
+            names = [repr(one.name) for one in threading.enumerate() if one.ident == self._thread]
+            why = (
+                "expected one thread at a time on a mesh, got a call of thread"
+                f" {threading.current_thread().name!r} while thread {(names or ['?'])[0]} is in one; ranks"
+                " match messages by the order of calls: give each thread a mesh of its own, made in the same"
+                " order on every rank"
+            )
+            if tell is not None:
+                tell(why)
+            raise RingMeshError(why)
+        self._thread = me
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._busy.release()
+
+
+# [Note: groups of a mesh that was dropped]
+# Destroying a group of gloo closes this rank's sockets and threads and asks nobody, so it may happen at
+# another time on each rank. It changes torch's tables of groups, and a garbage collection may come in the
+# middle of whatever torch does with them: so the groups wait for the next mesh, which is made outside of it.
+# NCCL's communicators are finalized by all ranks together, which garbage is not: `RingMesh.close` does that.
+_dropped: deque[list[ProcessGroup | None]] = deque()
+
+
+def _drop(watch: Watch | None, groups: list[ProcessGroup | None]) -> None:
+    """Leave the watch of a mesh that is garbage; see [Note: groups of a mesh that was dropped]."""
+    if watch is not None:
+        watch.leave_soon()
+    if groups and (watch is None or watch.fault is None):
+        _dropped.append(groups)
+
+
+def destroy_dropped_groups() -> None:
+    """Destroy gloo's groups of the meshes that are garbage."""
+    while _dropped:
+        destroy_groups(_dropped.popleft(), only_local=True)
+
+
+_serial = itertools.count()
+
+
+class MeshOptions(TypedDict, total=False):
+    """The arguments that every constructor of a mesh takes beside its ranks; see `RingMesh.from_world`."""
+
+    timeout_s: float
+    heartbeat_timeout_s: float
+    exit_after_fault_s: float | None
+    secret: str | None
+    ranks_per_node: int | None
+    timeouts: Timeouts | None
+
+
+@dataclass(frozen=True, eq=False)
+class RingMesh:
+    """This process's place in the data x ring x ulysses grid, and its process groups.
+
+    Attributes:
+        grid: the numbering of the world.
+        global_rank: rank of this process.
+        ring_group: ranks that pass K/V around, in ring order; None for a ring of one.
+        ulysses_group: ranks that split heads; None for size one.
+        sequence_group: all ranks that share a sequence; None for size one.
+        data_group: ranks at the same place of other sequences; None for size one.
+        cpu_group: the sequence group over gloo, for headers; the same group if it is gloo already.
+        serial, calls: number of the mesh in this process, and a counter of its headers; equal on all ranks.
+        watch: reports which rank failed; None if the sequence has one rank, or the process group is fake.
+        buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
+        shared_buffers: pools in memory that the ring shares (`signals.py`), by device.
+        host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
+        contexts: the contexts of `ops/context.py`, which live as long as this mesh.
+        recent: the contexts of eager calls, by their arguments.
+        traces: active traces of `ring/trace.py`, innermost last; also seen by autograd's thread.
+        use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
+        ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
+        timeouts: how long ranks wait for each other outside of passes.
+        ring_size, ulysses_size, sequence_size, data_size: of the grid.
+        ring_rank, ulysses_rank, data_rank: this rank's coordinates.
+        sequence_rank: place in the sequence group: ring_rank * ulysses_size + ulysses_rank.
+    """
+
+    grid: Grid
+    global_rank: int
+    ring_group: ProcessGroup | None = None
+    ulysses_group: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
+    data_group: ProcessGroup | None = None
+    cpu_group: ProcessGroup | None = None
+    watch: Watch | None = field(default=None, repr=False)
+    buffers: Buffers = field(default_factory=Buffers, repr=False)
+    shared_buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
+    host_memory: HostMemory = field(default_factory=HostMemory, repr=False)
+    serial: int = field(default_factory=lambda: next(_serial))
+    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
+    recent: weakref.WeakValueDictionary[Any, Any] = field(
+        default_factory=weakref.WeakValueDictionary, repr=False
+    )
+    traces: list[Trace] = field(default_factory=list, repr=False)
+    use: MeshUse = field(default_factory=MeshUse, repr=False)
+    ranks_per_node: int | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts, repr=False)
+
+    ring_size: int = field(init=False, repr=False)
+    ulysses_size: int = field(init=False, repr=False)
+    sequence_size: int = field(init=False, repr=False)
+    data_size: int = field(init=False, repr=False)
+    ring_rank: int = field(init=False, repr=False)
+    ulysses_rank: int = field(init=False, repr=False)
+    data_rank: int = field(init=False, repr=False)
+    sequence_rank: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Attributes, not properties: every call reads them, and torch.compile traces them.
+        grid, (data, ring, ulysses) = self.grid, self.grid.coordinates(self.global_rank)
+        vars(self).update(
+            ring_size=grid.ring_size, ulysses_size=grid.ulysses_size, sequence_size=grid.sequence_size,
+            data_size=grid.data_size, ring_rank=ring, ulysses_rank=ulysses, data_rank=data,
+            sequence_rank=ring * grid.ulysses_size + ulysses,
+        )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
+        """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
+        return self
+
+    @classmethod
+    def single(cls) -> RingMesh:
+        """Return a ring of one rank that never communicates; works without torch.distributed."""
+        return cls(Grid(1, 1), 0)
+
+    @classmethod
+    def from_world(
+        cls,
+        ring_size: int,
+        ulysses_size: int = 1,
+        *,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 10.0,
+        exit_after_fault_s: float | None = None,
+        secret: str | None = None,
+        watch: Watch | None = None,
+        ranks_per_node: int | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> RingMesh:
+        """Divide the initialised world into data x ring x ulysses; neighbouring ranks share a sequence.
+
+        Collective: every rank of the world calls it, in the same order, with the same arguments.
+
+        Args:
+            ring_size: ranks of one K/V ring.
+            ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
+            timeout_s: seconds until every rank has come here, and until the groups are made. (A hop has the
+                exchange's limit.)
+            heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `monitor/`.
+            exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
+                here (it is stuck in a collective outside ds_ring); None leaves it alone.
+            secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
+                characters; None lets rank 0 publish one in the store (see `joining.py`).
+            watch: a failure detector that this process has joined already; the mesh takes it over.
+            ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
+                rings over several nodes then travel on two levels where that sends less.
+            timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
+
+        Raises:
+            RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
+                monitor process cannot be reached.
+            RingMismatchError: ranks gave different sizes.
+            RingPeerError: another rank failed meanwhile; names it.
+        """
+        grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
+        more = (exit_after_fault_s, secret, watch, ranks_per_node, timeouts)
+        return cls._join(grid, timeout_s, heartbeat_timeout_s, *more)
+
+    @classmethod
+    def from_groups(
+        cls, sequences: Sequence[Sequence[int]], ulysses_size: int = 1, **options: Unpack[MeshOptions]
+    ) -> RingMesh:
+        """Cut the initialised world into the given groups of ranks, each of which shares one sequence.
+
+        For rings that are no neighbours in the world. Collective over the world, as `from_world`.
+
+        Args:
+            sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
+                length. Within a group ranks stand in the order ring_rank * ulysses_size + ulysses_rank.
+            ulysses_size: ranks that split heads by all-to-all.
+            options: the other arguments of `from_world`, but for `watch`.
+
+        Raises:
+            RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
+                not divide them; and as `from_world`.
+            RingMismatchError: ranks gave different groups.
+            RingPeerError: another rank failed meanwhile; names it.
+        """
+        return cls._join(Grid.of_groups(world_size_for("from_groups"), sequences, ulysses_size), **options)
+
+    @classmethod
+    def from_device_mesh(
+        cls,
+        device_mesh: DeviceMesh,
+        ring_dim: str,
+        ulysses_dim: str | None = None,
+        **options: Unpack[MeshOptions],
+    ) -> RingMesh:
+        """Make rings along one dimension of a `torch.distributed.DeviceMesh` over the whole world.
+
+        Ranks that differ in another dimension hold other sequences. Groups are made anew: ds_ring's have
+        deadlines and an order of their own.
+
+        Args:
+            device_mesh: with names for its dimensions, as `init_device_mesh("cuda", (2, 4),
+                mesh_dim_names=("dp", "cp"))`.
+            ring_dim: the dimension whose ranks pass K/V around.
+            ulysses_dim: the dimension whose ranks split heads; None for none.
+            options: as of `from_groups`.
+
+        Raises:
+            RingMeshError: the mesh has no such dimension or is not over the world; and as `from_groups`.
+        """
+        sequences, ulysses_size = sequences_of(device_mesh, ring_dim, ulysses_dim)
+        return cls.from_groups(sequences, ulysses_size, **options)
+
+    @classmethod
+    def _join(
+        cls,
+        grid: Grid,
+        timeout_s: float = 1800.0,
+        heartbeat_timeout_s: float = 10.0,
+        exit_after_fault_s: float | None = None,
+        secret: str | None = None,
+        watch: Watch | None = None,
+        ranks_per_node: int | None = None,
+        timeouts: Timeouts | None = None,
+    ) -> RingMesh:
+        """Join the failure detector and make the groups of a grid; see `from_world`."""
+        grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # or an error that says what it takes
+        for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
+            check_seconds(value, name)
+        if exit_after_fault_s is not None:
+            check_seconds(exit_after_fault_s, "exit_after_fault_s")
+        destroy_dropped_groups()
+        limits = timeouts or Timeouts(start=timeout_s)
+        start = limits.limit("start") if timeouts is not None else Limit(timeout_s, "timeout_s")
+        # Before any group is made: from here on every rank hears of the death of another one.
+        if watch is None and grid.sequence_size > 1:
+            watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, start)
+        with leave_on_error(watch):
+            what = "the making of the mesh's process groups"
+            groups = call_guarded(lambda: make_groups(grid, NO_LIMIT), watch, grid, what, 2, start)
+        mesh = cls(grid, dist.get_rank(), *groups, watch, ranks_per_node=ranks_per_node, timeouts=limits)
+        mesh.own(groups)
+        # At exit the watch says goodbye by itself.
+        weakref.finalize(mesh.use, _drop, watch, mesh.use.groups).atexit = False
+        return mesh
+
+    def own(self, groups: Iterable[ProcessGroup | None]) -> None:
+        """Let `close` destroy process groups that were made for this mesh."""
+        self.use.groups.extend(groups)
+        if self.watch is not None:
+            self.watch.compare_not(group for group in groups if group is not None)
+
+    def close(self) -> None:
+        """Leave the watch, destroy the process groups that the mesh has made, and free buffers.
+
+        Call it on every rank where the groups are NCCL's. Every later use raises a RingMeshError. A mesh that
+        is garbage leaves the watch by itself; its groups, if they are gloo's, are destroyed when the next
+        mesh is made.
+        """
+        if not self.use.closed and self.use.is_healthy(self.watch):
+            destroy_groups(self.use.groups)
+        self.use.closed = True
+        self.use.groups.clear()
+        if self.watch is not None:
+            self.watch.leave()
+        self.buffers.release()
+        self.shared_buffers.clear()
+
+    def in_call(self) -> AbstractContextManager[None]:
+        """Surround whatever ranks do together on this mesh.
+
+        Raises:
+            RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
+                case messages may be mixed up already, so the other ranks are told and the mesh is broken.
+        """
+        return self.use.one_call(self.watch.failed if self.watch is not None else None)
+
+    def settle(self) -> None:
+        """Wait until all messages of past calls have arrived, and raise if one has not.
+
+        Call it before results become permanent: before `optimizer.step()` in a training loop of your own, and
+        before a checkpoint. `engine.step` and `engine.save_checkpoint` of `ds_ring.initialize` call it. On
+        the CPU messages have arrived when a call returns, so nothing is waited for there.
+
+        Raises:
+            RingPeerError: a message failed or came too late, or a rank has failed; names the rank.
+        """
+        if self.use.device_watch is not None:
+            self.use.device_watch.settle(self)
+
+    @property
+    def trace(self) -> Trace | None:
+        """Return what passes on this mesh are noted in; None for nothing."""
+        return self.traces[-1] if self.traces else None
+
+    def global_rank_of(self, ring_rank: int) -> int:
+        """Return the world rank of another member of this rank's ring; the index wraps around."""
+        data, _, ulysses = self.grid.coordinates(self.global_rank)
+        return self.grid.global_rank(data, ring_rank, ulysses)
+
+    def ring_rank_of(self, global_rank: int) -> int | None:
+        """Return the ring rank of a world rank that shares this rank's sequence; None for any other."""
+        data, ring_rank, _ = self.grid.coordinates(global_rank)
+        return ring_rank if data == self.data_rank else None
+
+    def global_rank_in_sequence(self, sequence_rank: int) -> int:
+        """Return the world rank of another member of this rank's sequence; the index wraps around."""
+        place = divmod(sequence_rank % self.sequence_size, self.ulysses_size)
+        return self.grid.global_rank(self.data_rank, *place)
+
+    def describe(self, sequence_rank: int) -> str:
+        """Name a member of this rank's sequence for messages."""
+        ring_rank, ulysses_rank = divmod(sequence_rank, self.ulysses_size)
+        place = f"ring rank {ring_rank}"
+        if self.ulysses_size > 1:
+            place += f", Ulysses rank {ulysses_rank}"
+        if self.sequence_size == self.grid.world_size == self.ring_size and not self.grid.order:
+            return place
+        return f"{place} (rank {self.global_rank_in_sequence(sequence_rank)} of the world)"
+
+
+def check_mesh(mesh: object) -> None:
+    """Refuse by a RingMeshError what is no mesh, or one that cannot be used any more."""
+    if not isinstance(mesh, RingMesh):
+        raise RingMeshError(
+            f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"
+            " rank, or RingMesh.single()"
+        )
+    mesh.use.check()
+
+
+# Smaller rings, for samples that do not need all ranks. `schedule/grid.py` decides which ranks form one.
+
+_FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
+
+
+def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
+    """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
+
+    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, buffers, host
+    memory and traces of `mesh`, and are closed with it. Each has its own plans and its own counter of calls.
+    Only one is used at a time.
+
+    Raises:
+        RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
+        RingPeerError: another rank failed meanwhile.
+    """
+    if mesh.ulysses_size > 1:
+        raise RingMeshError(
+            f"make_sub_rings: expected no Ulysses ranks, got ulysses_size {mesh.ulysses_size}; set it to 1"
+        )
+    shared: dict[str, Any] = {
+        "watch": mesh.watch,
+        "buffers": mesh.buffers,
+        "host_memory": mesh.host_memory,
+        "traces": mesh.traces,
+        "use": mesh.use,
+        "timeouts": mesh.timeouts,
+    }
+    found = {mesh.ring_size: mesh}
+    for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
+        if size == 1:
+            found[1] = replace(RingMesh.single(), **shared | {"watch": None})
+            continue
+        grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
+        what = f"the making of the process groups of rings of {size}"
+        make = functools.partial(make_groups, grid, NO_LIMIT)
+        groups = call_guarded(make, mesh.watch, grid, what, step, mesh.timeouts.limit("start"))
+        mesh.own(groups)
+        more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
+        found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
+    return found

@@ -1,0 +1,150 @@
+"""Describe the messages of a hop, check them against the plan, and count them.
+
+Owns what real and virtual ranks have in common. `exchange.py` sends; `simulation/rank.py` looks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.streams import Streams
+from ds_ring.errors import RingMismatchError
+from ds_ring.masks.tiles import SlotRanges
+
+
+class TokenRange(NamedTuple):
+    """The tokens of a message, by which virtual ranks find its data; real ranks do not read this.
+
+    They are slots of the shard of ring rank `origin`, in the order of the message, of K/V heads of that rank.
+    """
+
+    origin: int
+    slots: SlotRanges
+    heads: slice
+
+
+class Label(NamedTuple):
+    """The ring rank at the other end of a message, and what the plan says about the message.
+
+    Attributes:
+        peer: ring rank that receives or sends it.
+        what: in a ring pass "K/V" or "dK/dV"; elsewhere "K" is followed by "V", "dK" by "dV"; else "".
+        slots, dtype, tokens: planned number of slots, the dtype that ranks agreed on, and which tokens; None
+            outside a pass.
+    """
+
+    peer: int
+    what: str = ""
+    slots: int | None = None
+    dtype: torch.dtype | None = None
+    tokens: TokenRange | None = None
+
+
+class Message(NamedTuple):
+    """A contiguous tensor, in a pass [slots, batch, K/V heads, D + E], and its label (see `Label`)."""
+
+    tensor: Tensor
+    peer: int
+    what: str = ""
+    slots: int | None = None
+    dtype: torch.dtype | None = None
+    tokens: TokenRange | None = None
+
+
+SECOND_OF = {"K": "V", "dK": "dV"}
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Refuse messages that bare point-to-point would send and the receiver would not notice (or abort on).
+
+    Raises:
+        RingMismatchError: size, dtype or order differ from the plan, or a tensor is not contiguous.
+    """
+    due = None  # the message that must come next, and its peer
+    for tensor, peer, what, slots, dtype, _ in messages:
+        # NCCL sends contiguous memory from the first element on, whatever the strides.
+        if not tensor.is_contiguous():
+            _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
+        # A smaller message silently fills a part of the receiver's buffer; a larger one aborts its process.
+        if slots is not None and tensor.shape[0] != slots:
+            _refuse(what, peer, f"{slots} tokens", f"{tensor.shape[0]}")
+        # A message of another dtype with the same number of bytes silently arrives as other numbers.
+        if dtype is not None and tensor.dtype != dtype:
+            _refuse(what, peer, f"{dtype}", f"{tensor.dtype}")
+        # Two messages of one size in the wrong order are silently swapped.
+        if due != ((what, peer) if what in SECOND_OF.values() else None):
+            _refuse(what, peer, "K before V and dK before dV to each peer", f"{what or 'tensor'} instead")
+        due = (SECOND_OF[what], peer) if what in SECOND_OF else None
+    if due is not None:
+        _refuse(*due, "it as the last message", "none")
+
+
+def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
+    raise RingMismatchError(
+        f"message {what or 'tensor'} to or from ring rank {peer}: expected {expected}, got {got}; nothing of"
+        " this hop was sent. This is a fault of ds_ring, or of code that changes it: please report it"
+    )
+
+
+@dataclass
+class Counters:
+    """Count what this rank sends through an exchange, payloads only."""
+
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    batches: int = 0
+
+    def count(self, batch: BatchSizes) -> None:
+        """Add a batch."""
+        self.batches += batch.is_one
+        self.messages_sent += batch.sends
+        self.bytes_sent += batch.sent_bytes
+
+
+class BatchSizes(NamedTuple):
+    """What a batch adds to the counters: one batch unless it is empty, and what it sends."""
+
+    is_one: bool
+    sends: int
+    sent_bytes: int
+
+
+def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSizes:
+    """Return what a batch adds to the counters."""
+    return BatchSizes(bool(sends or receives), len(sends), sum(one.tensor.nbytes for one in sends))
+
+
+class InFlight(Protocol):
+    """A batch of messages in flight."""
+
+    def wait(self) -> None:
+        """Return when every message of the batch has arrived."""
+        ...
+
+
+# [Note: routes] Apart from the tensors, a batch is the same at every pass of a shape: peers, sizes and order.
+# So it is checked and looked up once, and kept as a route. Later passes provide tensors only: buffers of the
+# same kinds, and slices of them or of the own shard that were contiguous when the route was made.
+class Transport(Protocol):
+    """What a ring pass needs of an exchange: between real ranks, or between virtual ranks in one process."""
+
+    counters: Counters
+
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Any:
+        """Return what `start` needs to know about all batches with these messages; see [Note: routes]."""
+        ...
+
+    def start(
+        self, route: Any, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
+    ) -> InFlight:
+        """Start all messages of a hop, without waiting for them."""
+        ...
+
+    def streams(self, tensor: Tensor) -> Streams:
+        """Return the object that orders the streams of a tensor's device."""
+        ...

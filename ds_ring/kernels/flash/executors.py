@@ -1,0 +1,359 @@
+"""Carry out a `FlashCall`, forward and backward, by one of torch's operators. Each executor is one pair.
+
+- `Flash`: aten's FlashAttention operators for CUDA, FlashAttention 2 unless another implementation was
+  activated behind them (`torch.nn.attention.activate_flash_attention_impl`). Any call.
+- `Cudnn`: cuDNN's attention: whole rectangles, and causal ones whose diagonal is at the top left.
+- `OnCpu`: aten's operator for the CPU.
+
+Read from torch 2.13's source (flash_api.cpp, attention.cu, MHA.cpp): [B, S, H, D] or, with variable lengths,
+[total, H, D]; only the last stride must be 1, so a call is a view. The lse is read as if it were contiguous,
+natural, float32. A query without keys has out 0 and the lse +inf (FlashAttention 2) or -inf (3 and 4); here
+it is -inf, and +inf on the way back. Philox arguments are not read without dropout.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.streams import numbers_on
+from ds_ring.kernels.flash.calls import OPEN, FlashCall
+from ds_ring.kernels.interface import Rows
+
+INFINITY = float("inf")
+WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
+
+
+class OfQueries(NamedTuple):
+    """Hold what a backward pass reads of queries: `out` and `lse` are global, the lse +inf without keys."""
+
+    grad_out: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class Operators(NamedTuple):
+    """Hold the operators that executors call; tests put others in their place."""
+
+    flash_forward: Callable[..., Any] = torch.ops.aten._flash_attention_forward.default
+    flash_backward: Callable[..., Any] = torch.ops.aten._flash_attention_backward.default
+    cudnn_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    cudnn_backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    cpu_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    cpu_backward: Callable[..., Any] = (
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    )
+
+
+ATEN = Operators()
+
+
+class Views:
+    """Results of functions of the queries, kept for one pass; what depends on keys is never kept."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, dict[Any, Any]] = {}
+
+    def once(self, make: Callable[..., Any], given: tuple[Any, ...], *how: Any) -> Any:
+        """Return `make(*given, *how)`, computed once in a pass; `given` must not change during the pass.
+
+        The result is found by the first entry of `given`, a tensor; the other entries belong to it.
+        """
+        # `given` is kept as well, so that no other tensor gets its id.
+        made = self._made.setdefault(id(given[0]), {None: given})
+        key = (make, how)
+        if key not in made:
+            made[key] = make(*given, *how)
+        return made[key]
+
+
+class Executor(ABC):
+    """Carry out calls by some of torch's operators.
+
+    q [B, heads, S, D], k and v [B, G, n, D] are whole shards and payloads; results have the shape of
+    `call.q_rows.of(q)`, `call.k_rows.of(k)`, an lse that of its queries; a query without keys has out 0 and
+    the lse -inf.
+
+    Attributes:
+        multiple, widest: of what the head dimension must be a multiple, and its greatest value; None: any.
+        tokens_first: whether it copies a gradient or an output whose heads stand before its tokens.
+    """
+
+    name: str
+    multiple: int
+    widest: int | None = WIDEST
+    tokens_first: bool
+
+    def __init__(self, operators: Operators = ATEN) -> None:
+        self._operators = operators
+
+    def takes(self, call: FlashCall) -> bool:
+        """Return whether it can carry out this call."""
+        return True
+
+    @abstractmethod
+    def forward(
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and lse over the keys of the call."""
+
+    @abstractmethod
+    def backward(
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv of the call, whose bias is added to its scores.
+
+        Of a plain call tokens stand before heads, if `tokens_first`.
+        """
+
+
+class Flash(Executor):
+    """Call aten's FlashAttention operators."""
+
+    name, multiple, tokens_first = "flash", 8, True
+
+    def forward(
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        view = _packed if call.q_ends else _tokens_first
+        left, right = _window(call)
+        out, lse, *_ = self._operators.flash_forward(
+            views.once(view, (q,), call.q_rows), view(k, call.k_rows), view(v, call.k_rows),
+            *_lengths(call, q), 0.0, call.is_causal, False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        if call.is_plain:
+            return out.transpose(1, 2), lse
+        if call.has_empty_rows:
+            lse = lse.masked_fill(lse == INFINITY, -INFINITY)
+        return _back(out, call.q_rows, len(q), call), _lse_back(lse, call, len(q))
+
+    def backward(
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        view, rows, keys = _packed if call.q_ends else _tokens_first, call.q_rows, call.k_rows
+        grad_out, q, out, lse = views.once(_rows_of, queries, view, rows, call.bias, bool(call.q_ends))
+        left, right = _window(call)
+        dq, dk, dv = self._operators.flash_backward(
+            grad_out, q, view(k, keys), view(v, keys), out, lse,
+            *_lengths(call, q), 0.0, call.is_causal,
+            lse, lse,  # in the place of Philox, which nobody reads
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        if call.is_plain:
+            return dq, dk, dv
+        samples = len(queries.q)
+        return _back(dq, rows, samples, call), _back(dk, keys, samples, call), _back(dv, keys, samples, call)
+
+
+class Cudnn(Executor):
+    """Call cuDNN's attention, whose causal diagonal begins at the top left."""
+
+    name, multiple, tokens_first = "cudnn", 8, False
+
+    def takes(self, call: FlashCall) -> bool:
+        full = call.left == OPEN and call.right == OPEN
+        return not call.q_ends and (full or (call.is_causal and call.q_rows.length == call.k_rows.length))
+
+    def forward(
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._operators.cudnn_forward(
+            views.once(_heads_first, (q,), call.q_rows),
+            _heads_first(k, call.k_rows), _heads_first(v, call.k_rows),
+            None, True, 0.0, call.is_causal, False, scale=scale,
+        )  # fmt: skip
+        # [B, H, S, 1] in torch 2.13
+        lse = lse.reshape(out.shape[:3])
+        if call.is_plain:
+            return out, lse
+        return _back(out.transpose(1, 2), call.q_rows, len(q), call), _lse_back(lse, call, len(q))
+
+    def backward(
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys = call.q_rows, call.k_rows
+        grad_out, q, out, lse = views.once(_rows_of, queries, _heads_first, rows, call.bias, False)
+        found = self._operators.cudnn_backward(
+            grad_out, q, _heads_first(k, keys), _heads_first(v, keys), out,
+            lse.unsqueeze(-1), lse, lse, None, None, None,
+            rows.length, keys.length, 0.0, call.is_causal, scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = found
+        if call.is_plain:
+            return dq, dk, dv
+        sides = ((dq, rows), (dk, keys), (dv, keys))
+        dq, dk, dv = (_back(x.transpose(1, 2), side, len(queries.q), call) for x, side in sides)
+        return dq, dk, dv
+
+
+def _window(call: FlashCall) -> tuple[int, int]:
+    # is_causal says it already; None is no number to FlashAttention 3
+    return (OPEN, OPEN) if call.is_causal else (call.left, call.right)
+
+
+def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
+    """Return cum_seq_q, cum_seq_k, max_q, max_k."""
+    if not call.q_ends:
+        return None, None, call.q_rows.length, call.k_rows.length
+    queries, keys = (max(lengths) for lengths in zip(*call.lengths, strict=True))
+    # with a max_q of 1 FlashAttention 2 takes it that every sequence has one query
+    # One copy to the device for all layers and steps; the host does not wait for it.
+    ends = numbers_on((call.q_ends, call.k_ends), like.device, torch.int32)
+    return ends[0], ends[1], max(queries, 2), keys
+
+
+def _rows_of(
+    grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor,
+    view: Callable[..., Tensor], rows: Rows, bias: float, packed: bool,
+) -> OfQueries:  # fmt: skip
+    lse = lse - bias if bias else lse  # exp(score + bias - lse) without a bias tensor
+    return OfQueries(view(grad_out, rows), view(q, rows), view(out, rows), _lse_of(lse, rows, packed))
+
+
+def _tokens_first(x: Tensor, rows: Rows) -> Tensor:
+    """View rows of x [B, H, S, D] as [B, n, H, D]; repetitions are the batch, samples then heads."""
+    part = rows.of(x)
+    return part.transpose(1, 2) if rows.repeats == 1 else part.permute(1, 3, 0, 2, 4).flatten(2, 3)
+
+
+def _heads_first(x: Tensor, rows: Rows) -> Tensor:
+    return _tokens_first(x, rows).transpose(1, 2)
+
+
+def _packed(x: Tensor, rows: Rows) -> Tensor:
+    """View rows of x [B, H, S, D] as [n, B * H, D]."""
+    return rows.of(x).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _back(x: Tensor, rows: Rows, samples: int, call: FlashCall) -> Tensor:
+    """Return the shape of `rows.of`."""
+    if call.q_ends:
+        return x.unflatten(1, (samples, -1)).permute(1, 2, 0, 3)
+    if rows.repeats == 1:
+        return x.transpose(1, 2)
+    return x.unflatten(2, (samples, -1)).permute(2, 0, 3, 1, 4)
+
+
+def _lse_back(lse: Tensor, call: FlashCall, samples: int) -> Tensor:
+    """Return an lse [H, total] or [B, H, n] in the shape of `rows.of`."""
+    if call.q_ends:
+        return lse.unflatten(0, (samples, -1))
+    return lse if call.q_rows.repeats == 1 else lse.unflatten(1, (samples, -1)).transpose(0, 1)
+
+
+def _lse_of(lse: Tensor, rows: Rows, packed: bool) -> Tensor:
+    """Return the lse [B, H, S] as the operators read it: contiguous, heads before tokens."""
+    part = rows.of(lse)
+    if packed:
+        part = part.flatten(0, 1)
+    elif rows.repeats > 1:
+        part = part.transpose(0, 1).flatten(1, 2)
+    return part.contiguous()
+
+
+# Aten's operator for the CPU knows full rectangles, and triangles from the top left. Every other window is
+# cut into strips of queries, each one rectangle with a bias that hides its corners.
+
+STRIP = 128  # queries of one strip
+HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would return lse 0
+
+
+class OnCpu(Executor):
+    """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
+
+    name, multiple, tokens_first = "cpu", 1, False
+    widest = None
+
+    def forward(
+        self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        (q_all,) = call.q_rows.views(q, batched=True)
+        k_all, v_all = call.k_rows.views(k, v, batched=True)
+        out = torch.zeros_like(q_all, memory_format=torch.contiguous_format)
+        lse = q_all.new_full(q_all.shape[:-1], -INFINITY)
+        for strip in _strips(call):
+            queries, keys = strip.queries, strip.keys
+            part, part_lse = self._operators.cpu_forward(
+                q_all[:, :, queries], k_all[:, :, keys], v_all[:, :, keys], 0.0, strip.is_causal,
+                attn_mask=strip.bias(q), scale=scale,
+            )  # fmt: skip
+            # with hidden keys alone the lse is about HIDDEN, far below that of any row with a real key
+            empty = part_lse < HIDDEN / 10
+            out[:, :, queries] = part.masked_fill(empty.unsqueeze(-1), 0)
+            lse[:, :, queries] = part_lse.masked_fill(empty, -INFINITY)
+        return _unbatch(call.q_rows, out), _unbatch(call.q_rows, lse)
+
+    def backward(
+        self, views: Views, call: FlashCall, queries: OfQueries, k: Tensor, v: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, keys = call.q_rows, call.k_rows
+        grad, q_all, whole, sums = rows.views(*queries, batched=True)
+        k_all, v_all = keys.views(k, v, batched=True)
+        # exp(hidden - 0) is 0, as the weights of a row without keys must be
+        sums = (sums - call.bias).masked_fill(sums == INFINITY, 0)
+        dq, dk, dv = (
+            torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q_all, k_all, v_all)
+        )
+        for strip in _strips(call):
+            i, j = strip.queries, strip.keys
+            found = self._operators.cpu_backward(
+                grad[:, :, i], q_all[:, :, i], k_all[:, :, j], v_all[:, :, j], whole[:, :, i], sums[:, :, i],
+                0.0, strip.is_causal, attn_mask=strip.bias(q_all), scale=scale,
+            )  # fmt: skip
+            for total, part, where in zip((dq, dk, dv), found, (i, j, j), strict=True):
+                total[:, :, where] += part
+        return _unbatch(rows, dq), _unbatch(keys, dk), _unbatch(keys, dv)
+
+
+class _Strip(NamedTuple):
+    """Hold a rectangle of a call: query i sees key j if least <= j - i <= most, counted inside it."""
+
+    queries: slice
+    keys: slice
+    least: int
+    most: int
+    is_causal: bool = False
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """Return what hides the pairs outside the window; None where there are none."""
+        n, m = (side.stop - side.start for side in (self.queries, self.keys))
+        if self.is_causal or (self.least <= 1 - n and self.most >= m - 1):
+            return None
+        hidden = like.new_full((n, m), HIDDEN)
+        low, high = max(self.least, -n), min(self.most, m)
+        return hidden.tril(low - 1) + hidden.triu(high + 1)
+
+
+def _strips(call: FlashCall) -> Iterator[_Strip]:
+    i0 = j0 = 0
+    for queries, keys in call.lengths:
+        yield from _strips_of_one(call, i0, j0, queries, keys)
+        i0, j0 = i0 + queries, j0 + keys
+
+
+def _strips_of_one(call: FlashCall, i0: int, j0: int, queries: int, keys: int) -> Iterator[_Strip]:
+    """Yield the rectangles of one sequence; whole where nothing is hidden or it is a square triangle."""
+    triangle = call.is_causal and queries == keys
+    if triangle or (call.left == OPEN and call.right == OPEN):
+        if queries and keys:
+            yield _Strip(slice(i0, i0 + queries), slice(j0, j0 + keys), -queries, keys, triangle)
+        return
+    shift = keys - queries
+    least = -queries if call.left == OPEN else shift - call.left
+    most = keys if call.right == OPEN else shift + call.right
+    for first in range(0, queries, STRIP):
+        end = min(first + STRIP, queries)
+        low, high = max(0, first + least), min(keys, end - 1 + most + 1)
+        if low < high:
+            where = slice(i0 + first, i0 + end), slice(j0 + low, j0 + high)
+            yield _Strip(*where, least + first - low, most + first - low)
+
+
+def _unbatch(rows: Rows, x: Tensor) -> Tensor:
+    return x if rows.repeats == 1 else x.unflatten(0, (-1, rows.repeats))

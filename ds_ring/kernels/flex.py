@@ -1,0 +1,557 @@
+"""The kernel "flex": FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
+
+Which pairs are attended comes as tensors (`kernels/block_mask.py`): a compiled function reads no Python
+number that differs from hop to hop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable, Hashable, Iterator
+from copy import copy
+from functools import partial
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention as forward_operator
+from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
+from torch.nn.attention.flex_attention import BlockMask
+
+from ds_ring.comm.streams import numbers_on
+from ds_ring.errors import RingShapeError
+from ds_ring.kernels.block_mask import (
+    BandTensors,
+    HopMask,
+    HopTensors,
+    TableOptions,
+    hop_mask,
+    side_beforehand,
+)
+from ds_ring.kernels.flex_options import checked_options, options_on
+from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
+from ds_ring.masks.mask_mod import DERIVATIVE, VALUE, Scores
+from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.tiles import Tiles
+from ds_ring.masks.traced import ByIdentity
+
+# FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
+#
+# [Note: labels for FlexAttention]
+# A table of tiles carries the pattern that it was cut from. For each pair the mask loads two positions, and
+# two labels for each branch. So one compiled function serves all hops, ranks and layers, and all patterns
+# with the same numbers of branches and bands.
+
+
+def constants_of_rule(rule: BoundPattern, device: torch.device) -> Hashable:
+    """Return what `block_mask_of` and `score_mod_of` make constants of, for all hops with this rule."""
+    functions = tuple(
+        tuple(constants_of_function(mask.function(device)) for mask in band[2]) for band in rule.bands
+    )
+    branches = (len(rule.branches_by_head), len(rule.branches_by_head[0]))
+    return (*branches, tuple(map(tuple, functions)), len(rule.mask_heads), rule.counts_twice)
+
+
+def constants_of_function(function: object) -> Hashable:
+    """Return what torch.compile makes constants of in a traced function, or in what one captured.
+
+    Dynamo knows a function by its code; a captured tensor is an input, of a fixed shape.
+    """
+    if isinstance(function, FunctionType):
+        captured = [cell.cell_contents for cell in function.__closure__ or ()]
+        return ByIdentity(function.__code__), constants_of_function(tuple(captured))
+    if isinstance(function, Tensor):
+        return function.dtype, function.device, function.shape, function.stride(), function.requires_grad
+    if isinstance(function, tuple):
+        return tuple(map(constants_of_function, function))
+    plain = function is None or isinstance(function, (bool, int, float, str))
+    return (type(function), function) if plain else ByIdentity(function)
+
+
+class ScoreTensors(NamedTuple):
+    """Hold a score_mod, its derivative, and the numbers of the query heads, int64 [heads]."""
+
+    value: Callable[..., Tensor]
+    derivative: Callable[..., Tensor]
+    heads: Tensor
+
+
+def _at(table: Tensor, *indices: Tensor) -> Tensor:
+    """Return one element, as an operator: a joint graph is derived by a call; `table[i, j]` would read."""
+    found: Tensor = torch.ops.aten.index.Tensor(table, indices)
+    return found
+
+
+def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return m of a pair; what all branches have in common, be it the band or the masks, is left out."""
+    pairs = list(zip(mask.q.labels, mask.k.labels, strict=True))
+    heads = pairs[0][0].shape[0]
+
+    def count(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        total = None
+        for number, (q_label, k_label) in enumerate(pairs):
+            # One row of labels for all query heads of a K/V head, or one for each.
+            head_in_group = head % heads
+            own = _at(q_label, head_in_group, query)
+            # A token without a label (-1) sees nothing, not even another one without.
+            same = (own == _at(k_label, head_in_group, key)) & (own >= 0)
+            # A band that all branches share is left to the mask_mod: once a pair, not once a branch.
+            if len(mask.bands) > 1:
+                same = same & _in_band(mask, mask.bands[number], batch, head, query, key)
+            total = same.to(torch.int32) if total is None else total + same.to(torch.int32)
+        assert total is not None
+        return total
+
+    return count
+
+
+def _in_band(
+    mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+) -> Tensor:
+    """Return whether a pair lies within a band of distances and its masks show it."""
+    q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
+    gap = q_position - k_position
+    visible = (gap >= band.least) & (gap <= band.most)
+    for function in band.functions:
+        number = _at(mask.head_numbers, head % mask.head_numbers.shape[0])
+        visible = visible & function(batch, number, q_position.long(), k_position.long())
+    return visible
+
+
+def block_mask_of(mask: HopTensors, block: int) -> BlockMask:
+    """Return the BlockMask of a hop, its mask a function of captured tensors."""
+    count, q, k = _count(mask), mask.q, mask.k
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = count(batch, head, query, key) > 0
+        if len(mask.bands) == 1:
+            visible = visible & _in_band(mask, mask.bands[0], batch, head, query, key)
+        return visible
+
+    return BlockMask(
+        (q.position.shape[0], k.position.shape[0]),
+        *mask.partial_rows,
+        *mask.full_rows,
+        *mask.partial_columns,
+        *mask.full_columns,
+        BLOCK_SIZE=(block, block),
+        mask_mod=mask_mod,
+    )
+
+
+def score_mod_of(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., Tensor]:
+    """Return a score_mod that changes scores as the caller's, and adds log m where it can be other than 0."""
+    count = _count(mask)
+    if scores is not None:
+        own, _, heads = scores
+
+        def changed(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
+            score = own(score, batch, _at(heads, head), q_position, k_position, score)
+            return weighted(score, batch, head, query, key) if mask.counts_twice else score
+
+    def weighted(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # m is 0 for pairs that the mask hides: clamped, so that no log of 0 is formed.
+        return score + count(batch, head, query, key).clamp(min=1).to(score.dtype).log()
+
+    def plain(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score
+
+    if scores is not None:
+        return changed
+    return weighted if mask.counts_twice else plain
+
+
+# PyTorch's FlexAttention operators for one hop: the two functions that torch.compile compiles.
+
+Call = Callable[..., tuple[Tensor, ...]]
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: HopTensors,
+    scores: ScoreTensors | None,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of one hop; the lse as the operator has it."""
+    blocks = block_mask_of(mask, block).as_tuple()
+    out, lse, *_ = forward_operator(q, k, v, score_mod_of(mask, scores), blocks, scale, options)
+    return out, lse
+
+
+# [Note: the backward operator]
+# The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
+# `flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
+# `_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+# joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With w =
+# exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor | None,
+    mask: HopTensors,
+    scores: ScoreTensors | None,
+    block: int,
+    scale: float,
+    options: dict[str, Any],
+    joint_graph: Callable[..., Any] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) of one hop from the global out and lse; the lse as the operator takes it."""
+    blocks, score_mod = block_mask_of(mask, block).as_tuple(), score_mod_of(mask, scores)
+    graph: Any = None if joint_graph is None else joint_graph(mask, scores)
+    # A joint graph of None is derived from the score_mod by the compiler; [Note: the backward operator]
+    dq, dk, dv, _ = backward_operator(
+        q, k, v, out, lse, grad_out, grad_lse, score_mod, graph, blocks, scale, options, (), ()
+    )
+    return dq, dk, dv
+
+
+def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[..., list[Tensor | None]]:
+    """Return the joint graph of `score_mod_of`: log m is added, so it has no part in the derivative.
+
+    Nothing derives it where nothing is compiled: below autograd, where the ring's operator runs, torch would
+    find no gradient.
+    """
+
+    def joint(
+        score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor, grad: Tensor
+    ) -> list[Tensor | None]:
+        if scores is not None:
+            q_position, k_position = _at(mask.q.position, query).long(), _at(mask.k.position, key).long()
+            number = _at(scores.heads, head)
+            grad = scores.derivative(score, batch, number, q_position, k_position, grad)
+        return [grad, None, None, None, None]
+
+    return joint
+
+
+# [Note: one compilation]
+# torch.compile makes constants of Python values and of sizes that it was not told about. So everything that
+# differs from hop to hop enters as a tensor whose token dimensions are marked dynamic (the batch too, from 2
+# samples on), the BlockMask is put together inside the compiled function, and inputs are contiguous (strides
+# are constants too). `Constants` names the rest, and each value of it has a code object of its own: Dynamo
+# makes a size symbolic at the second value that a code object sees, which Inductor's CUDA lowering of flex
+# refuses for heads, and it refuses the ninth compilation of a code object. The same value says which pass
+# compiles, and so which deadline it has (context.py): there is no second list.
+class Constants(NamedTuple):
+    """Hold what a compiled function takes for constants, beside the side of a block.
+
+    Attributes:
+        way: "forward", "backward", or "recomputed", the forward function with gradients.
+        device: of the tensors.
+        dtypes: of queries, of K, of V and of the gradient of the output (None in a forward pass).
+        has_grad_lse: there is a gradient of the lse.
+        inference: queries and keys are inference tensors.
+        one_sample: the batch is 1.
+        queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
+        sizes: query heads, K/V heads, head_dim of queries and of values.
+        rule: what of the mask stands in the code, `constants_of_rule`.
+        scale: of the scores.
+        scores: the score_mod, `constants_of_function`; None for none.
+        options: of FlexAttention, as pairs.
+    """
+
+    way: str
+    device: torch.device
+    dtypes: tuple[torch.dtype | None, ...]
+    has_grad_lse: bool
+    inference: tuple[bool, bool]
+    one_sample: bool
+    queries: int
+    sizes: tuple[int, int, int, int]
+    rule: Hashable
+    scale: float
+    scores: Hashable
+    options: tuple[tuple[str, Any], ...]
+
+
+_compiled: dict[tuple[str | None, Constants, int], Call] = {}
+_numbers = itertools.count()
+
+
+def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
+    """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
+    key = (backend, constants, block)
+    if key not in _compiled:
+        call: Any = _backward if constants.way == "backward" else _forward
+        if backend is None:
+            call = partial(call, joint_graph=_joint_graph) if call is _backward else call
+        else:
+            # Dynamo keeps what it has seen of a function's inputs by file, line and name.
+            code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
+            own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
+            call = torch.compile(own, backend=backend, fullgraph=True)
+        _compiled[key] = call
+    return _compiled[key]
+
+
+ALL_HEADS = slice(None)
+BLOCK = 128  # side of a block, slots: FlexAttention's own
+SHORTEST = 128  # queries; Inductor compiles anew for fewer, whatever BACKEND says (torch 2.13)
+_log = logging.getLogger(__name__)
+
+
+class FlexKernel:
+    """Call FlexAttention over blocks.
+
+    Args:
+        block_size: side of a block in slots.
+        backend: of torch.compile; None computes densely without compiling, on any device, for tests.
+        recompute: differentiate a recomputed hop; None does so where the operator cannot be compiled.
+        scores: how scores are changed; None for not.
+        device_blocks: take blocks and warps by device, [Note: blocks that do not spill]; else Inductor's.
+        kernel_options: FlexAttention's `kernel_options`.
+    """
+
+    name = "flex"
+    few_parts = True
+
+    def __init__(
+        self,
+        block_size: int = BLOCK,
+        backend: str | None = "inductor",
+        recompute: bool | None = None,
+        scores: Scores | None = None,
+        device_blocks: bool = True,
+        **kernel_options: Any,
+    ) -> None:
+        self._scores, self._device_blocks = scores, device_blocks
+        self._options = tuple(checked_options(kernel_options).items())
+        self._natural = ("BACKEND", "FLASH") in self._options
+        self._block = block_size
+        self._backend = backend
+        # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
+        able = operator_compiles() and scores is None
+        self._recompute = recompute if recompute is not None else bool(backend) and not able
+        if self._recompute:
+            _log.warning(
+                "ds_ring: kernel 'flex' computes every hop again in the backward pass (29 %% more FLOPs):"
+                " torch %s does not compile flex_attention_backward by itself with %s",
+                torch.__version__,
+                "a score_mod" if scores is not None else "any function; torch 2.13 does",
+            )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        if not len(tiles):
+            return
+        mask, constants = self._mask(q, tiles), self._constants_of_hop(Operands(q, k, v), tiles, scale)
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        # Inputs are computed in their own dtype; under autocast the operator would cast them.
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            out, lse = self._attend(_part(q, mask.q_rows), k, v, mask, constants)
+        yield PartialOut(ALL_HEADS, _rows(mask.q_rows), out, lse)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        if not len(tiles):
+            return
+        call = self._recomputed if self._recompute else self._operator
+        mask, slots = self._mask(q, tiles), k.shape[2]
+        operands = Operands(q, k, v, grad_out, grad_lse is not None)
+        constants = self._constants_of_hop(operands, tiles, scale)
+        grad_out, q, out, lse = (_part(x, mask.q_rows) for x in (grad_out, q, out, lse))
+        k, v = (_part(x, mask.k_rows) for x in (k, v))
+        lse = lse.masked_fill(lse == float("-inf"), 0.0)  # of rows that see nothing: no NaN is formed
+        if grad_lse is not None:
+            grad_lse = _part(grad_lse, mask.q_rows)
+        # The ring's operators run below autograd, which must record here: a recomputed hop is differentiated,
+        # and so is a score_mod, for its joint graph.
+        below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+        with torch.autocast(q.device.type, enabled=False), below, torch.enable_grad():
+            dq, dk, dv = call(grad_out, q, out, lse, k, v, mask, constants, grad_lse)
+        first, length = mask.k_rows
+        if slots < first + length:  # the key that `_part` has added
+            length = slots - first
+            dk, dv = dk[:, :, :length], dv[:, :, :length]
+        yield PartialGrads(ALL_HEADS, _rows(mask.q_rows), _rows((first, length)), dq, dk, dv)
+
+    def of_heads(self, heads: slice) -> FlexKernel:
+        if self._scores is None:
+            return self
+        found = copy(self)
+        found._scores = self._scores.of(heads)
+        return found
+
+    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+        """Return whether a pass is going to compile something, as far as anything but its tables says."""
+        if self._backend is None:
+            return False
+        q, k = operands.q, operands.k
+        wanted = set()
+        for hop, tiles in enumerate(part.hops):
+            if len(tiles):
+                # What arrives lies in the pool's buffers, which are never inference tensors.
+                inference = q.is_inference(), hop == 0 and k.is_inference()
+                wanted.add((_rule_of(tiles), side_beforehand(tiles, self._asked(q), k.shape[2]), inference))
+        heads = part.query_heads, part.kv_heads
+        keys = (
+            (self._backend, self._constants(operands, heads, rule, scale, inference), side)
+            for rule, side, inference in wanted
+        )
+        return any(key[2] is None or key not in _compiled for key in keys)
+
+    def _constants(
+        self, operands: Operands, heads: tuple[int, int], rule: BoundPattern, scale: float,
+        inference: tuple[bool, bool],
+    ) -> Constants:  # fmt: skip
+        """Return what the functions for these tensors are compiled for, but the side of a block."""
+        q, k, v, grad_out, has_grad_lse = operands
+        way = "forward" if grad_out is None else "recomputed" if self._recompute else "backward"
+        return Constants(
+            way,
+            q.device,
+            (q.dtype, k.dtype, v.dtype, None if grad_out is None else grad_out.dtype),
+            has_grad_lse,
+            inference,
+            q.shape[0] == 1,
+            0 if q.shape[2] >= SHORTEST else min(q.shape[2], 2),
+            (*heads, q.shape[3], v.shape[3]),
+            constants_of_rule(rule, q.device),
+            scale,
+            constants_of_function(self._score_functions(q)),
+            self._options
+            if not self._device_blocks
+            else options_on(self._options, q.device, max(q.shape[3], v.shape[3]), q.dtype, self._block),
+        )
+
+    def _constants_of_hop(self, operands: Operands, tiles: Tiles, scale: float) -> Constants:
+        q, k = operands.q, operands.k
+        inference = q.is_inference(), k.is_inference()
+        return self._constants(operands, (q.shape[1], k.shape[1]), _rule_of(tiles), scale, inference)
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        if not len(tiles):
+            return 0
+        mask = hop_mask(tiles, self._block, torch.device("cpu"))
+        tensors = mask.tensors
+        # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
+        counts = tensors.partial_rows.counts + tensors.full_rows.counts
+        return int(counts.sum()) * mask.block**2 // counts.shape[1]
+
+    def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
+        if q.shape[-1] < 16 and q.device.type != "cpu":
+            raise RingShapeError(
+                f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
+            )
+        return hop_mask(tiles, *self._asked(q))
+
+    def _asked(self, q: Tensor) -> TableOptions:
+        shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
+        return TableOptions(self._block, q.device, shortest, q.shape[2], scored)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: HopMask, constants: Constants
+    ) -> tuple[Tensor, Tensor]:
+        """Return (out, lse) of one hop, the lse natural."""
+        call = compiled_call(self._backend, constants, mask.block)
+        out, lse = call(q, k, v, *self._how(q, mask, constants))
+        return out, lse if self._natural else lse * math.log(2)
+
+    def _how(self, q: Tensor, mask: HopMask, constants: Constants) -> tuple[Any, ...]:
+        """Return the arguments that both compiled functions take last."""
+        scores, functions = None, self._score_functions(q)
+        if self._scores is not None and functions is not None:
+            scores = ScoreTensors(*functions, numbers_on(tuple(self._scores.heads), q.device))
+        return _marked(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
+
+    def _score_functions(self, q: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+        """Return the score_mod and its derivative for queries like these; None for none."""
+        if self._scores is None:
+            return None
+        mod, traced = self._scores.mod, self._scores.mod.traced(torch.promote_types(q.dtype, torch.float32))
+        value, derivative = (traced.function(q.device, result) for result in (VALUE, DERIVATIVE))
+        if self._backend is not None and mod.has_own_derivative:
+            # The compiler derives the gradient of the code that it is given: only the function itself has it.
+            mod.check_unchanged()
+            value = mod.untraced
+        return value, derivative
+
+    def _operator(
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
+        constants: Constants, grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return (dq, dk, dv) by the operator; the lse is finite."""
+        if not self._natural:  # of the lse in base 2, and its gradient
+            lse = _like_hops(lse / math.log(2))
+            grad_lse = None if grad_lse is None else _like_hops(grad_lse * math.log(2))
+        call = compiled_call(self._backend, constants, mask.block)
+        return call(grad_out, q, k, v, out, lse, grad_lse, *self._how(q, mask, constants))
+
+    def _recomputed(
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,
+        constants: Constants, grad_lse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Return the same by autograd of a recomputed hop; see [Note: the backward operator]."""
+        leaves = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
+        out_hop, lse_hop = self._attend(*leaves, mask, constants)
+        with torch.no_grad():
+            weight = torch.exp(lse_hop - lse).unsqueeze(-1)
+            grad = grad_out.to(weight.dtype)
+            of_lse = (weight * grad * (out_hop.to(weight.dtype) - out)).sum(-1)
+            if grad_lse is not None:  # d lse / d lse_hop = w
+                of_lse = of_lse + weight.squeeze(-1) * grad_lse
+        return torch.autograd.grad((out_hop, lse_hop), leaves, ((weight * grad).to(out_hop.dtype), of_lse))
+
+
+def operator_compiles() -> bool:
+    """Return True if Dynamo derives the operator's joint graph; [Note: the backward operator]."""
+    from torch._dynamo.variables.higher_order_ops import FlexAttentionBackwardHighOrderVariable
+
+    return hasattr(FlexAttentionBackwardHighOrderVariable, "_derive_joint_graph")
+
+
+def _rows(first_and_length: tuple[int, int]) -> Rows:
+    first, length = first_and_length
+    return Rows(first, 1, length)
+
+
+def _part(x: Tensor, rows: tuple[int, int]) -> Tensor:
+    """Return slots of x [B, heads, S, ...], contiguous and marked; [Note: one compilation]."""
+    first, length = rows
+    part = x.detach()[:, :, first : first + length].contiguous()
+    if part.shape[2] < length:  # one key, and another one without a label: a size of 1 is a constant
+        part = torch.cat([part, torch.zeros_like(part)], dim=2)
+    strides = [math.prod(part.shape[dim + 1 :]) for dim in range(part.dim())]  # of sizes of 1 as well
+    return _like_hops(part.as_strided(part.shape, strides))
+
+
+def _like_hops(x: Tensor) -> Tensor:
+    """Mark x [B, heads, S, ...]: samples and slots vary from call to call, other sizes are constants."""
+    torch._dynamo.mark_static(x, [1, *range(3, x.dim())])
+    return _dynamic(x, 2) if x.shape[0] == 1 else _dynamic(x, 0, 2)
+
+
+def _rule_of(tiles: Tiles) -> BoundPattern:
+    assert tiles.rule is not None, "flex: tiles that are cut from no rule"
+    return tiles.rule
+
+
+def _dynamic(x: Tensor, *dims: int) -> Tensor:
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    return x
+
+
+def _marked(tensors: HopTensors) -> HopTensors:
+    """Return the same tensors, their token and block dimensions marked as dynamic (once: marks stay)."""
+    for tokens in (tensors.q, tensors.k):
+        _dynamic(tokens.position, 0)
+        for labels in tokens.labels:
+            _dynamic(labels, 1)
+    for table in (tensors.partial_rows, tensors.full_rows, tensors.partial_columns, tensors.full_columns):
+        _dynamic(table.counts, 2)
+        _dynamic(table.blocks, 2, 3)
+    return tensors

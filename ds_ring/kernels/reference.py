@@ -1,0 +1,89 @@
+"""Compute the oracle: plain dense mathematics, any floating dtype, any device. Slow and obvious.
+
+Every other kernel is tested against this one, and this one against a dense softmax in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
+from ds_ring.masks.mask_mod import Scores
+from ds_ring.masks.tiles import Tiles
+
+
+def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
+    """Return exp(scores - lse); 0 where a row sees nothing at all."""
+    # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
+    return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
+
+
+class ReferenceKernel:
+    """Compute dense scores per tile, in at least float32."""
+
+    name = "reference"
+
+    def __init__(self, scores: Scores | None = None) -> None:
+        self._scores_of = scores
+
+    def of_heads(self, heads: slice) -> ReferenceKernel:
+        return self if self._scores_of is None else ReferenceKernel(self._scores_of.of(heads))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        for tile in each_tile(tiles):
+            heads = tile.heads(q.shape[1] // k.shape[1])
+            _, scores, _, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
+            lse = torch.logsumexp(scores, dim=-1)
+            yield PartialOut(heads, tile.q_rows, weights_of(scores, lse) @ v_t, lse)
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        groups = k.shape[1]
+        for tile in each_tile(tiles):
+            heads = tile.heads(q.shape[1] // groups)
+            products, scores, k_t, v_t = self._scores(q[:, heads], k, v, tile, scale, heads)
+            q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
+            # With the global lse these are this tile's columns of the whole softmax.
+            weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
+            # With the global out this is the sum over all keys, which no tile could form by itself.
+            delta = (grad_t * out_t).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
+            dscores = weights * (grad_t @ v_t.mT - delta)
+            if self._scores_of is not None:
+                positions = tile.positions(q.device)
+                dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)
+                # the derivative of a pair that is hidden may be infinite, or NaN
+                dscores = dscores.masked_fill(scores == float("-inf"), 0)
+            dscores = dscores * scale
+            dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
+            yield PartialGrads(heads, tile.q_rows, tile.k_rows, dscores @ k_t, dk, dv)
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return int((tiles.q.length * tiles.k.length).sum())
+
+    def _scores(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float, heads: slice
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return scores [B, heads, queries, keys], the same changed and masked, and expanded keys, values."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        q_t = tile.q_rows.of(q).to(dtype)
+        # Query head h meets K/V head h // (H / G).
+        k_t, v_t = (
+            tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+        )
+        visible = tile.visible(len(q), q.device)
+        # log m: what is constant in the tile here, what varies from pair to pair below.
+        products = q_t @ k_t.mT * scale
+        scores = products
+        if self._scores_of is not None:
+            scores = self._scores_of.of(heads).changed(products, *tile.positions(q.device))
+        scores = scores + tile.bias
+        if tile.inside is not None:
+            scores = scores + tile.inside.bias(q_t.shape[2], k_t.shape[2], dtype, q.device)
+        return products, scores.masked_fill(~visible, float("-inf")), k_t, v_t

@@ -1,0 +1,208 @@
+"""Name kernels: one hop's attention, forward and backward. Their rows stand in `ds_ring/registry.py`.
+
+The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They stand in
+`rates.json` beside this file, which `tools/bench_gpu.py --write-rates` writes on a machine with the device,
+in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
+
+[Note: which kernel auto is]
+With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
+Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
+FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
+all else it takes the kernel of the device's row in the registry. The log says which, and why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_ring.errors import RingConfigError
+from ds_ring.kernels.interface import Kernel, KernelNeeds
+from ds_ring.masks.mask_mod import Scores
+from ds_ring.masks.pattern import Pattern
+from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
+
+__all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
+
+RATES = Path(__file__).with_name("rates.json")
+# A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
+FORWARD, BACKWARD = 4.0, 10.0
+
+RatesByTile = Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+class Fastest(NamedTuple):
+    """Hold a kernel, and why it was taken."""
+
+    kernel: str
+    why: str
+
+
+def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
+    """Return what was measured of the current device, by kind of tile and kernel; empty if nothing was."""
+    if device_type != "cuda" or not torch.cuda.is_available():
+        return {}
+    return _all_rates(path).get(torch.cuda.get_device_name(), {})
+
+
+@lru_cache(maxsize=1)
+def _all_rates(path: Path) -> dict[str, RatesByTile]:
+    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:
+    """Return the kernel that takes the least time for both passes of a pair; None without two to compare.
+
+    Args:
+        rates: of a device.
+        kind: `Pattern.tile_kind`.
+        able: names of the kernels that can do what is asked.
+    """
+    measured = rates.get(kind, {})
+    seconds = {
+        name: FORWARD / measured[name][0] + BACKWARD / measured[name][1] for name in able if name in measured
+    }
+    if len(seconds) < 2:
+        return None
+    first, second, *_ = sorted(seconds, key=lambda name: seconds[name])
+    return Fastest(
+        first, f"{seconds[second] / seconds[first]:.2f} times as fast as {second!r} on {kind} tiles, measured"
+    )
+
+
+_log = logging.getLogger(__name__)
+
+
+def get_kernel(
+    name: str, device_type: str, options: tuple[tuple[str, Any], ...] = (), block_size: int | None = None,
+    scores: Scores | None = None, asked: KernelNeeds | None = None,
+) -> Kernel:  # fmt: skip
+    """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
+
+    Args:
+        name: of a row of `KERNELS`, or "auto": the fastest by measured rates, and without them what
+            [Note: which kernel auto is] says; where scores are changed and that one cannot, the
+            reference.
+        device_type: of the tensors, "cpu" or "cuda".
+        options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
+            those of FlexAttention, "flash" implementation.
+        block_size: of the JSON; side of a block of "flex", in slots.
+        scores: how scores are changed; None for not.
+        asked: what it will be given; None where nobody knows yet.
+
+    Raises:
+        RingConfigError: unknown name or option, a kernel that does not run on that device, or one that cannot
+            do what is asked.
+        RingShapeError: a dtype or a head dimension that it does not take.
+    """
+    if name == "auto":
+        if device_type not in FAST_KERNELS:
+            raise RingConfigError(
+                f'kernel "auto" has no fast kernel for {device_type} tensors in this version; set'
+                ' "kernel": "reference" to run the plain one there, knowing that it is slow'
+            )
+        name = _chosen(device_type, scores, asked)
+    if name not in KERNELS:
+        raise RingConfigError(
+            f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}"
+        )
+    row = KERNELS[name]
+    if row.device not in (None, device_type):
+        raise RingConfigError(
+            f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
+        )
+    refusal = load(row.refuses)(asked) if row.refuses is not None and asked is not None else None
+    if refusal is not None:
+        raise refusal
+    # a key of its own in the JSON
+    sizes: dict[str, Any] = {}
+    if row.takes_blocks and block_size is not None:
+        sizes["block_size"] = block_size
+    if scores is not None:
+        if not row.takes_scores:
+            able = [name for name, one in KERNELS.items() if one.takes_scores]
+            raise RingConfigError(
+                f'score_mod: expected a kernel that changes scores ({", ".join(able)}), got "{name}" for'
+                f' {device_type} tensors; set "kernel": "reference" (slow), or run on CUDA with "flex"'
+            )
+        sizes["scores"] = scores
+    return _made(name, options, tuple(sizes.items()))
+
+
+def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_size: int) -> int:
+    """Return the side of the blocks in which a kernel computes, for `make_layout`; 1 for one that does not.
+
+    A layout is chosen before there are tensors: "auto" is looked up for bfloat16 and a head dimension that
+    all kernels take.
+
+    Args:
+        name: of a row of `KERNELS`, or "auto"; an unknown one is refused where it is made.
+        device_type: of the tensors.
+        patterns: of the layers; blocks count if the kernel of one of them computes in them.
+        block_size: of the JSON.
+    """
+    names = {name}
+    if name == "auto" and device_type in FAST_KERNELS:
+        asked = (KernelNeeds(device_type, torch.bfloat16, 128, pattern) for pattern in patterns)
+        names = {_chosen(device_type, None, one) for one in asked}
+    rows = (KERNELS[one] for one in names if one in KERNELS)
+    return block_size if any(row.takes_blocks for row in rows) else 1
+
+
+@lru_cache(maxsize=16)
+def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[str, Any], ...]) -> Kernel:
+    """Make a kernel: one for all patterns, since it may keep what it has compiled."""
+    try:
+        kernel: Kernel = load(KERNELS[name].home)(**dict(options), **dict(sizes))
+        return kernel
+    # Options are keyword arguments of the kernel: one that it does not have is a TypeError.
+    except TypeError as error:
+        raise RingConfigError(
+            f"kernel_options {dict(options)} for kernel {name!r}: {error}; remove what it does not take"
+        ) from None
+
+
+def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) -> str:
+    """Return the kernel that "auto" stands for, and log it."""
+    name = FAST_KERNELS[device_type]
+    if scores is None and asked is not None:
+        able = [
+            name
+            for name, row in KERNELS.items()
+            if row.device in (None, device_type) and (row.refuses is None or load(row.refuses)(asked) is None)
+        ]
+        kind = asked.pattern.tile_kind
+        faster = fastest(rates_of(device_type), kind, able)
+        if faster is not None:
+            _say(faster.kernel, device_type, faster.why)
+            return faster.kernel
+        name = unmeasured(device_type, [kind], able)
+    if scores is None or KERNELS[name].takes_scores:
+        _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
+        return name
+    return _that_changes_scores(name, device_type, scores)
+
+
+@cache
+def _say(name: str, device_type: str, why: str) -> None:
+    """Log a choice, once each."""
+    _log.info("ds_ring: kernel %r for %s tensors%s", name, device_type, f" ({why})" if why else "")
+
+
+@lru_cache(maxsize=16)
+def _that_changes_scores(name: str, device_type: str, scores: Scores) -> str:
+    """Return a kernel that runs anywhere and changes scores; warn of it once."""
+    able = next(one for one, row in KERNELS.items() if row.takes_scores and row.device is None)
+    _log.warning(
+        "ds_ring: kernel %r for %s tensors, since the kernel %r cannot change scores (%s): it is slow, and"
+        " holds the scores of one tile at a time, as large as this rank's tokens squared",
+        able, device_type, name, scores.mod,
+    )  # fmt: skip
+    return able

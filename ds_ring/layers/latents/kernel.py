@@ -1,0 +1,183 @@
+"""Expand latents where they arrive: one hop of multi-head latent attention, by any other kernel.
+
+In multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1) the keys and
+values of all heads are linear functions of one latent per token, beside a rotary key that all heads share. So
+the ring sends the latent and the rotary key, as K and V of one head. `LatentKernel` makes K and V of some
+heads at a time, calls the kernel, and returns gradients of latents. The gradient of the up-projection stays
+here: it is a sum over the hops of this rank.
+
+Shapes: H query heads, n keys, L latent, N and R parts of a query's head_dim D without and with rotary
+embedding, E head_dim of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from ds_ring.errors import RingPatternError
+from ds_ring.kernels.interface import (
+    ALL_HEADS,
+    HeadsOfPass,
+    Kernel,
+    Operands,
+    PartialGrads,
+    PartialOut,
+    Rows,
+    compiles,
+)
+from ds_ring.masks.pattern import BoundPattern, Pattern
+from ds_ring.masks.tiles import Tiles
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.schedule.lowering import head_chunks
+
+NO_ROWS = Rows(0, 1, 0)
+
+
+def check_same_for_heads(bound: Pattern, pattern: Pattern) -> None:
+    """Raise RingPatternError for a pattern that differs between query heads, which all read one latent.
+
+    `bound` is that of a plan, for the heads of this Ulysses rank.
+    """
+    assert isinstance(bound, BoundPattern), "plans bind their patterns"
+    if len(bound.branches_by_head) > 1 or bound.mask_heads != (0,):
+        raise RingPatternError(
+            f"up_projection: expected a pattern that is the same for all heads, got {pattern}; pass expanded"
+            ' k and v ("latents": false in the JSON), or head_offsets "zero" of a dilated pattern'
+        )
+
+
+class LatentKernel:
+    """A kernel that gets latents [B, 1, n, L] in place of keys and rotary keys [B, 1, n, R] of values.
+
+    Args:
+        kernel: computes the attention of expanded keys and values.
+        value_dim: E.
+        chunk_bytes: heads are expanded in the smallest groups whose K or V of a shard is at least this large.
+        up: [H, N + E, L]; None until `of` is called.
+        gradient: [H, N + E, L] in the accumulators' dtype, which `backward` adds to.
+    """
+
+    name = "latents"
+
+    def __init__(
+        self, kernel: Kernel, value_dim: int, chunk_bytes: int, up: Tensor | None = None,
+        gradient: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.kernel, self.value_dim, self.chunk_bytes = kernel, value_dim, chunk_bytes
+        self.up, self.gradient = up, gradient
+        # of each group of heads, for all hops of a pass: a kernel may keep something from hop to hop
+        self._kernels: dict[int, Kernel] = {}
+
+    def of(self, up: Tensor, backward: bool) -> LatentKernel:
+        """Return the kernel of a pass with an up-projection [H, N + E, L]."""
+        gradient = torch.zeros_like(up, dtype=accumulator_dtype(up.dtype)) if backward else None
+        return LatentKernel(self.kernel, self.value_dim, self.chunk_bytes, up, gradient)
+
+    def of_heads(self, heads: slice) -> LatentKernel:
+        found = copy(self)
+        found.kernel, found._kernels = self.kernel.of_heads(heads), {}
+        if self.up is not None:
+            found.up = self.up[heads]
+        if self.gradient is not None:
+            found.gradient = self.gradient[heads]
+        return found
+
+    def forward(
+        self, q: Tensor, latent: Tensor, rope: Tensor, tiles: Tiles, scale: float
+    ) -> Iterator[PartialOut]:
+        if not len(tiles):
+            return
+        for heads in self._groups(q):
+            k, v = self._expanded(latent, rope, heads)
+            for part in self._kernel_of(heads).forward(q[:, heads], k, v, tiles, scale):
+                yield part._replace(heads=_among(heads, part.heads, q.shape[1]))
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, latent: Tensor, rope: Tensor, out: Tensor, lse: Tensor,
+        tiles: Tiles, scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        """Yield the gradients of queries tile by tile, and last those of all latents and rotary keys."""
+        if not len(tiles):
+            return
+        dtype = accumulator_dtype(q.dtype)
+        d_latent, d_rope = (torch.zeros_like(x, dtype=dtype) for x in (latent, rope))
+        no_keys, no_queries = (latent[:, :, :0], rope[:, :, :0]), q[:, :, :0]
+        nope = q.shape[-1] - rope.shape[-1]
+        for heads in self._groups(q):
+            k, v = self._expanded(latent, rope, heads)
+            # Tokens before heads, as a projection takes them: [B, n, heads, N + E].
+            batch, count, slots, _ = k.shape
+            expanded = latent.new_zeros((batch, slots, count, nope + self.value_dim), dtype=dtype)
+            of_keys, of_values = expanded.transpose(1, 2).split([nope, self.value_dim], dim=-1)
+            grad_here, q_here, out_here, lse_here = (x[:, heads] for x in (grad_out, q, out, lse))
+            of_lse = None if grad_lse is None else grad_lse[:, heads]
+            given = (grad_here, q_here, k, v, out_here, lse_here, tiles, scale, of_lse)
+            for part in self._kernel_of(heads).backward(*given):
+                dk, rows = part.dk_BGSD, part.k_rows
+                rows.of(of_keys).add_(dk[..., :nope])
+                rows.of(d_rope).add_(dk[..., nope:].sum(-3, keepdim=True))
+                rows.of(of_values).add_(part.dv_BGSD)
+                among = _among(heads, part.heads, q.shape[1])
+                yield PartialGrads(among, part.q_rows, NO_ROWS, part.dq_BHSD, *no_keys)
+                del part, dk
+            del k, v
+            self._project_back(expanded, latent, heads, d_latent)
+        yield PartialGrads(ALL_HEADS, NO_ROWS, Rows(0, 1, latent.shape[2]), no_queries, d_latent, d_rope)
+
+    def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
+        return self.kernel.executed_pairs(tiles, backward)
+
+    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+        """Return whether the kernel is going to compile something for a group of expanded heads."""
+        q, _, _, grad_out, has_grad_lse = operands
+        first = self._groups(q)[0]
+        count = first.stop - first.start
+        k = q.new_empty(()).expand(q.shape[0], count, *q.shape[2:])
+        v = k[..., :1].expand(*k.shape[:-1], self.value_dim)
+        expanded = Operands(q, k, v, grad_out, has_grad_lse)
+        return compiles(self.kernel, expanded, [HeadsOfPass(count, count, part.hops)], scale)
+
+    def _groups(self, q: Tensor) -> list[slice]:
+        """Return the groups of query heads that are expanded together, by the size of a shard's keys."""
+        head_bytes = q.nbytes // q.shape[1] * min(q.shape[-1], self.value_dim) // q.shape[-1]
+        return head_chunks(slice(0, q.shape[1]), head_bytes, self.chunk_bytes)
+
+    def _kernel_of(self, heads: slice) -> Kernel:
+        if heads.start not in self._kernels:
+            self._kernels[heads.start] = self.kernel.of_heads(heads)
+        return self._kernels[heads.start]
+
+    def _expanded(self, latent: Tensor, rope: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return k [B, heads, n, N + R] and v [B, heads, n, E]."""
+        assert self.up is not None, "a kernel without an up-projection"
+        up = self.up[heads]
+        with torch.autocast(latent.device.type, enabled=False):  # computed in the dtype of what travels
+            both = torch.nn.functional.linear(latent[:, 0], up.flatten(0, 1))
+        nope = up.shape[1] - self.value_dim
+        of_keys, v = both.unflatten(-1, up.shape[:2]).transpose(1, 2).split([nope, self.value_dim], dim=-1)
+        k = latent.new_empty((*of_keys.shape[:-1], nope + rope.shape[-1]))
+        k[..., :nope].copy_(of_keys)
+        k[..., nope:].copy_(rope.expand(*of_keys.shape[:-1], -1))
+        return k, v
+
+    def _project_back(self, expanded: Tensor, latent: Tensor, heads: slice, d_latent: Tensor) -> None:
+        """Add what gradients [B, n, heads, N + E] give to those of latents and of the up-projection."""
+        assert self.up is not None and self.gradient is not None, "a kernel of a forward pass"
+        # in the inputs' dtype, as one process would: as fast as the projection itself
+        flat = expanded.flatten(2).to(latent.dtype)
+        with torch.autocast(latent.device.type, enabled=False):
+            d_latent[:, 0].add_(flat @ self.up[heads].flatten(0, 1))
+            of_up = flat.flatten(0, 1).T @ latent[:, 0].flatten(0, 1)
+        self.gradient[heads].add_(of_up.view_as(self.gradient[heads]))
+
+
+def _among(group: slice, part: slice, heads: int) -> slice:
+    """Return which of all heads some heads of a group are."""
+    if group == slice(0, heads):
+        return part
+    found = range(group.start, group.stop)[part]
+    return slice(found.start, found.stop, found.step)

@@ -1,0 +1,282 @@
+"""Check what one rank can say about its own tensors, with no other rank in mind.
+
+Owns the limits on q, k and v and the messages about them. Telling the other ranks is exchange.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.errors import RingConfigError, RingShapeError, shown
+
+QUERIES = ("sharded", "replicated")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_an_operand(name: str, x: object) -> str | None:
+    """Return why the dispatcher would not run a real operator on `x`; None if it would.
+
+    The operator's body has all other checks, and never sees such a tensor: a meta tensor is answered by the
+    fake implementation, without a word to the ranks that hold real ones.
+    """
+    if not isinstance(x, Tensor):
+        return f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+    # A DTensor, by its attributes: nothing has to be imported for it.
+    if hasattr(x, "to_local") and hasattr(x, "placements"):
+        return (
+            f"{name}: expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its"
+            " placement is that of the layout, else .full_tensor() and ds_ring.shard_sequence"
+        )
+    if x.is_nested:
+        return (
+            f"{name}: expected a dense tensor, got a nested one; pack its sequences into one and pass"
+            " ds_ring.Documents, or use torch.nested.to_padded_tensor"
+        )
+    if x.is_quantized:
+        return f"{name}: expected a floating dtype, got quantized {x.dtype}; call .dequantize()"
+    if x.is_meta:
+        return (
+            f"{name}: expected a tensor with values, got one on the meta device, shape {tuple(x.shape)};"
+            " materialise the model first (to_empty, or load its weights)"
+        )
+    if x.layout != torch.strided:
+        return f"{name}: expected a dense tensor, got layout {x.layout}; call .to_dense() or pad it"
+    return None
+
+
+def why_not_this_derivative() -> str | None:
+    """Return why attention cannot be called under the torch.func transform or dual level of now; else None.
+
+    A custom operator drops tangents and has no rule for torch.func.grad; torch.func.vmap is right (one sample
+    after the other), and backward() is what it has a gradient for.
+    """
+    active = {level.key() for level in retrieve_all_functorch_interpreters()}
+    if forward_ad._current_level >= 0 or TransformType.Jvp in active:
+        return (
+            "ring attention: expected reverse-mode differentiation, got forward mode (torch.func.jvp, jacfwd,"
+            " hessian or torch.autograd.forward_ad); use backward() or torch.autograd.grad"
+        )
+    if TransformType.Grad in active:
+        return (
+            "ring attention: expected backward() or torch.autograd.grad, got a torch.func transform (grad,"
+            " vjp, jacrev); use those, or torch.func.vmap alone"
+        )
+    return None
+
+
+def why_not_transformed(name: str) -> str | None:
+    """Return why a function that sends tensors by itself cannot run under torch.func; None outside of it."""
+    if peek_interpreter_stack() is None:
+        return None
+    return (
+        f"{name}: expected a call outside of torch.func, got one inside a transform (vmap, grad), whose"
+        " tensors cannot be sent; give it the whole batch, or call it for one sample after the other"
+    )
+
+
+def why_not_these_queries(
+    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool, payloads: tuple[str, str]
+) -> str | None:
+    """Return why the `queries` argument cannot be honoured beside the others; None if it can."""
+    if not isinstance(queries, str) or queries not in QUERIES:
+        return f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}"
+    if queries == "sharded" and placed:
+        return (
+            "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
+            ' leave it out, or set queries="replicated"'
+        )
+    if queries == "replicated" and latents:
+        return (
+            'queries="replicated" sends no K/V: expected no up_projection, got one; expand k and v on their'
+            " rank and leave it out"
+        )
+    if queries == "replicated" and payloads != ("float32", "as_is"):
+        return (
+            'queries="replicated" sends neither K/V nor their gradients: expected gradient_payload "float32"'
+            f' and kv_payload "as_is", got {shown(payloads[0])} and {shown(payloads[1])}; leave them out'
+        )
+    if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
+        return (
+            f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
+            " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
+            f" {mesh.sequence_size} for this call"
+        )
+    if queries == "replicated" and transport not in ("ring", "pull"):
+        return (
+            f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
+            " cannot be honoured; leave it out"
+        )
+    return None
+
+
+def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+    # type(), since True is an int as well.
+    if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
+        return (
+            f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
+            f" got {shown(batch_dim_idx)}"
+        )
+    for name in ("dropout", "dropout_p"):
+        value = kwargs.pop(name, None)
+        if value is not None and not (isinstance(value, (int, float)) and value == 0):
+            got = shown(value)
+            return f"{name}: expected 0, got {got}: there is none here; set it to 0 in the model's config"
+    given = [repr(type(a).__name__) for a in args if a is not None]
+    given += [name for name, value in kwargs.items() if value is not None]
+    if not given:
+        return None
+    return (
+        f"RingAttention: expected q, k and v alone, got what it cannot honour, the argument(s)"
+        f" {', '.join(given)}; express masks as a pattern"
+        ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+    )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, latents: bool = False) -> None:
+    """Refuse what is no q, k and v of one attention call, whatever the layout.
+
+    With `latents`, k and v are latents and rotary keys, whose last dimensions are not those of q.
+
+    Raises:
+        RingShapeError: with the shapes, dtypes or devices expected and got.
+        RingConfigError: a CUDA graph is captured on the present stream.
+    """
+    check_not_captured(q)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise RingShapeError(
+                f"{name}: expected 4 dimensions [batch, heads, tokens, head_dim], got shape {tuple(x.shape)};"
+                " add the missing ones with unsqueeze"
+            )
+        if x.dtype not in DTYPES:
+            raise RingShapeError(
+                f"{name}: expected a floating dtype (float64 to float16), got {x.dtype}; cast it"
+            )
+        if 0 in x.shape:
+            raise RingShapeError(
+                f"{name}: expected at least a slot on every rank, got an empty tensor of shape"
+                f" {tuple(x.shape)}"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise RingShapeError(
+                f"{name}: expected q's dtype and device, got others: {name} is {x.dtype} on {x.device}, q is"
+                f" {q.dtype} on {q.device}; cast or move them to agree"
+            )
+    if k.shape[:3] != v.shape[:3]:
+        raise RingShapeError(
+            f"k and v: expected equal batch, heads and tokens (dims 0 to 2), got {tuple(k.shape)} and"
+            f" {tuple(v.shape)}; pad the shorter one"
+        )
+    if k.shape[0] != q.shape[0] or (k.shape[3] != q.shape[3] and not latents):
+        raise RingShapeError(
+            f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
+            f" {tuple(k.shape)}; slice or expand one of them"
+        )
+
+
+def check_not_captured(q: Tensor) -> None:
+    """Raise RingConfigError if a CUDA graph is captured on the present stream of q's device."""
+    if q.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RingConfigError(
+            "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
+            " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
+            " of the graph (torch.compile does so by itself)"
+        )
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
+    """Raise RingShapeError for sinks that are not a floating number for each of all query heads, beside q."""
+    if sinks is None:
+        return
+    if tuple(sinks.shape) != (query_heads,):
+        raise RingShapeError(
+            f"sinks: expected one logit for each query head, shape ({query_heads},), got shape"
+            f" {tuple(sinks.shape)}; pass the model's whole parameter (of all heads, where Ulysses splits"
+            " them; gathered, where ZeRO-3 does)"
+        )
+    if sinks.dtype not in DTYPES or sinks.device != q.device:
+        raise RingShapeError(
+            f"sinks: expected a floating dtype (float64 to float16) on {q.device} like q, got {sinks.dtype}"
+            f" on {sinks.device}; cast or move them"
+        )
+
+
+def check_latents(up: Tensor, q: Tensor, latent: Tensor, rope: Tensor, query_heads: int) -> None:
+    """Raise RingShapeError for an up-projection that does not make keys and values of latents.
+
+    Args:
+        up: [H * (N + E), L].
+        q, latent, rope: [B, H, S, N + R], [B, 1, S, L] and [B, 1, S, R], checked as tensors before.
+        query_heads: H, those of all Ulysses ranks.
+    """
+    if up.dtype != q.dtype or up.device != q.device:
+        raise RingShapeError(
+            f"up_projection: expected q's dtype and device, got {up.dtype} on {up.device}, and q is {q.dtype}"
+            f" on {q.device}; cast or move it"
+        )
+    nope = q.shape[3] - rope.shape[3]
+    if nope < 0:
+        raise RingShapeError(
+            f"v, the rotary key beside up_projection: expected at most q's head_dim {q.shape[3]}, got"
+            f" {rope.shape[3]}; q ends with its own rotary part"
+        )
+    fits = up.dim() == 2 and up.shape[1] == latent.shape[3]
+    if not fits or up.shape[0] % query_heads or up.shape[0] // query_heads <= nope:
+        raise RingShapeError(
+            f"up_projection: expected shape (H * (N + E), L) with H = {query_heads} query heads, N = {nope}"
+            f" (head_dim {q.shape[3]} of q less {rope.shape[3]} of the rotary key), E of at least 1 and L ="
+            f" {latent.shape[3]} of the latent, got {tuple(up.shape)}; pass kv_b_proj.weight, in which"
+            " the N rows of a head for keys stand before its E rows for values"
+        )
+
+
+def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
+    """Raise RingShapeError for numbers of heads that cannot be grouped, or split over the Ulysses ranks."""
+    if query_heads % kv_heads:
+        raise RingShapeError(
+            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
+            " grouped-query attention pass k and v with their own, smaller number of heads"
+        )
+    # Query heads are a multiple of K/V heads, so they split as well.
+    if kv_heads % ulysses_size:
+        raise RingShapeError(
+            f"Ulysses splits heads: {kv_heads} K/V heads (of {query_heads} query heads) are not divisible by"
+            f" ulysses_size {ulysses_size}; use a divisor of {kv_heads}, and a larger ring"
+        )
+
+
+def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
+    """Raise RingShapeError for lengths that are not a rank's (of its part, before Ulysses joins them)."""
+    if q_tokens != slots or k_tokens != slots:
+        raise RingShapeError(
+            f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
+            f" {k_tokens} local tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
+            ' (queries that every rank has whole take queries="replicated")'
+        )
+
+
+def check_keys(k_tokens: int, local_tokens: int) -> None:
+    """Raise RingShapeError for keys that are no shard of the layout; the queries may be other tokens."""
+    if k_tokens != local_tokens:
+        raise RingShapeError(
+            f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
+            " tokens; k and v are shards, whatever the queries are: shard them with"
+            " ds_ring.shard_sequence and the layout that is passed here"
+        )
+
+
+def as_array(positions: Tensor | None) -> np.ndarray | None:
+    """Return positions in numpy, integers as they are and other numbers in float64; None for None."""
+    if positions is None:
+        return None
+    host = positions.detach().cpu()
+    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16

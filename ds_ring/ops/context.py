@@ -1,0 +1,851 @@
+"""A ring context: pattern, layout, mesh and options of a call together, with the plans made from them.
+
+Owns the table from the integer handle that a compiled graph carries to the Python objects. A context is kept
+alive by its mesh's table and by other references; the global table has weak references only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ds_ring.comm.exchange import Agreement, Exchange, agree, compare_headers
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import active_fake_mode, makes_kept_tensors, to_device
+from ds_ring.comm.waiting import Task
+from ds_ring.errors import (
+    RingConfigError,
+    RingError,
+    RingFiniteError,
+    RingLayoutError,
+    RingPatternError,
+    RingShapeError,
+    shown,
+    true_or_false,
+    whole_number,
+)
+from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
+from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
+from ds_ring.kernels.select import block_side as block_side
+from ds_ring.layers.latents.kernel import LatentKernel, check_same_for_heads
+from ds_ring.limits import MOST_BYTES, MOST_SECONDS
+from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
+from ds_ring.masks.mask_mod import ScoreMod, Scores
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.checks import (
+    as_array,
+    check_heads,
+    check_keys,
+    check_latents,
+    check_not_captured,
+    check_sinks,
+    check_tensors,
+    check_tokens,
+)
+from ds_ring.ring.trace import is_fake
+from ds_ring.schedule.layout import (
+    Layout,
+    check_layout_name,
+    in_whole_blocks,
+    make_layout,
+    whole_blocks,
+)
+from ds_ring.schedule.lowering import (
+    chunk_bytes_on,
+    count_heads,
+    head_bytes,
+    head_chunks,
+    heads_on_host,
+    stage_shards,
+)
+from ds_ring.schedule.plan import (
+    GRADIENT_PAYLOADS,
+    KV_PAYLOADS,
+    HeadTiles,
+    Plan,
+    build_plan,
+    check_length,
+    query_positions,
+    replicated_tiles,
+)
+from ds_ring.schedule.rank_plan import RankPlan
+from ds_ring.transports.pull.signals import PullExchange
+
+TRANSPORTS = ("ring", "pull", "all_gather", "reproducible")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Describe how a pass is carried out.
+
+    Only `gradient_payload`, `kv_payload`, `scale` and `score_mod` change its result by more than rounding.
+
+    Attributes:
+        scale: of the scores; None is 1 / sqrt(head_dim).
+        kernel: "auto", or a kernel of `registry.py`.
+        transport: "ring"; "pull": its hops by one-sided copies inside a node; "reproducible",
+            see `reproducible.py`; or the reference "all_gather".
+        overlap: compute a hop while the next one travels.
+        prune: send only what the receiver or a rank after it reads.
+        hop_timeout_s: seconds that a hop may take.
+        check_finite: raise on NaN and infinities, naming rank, tensor and hop.
+        gradient_payload: in which dtype dK and dV travel, "float32" or "bfloat16", which rounds each rank's
+            part of them once; they are added in the accumulators' dtype either way.
+        kv_payload: in which dtype K and V travel, "as_is" or "float8", which rounds those of other ranks; see
+            [Note: scaled keys] in `lowering.py`.
+        kernel_options: for the kernel, as sorted pairs.
+        recompute: part of the sequence, its first tokens, whose attention is computed again where a
+            checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
+        score_mod: changes scores pair by pair.
+        block_size: side of a block of the flex kernel, slots; and of a square of transport "reproducible".
+        chunk_bytes: see [Note: head chunks]; None takes what `lowering.py` says for the device:
+            a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
+        stage_bytes: most bytes of K and V of a stage, the shards that are computed with at once
+            (`schedule/rank_plan.py`, [Note: stages]); 0: hop by hop; "auto": on a GPU in a ring inside a
+            node, see `lowering.py`. With a kernel on GPUs each rank's part of dK and dV is rounded once, as
+            the kernel returns it.
+        offload: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
+        first_pass_timeout_s: as hop_timeout_s, on a GPU in the first pass of a shape, forward and backward,
+            where ranks compile kernels, each at its own pace, and peers connect; the larger one counts.
+    """
+
+    scale: float | None = None
+    kernel: str = "auto"
+    transport: str = "ring"
+    overlap: bool = True
+    prune: bool = True
+    hop_timeout_s: float = 60.0
+    check_finite: bool = False
+    gradient_payload: str = "float32"
+    kv_payload: str = "as_is"
+    kernel_options: tuple[tuple[str, Any], ...] = ()
+    chunk_bytes: int | None = None
+    block_size: int = 128
+    recompute: float = 0.0
+    score_mod: ScoreMod | None = None
+    stage_bytes: int | Literal["auto"] = "auto"
+    offload: bool | Literal["auto"] = False
+    first_pass_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        payloads = ("gradient_payload", GRADIENT_PAYLOADS), ("kv_payload", KV_PAYLOADS)
+        for name, known in (("transport", TRANSPORTS), *payloads):
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in known:
+                raise RingConfigError(f"{name}: expected one of {', '.join(known)}, got {shown(value)}")
+        if not isinstance(self.kernel, str):
+            raise RingConfigError(
+                f'kernel: expected the name of a kernel, got {shown(self.kernel)}; use "auto"'
+            )
+        for name, known in payloads:
+            if not self.has_hops and getattr(self, name) != known[0]:
+                raise RingConfigError(
+                    f'{name}: expected "{known[0]}" beside transport "{self.transport}", which has no hops,'
+                    f' got {shown(getattr(self, name))}; use transport "ring"'
+                )
+        asked: Any = self.stage_bytes
+        is_set = asked != "auto" if isinstance(asked, str) else type(asked) is not int or asked != 0
+        if is_set:
+            whole_number(self.stage_bytes, "stage_bytes", RingConfigError, MOST_BYTES)
+            if not self.has_hops:
+                raise RingConfigError(
+                    f'stage_bytes: expected "auto" or 0 beside transport "{self.transport}", which has no'
+                    f' hops, got {self.stage_bytes}; use transport "ring"'
+                )
+        for name in ("overlap", "prune", "check_finite"):
+            true_or_false(getattr(self, name), name, RingConfigError)
+        if self.offload != "auto":
+            true_or_false(self.offload, "offload", RingConfigError)
+        if self.offload is True and self.transport != "ring":
+            pulls = self.transport == "pull"
+            why = "needs them on the device" if pulls else "takes all of them at once"
+            raise RingConfigError(
+                'offload_attention: expected transport "ring", which sends heads in groups, got'
+                f' "{self.transport}", which {why}; set one of the two to its default ("ring", false)'
+            )
+        if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
+            raise RingConfigError(
+                f"recompute: expected a part of the sequence from 0 to 1, got {shown(self.recompute)}"
+            )
+        for name, usual in (("hop_timeout_s", 60), ("first_pass_timeout_s", 600)):
+            seconds = getattr(self, name)
+            if not _is_number(seconds) or not 0 < seconds <= MOST_SECONDS:
+                raise RingConfigError(
+                    f"{name}: expected seconds > 0, got {shown(seconds)} (at most {MOST_SECONDS:g}); use"
+                    f" {usual}, say"
+                )
+        if self.scale is not None:
+            if not _is_number(self.scale):
+                raise RingConfigError(
+                    f"scale: expected a finite number, got {shown(self.scale)}; use None for 1 /"
+                    " sqrt(head_dim)"
+                )
+            object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
+
+    @property
+    def has_hops(self) -> bool:
+        """Return whether K/V travel from rank to rank, hop by hop: in a `RingPass`."""
+        return self.transport in ("ring", "pull")
+
+    def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
+        """Return the least bytes of K, or of V, for which a head chunk of its own pays."""
+        return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes
+
+    def offload_on(self, device_type: str, local_tokens: int) -> bool:
+        """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
+        return self.transport == "ring" and heads_on_host(self.offload, device_type, local_tokens)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 1000  # as a float, still finite
+    return isinstance(value, float) and math.isfinite(value)
+
+
+# [Note: compile skew]
+# On a GPU each rank compiles its kernels at its own pace: one finds them in its cache, another one compiles
+# for minutes, and peers that no call has met yet connect. Whoever is done first waits meanwhile, for headers
+# and for messages. So a rank that is about to compile asks for `first_pass_timeout_s` in its header, and all
+# ranks wait that long (`MeshUse.patience_s`): in this pass and for the header of the next call, since a rank
+# may compile at the last hop of a pass. Every other wait has hop_timeout_s. Whether a pass compiles is the
+# kernel's own word: flex looks into the table of the functions that it has compiled (`flex.py`'s [Note: one
+# compilation]). The first pass of its kind on a mesh counts as well, because its peers connect.
+
+COMPILES_NOTHING = {"cpu"}  # devices whose kernels need no compiler
+
+
+def patience_s(
+    mesh: RingMesh, options: Options, operation: str, q: Tensor, k: Tensor, compiles: bool
+) -> float:
+    """Return the seconds that this rank asks for in an operation that begins now; 0: hop_timeout_s does.
+
+    `compiles` says whether the kernel is going to compile something; the mesh remembers what it has seen.
+    """
+    if q.device.type in COMPILES_NOTHING:
+        return 0.0
+    kind: Hashable = (operation, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
+    known = kind in mesh.use.operations
+    mesh.use.operations.add(kind)
+    return 0.0 if known and not compiles else options.first_pass_timeout_s
+
+
+def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
+    """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
+
+    Args:
+        ring_rank: this rank.
+        hop: after which hop; None for what goes into a pass.
+        tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        bad = ~torch.isfinite(tensor)
+        if name == "lse":
+            bad &= tensor != float("-inf")
+        count = int(bad.sum())
+        if count:
+            where = "before the first hop" if hop is None else f"after hop {hop}"
+            first = tuple(torch.nonzero(bad)[0].tolist())
+            raise RingFiniteError(
+                f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
+                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
+                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
+                " them pass"
+            )
+
+
+class Prepared(NamedTuple):
+    """What a pass over tensors of one description needs besides them."""
+
+    plan: Plan
+    own: RankPlan
+    kernel: Kernel
+    scale: float
+    chunk_bytes: int
+    offload: bool
+    agreement: Agreement
+
+
+@dataclass(eq=False)
+class RingContext:
+    """Everything that a call needs besides its tensors.
+
+    Attributes:
+        pattern: which query attends to which key.
+        layout: which token lies where; a name builds the layout for ring_size x local tokens at each call.
+        mesh: the ranks and process groups.
+        options: kernel, transport and further options.
+        handle: the integer by which the operator finds this context.
+        refused: an error in the arguments. Every call raises it, after telling the other ranks.
+        in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
+        keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with graphs
+            and modules, whose contexts hold the caller's own objects; others hold any that are equal.
+        exchange: sends and receives tensors; None if the sequence has one rank.
+        first_queries: cache of the function `first_queries`, by its arguments.
+    """
+
+    pattern: Pattern
+    layout: Layout | str
+    mesh: RingMesh
+    options: Options
+    refused: RingError | None = None
+    in_a_graph: bool = False
+    keeps_functions: bool = False
+    handle: int = field(init=False)
+    exchange: Exchange | None = None
+    first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
+    _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mesh.sequence_size > 1:
+            pulls = self.options.transport == "pull" and self.mesh.ring_size > 1
+            self.exchange = (PullExchange if pulls else Exchange)(self.mesh, self.options.hop_timeout_s)
+        self.handle = new_handle(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
+        """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
+        return self
+
+    def layout_for(self, local_tokens: int, device_type: str) -> Layout:
+        """Return the layout of a call on a kind of device, given the number of slots of its shards."""
+        if isinstance(self.layout, Layout):
+            return self.layout
+        mesh, options = self.mesh, self.options
+        block = block_side(options.kernel, device_type, (self.pattern,), options.block_size)
+        layout = make_layout(
+            self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
+            pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
+        )  # fmt: skip
+        reproducible = options.transport == "reproducible"
+        return in_whole_blocks(layout, options.block_size) if reproducible else layout
+
+    def heads_here(self, q: Tensor) -> slice:
+        """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
+        first = self.mesh.ulysses_rank * q.shape[1]
+        return slice(first, first + q.shape[1])
+
+    def check(
+        self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1, latents: bool = False
+    ) -> tuple[Layout, Kernel]:
+        """Check this rank's tensors and return their layout and kernel.
+
+        Args:
+            q, k, v: [B, H, S, D] and [B, G, S, D].
+            parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
+            latents: k and v are latents and rotary keys, [B, 1, S, L] and [B, 1, S, R], repeated for each of
+                the `parts`.
+
+        Raises:
+            RingError: the first fault found on this rank, in most cases a RingShapeError.
+        """
+        if self.refused is not None:
+            # The same error object is raised by all calls: without this each raise would lengthen its
+            # traceback.
+            raise self.refused.with_traceback(None)
+        check_tensors(q, k, v, latents)
+        if latents and k.shape[1] != parts:
+            raise RingShapeError(
+                f"k beside up_projection: expected latents [batch, 1, tokens, L], got shape {tuple(k.shape)};"
+                " pass what the layer's up-projection takes, with unsqueeze(1)"
+            )
+        check_heads(q.shape[1], k.shape[1], parts)
+        layout = self.layout_for(q.shape[2] * parts, q.device.type)
+        check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
+        check_length(self.pattern, layout)
+        if self.options.transport == "reproducible":
+            whole_blocks(layout, self.options.block_size)
+            if latents:
+                raise RingConfigError(
+                    'up_projection: expected none beside transport "reproducible", got one: its gradient is a'
+                    ' sum over the hops of a rank; use transport "ring", or expand k and v'
+                )
+        # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
+        all_heads = q.shape[1] * self.mesh.ulysses_size // parts
+        self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
+        return layout, self._kernel(q)
+
+    def check_functions(self) -> None:
+        """Refuse functions that captured other values since they were traced, where calls do not trace them.
+
+        In a forward pass: the backward pass computes with the values that the forward pass had.
+
+        Raises:
+            RingPatternError, RingConfigError: of the mask; of the score_mod.
+        """
+        if self.refused is None and self.keeps_functions:
+            self.pattern.check_unchanged()
+            if self.options.score_mod is not None:
+                self.options.score_mod.check_unchanged()
+
+    def _kernel(self, q: Tensor) -> Kernel:
+        options, scores = self.options, None
+        if options.score_mod is not None:
+            here = self.heads_here(q)
+            scores = Scores(options.score_mod, range(here.start, here.stop))
+        asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
+        row = (options.kernel, q.device.type, options.kernel_options, options.block_size)
+        return get_kernel(*row, scores, asked)
+
+    def agree(
+        self, operation: str, q: Tensor, k: Tensor, refused: RingError | None,
+        more: Mapping[str, object] | None = None, compiles: bool = False,
+    ) -> None:  # fmt: skip
+        """Agree with the other ranks of the sequence on an operation, the shapes of q and k, and `more`.
+
+        Args:
+            operation, q, k, more: what is compared.
+            refused: this rank's error, which is raised after the other ranks know of it; None for no error.
+            compiles: whether this rank is going to compile something.
+
+        Raises:
+            RingError: `refused`, on this rank.
+            RingMismatchError: another rank refused its input, or calls with other arguments.
+        """
+        if self.exchange is None or is_fake(q):
+            if refused is not None:
+                raise refused
+            return
+        fields, patience = {}, 0.0
+        if refused is None:  # tensors that were refused may not have the four dimensions that are described
+            fields = {**self._fields(q, k), **(more or {})}
+            patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
+        compare_headers(self.exchange, Agreement.on(operation, fields, refused), patience, refused)()
+
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        """Return the settings that are the same in every call, by name. (A deadline may differ by rank.)"""
+        options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
+        del options["hop_timeout_s"], options["first_pass_timeout_s"]
+        more = {"ranks per node": str(self.mesh.ranks_per_node)}
+        return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
+
+    def _fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
+        batch, heads, tokens, head_dim = q.shape
+        return {
+            **self._settings,
+            "dtype of q": q.dtype,
+            "dtype of k": k.dtype,
+            "batch size": batch,
+            "query heads": heads,
+            "K/V heads": k.shape[1],
+            "local tokens": tokens,
+            "head_dim": head_dim,
+        }
+
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
+        has_grad_lse: bool = False, up: Tensor | None = None,
+    ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
+        """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
+
+        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again.
+        The function ends the agreement, and is to be called before the
+        first payload: on a device the first hop computes meanwhile. It is None if the agreement has ended.
+
+        Raises:
+            RingShapeError: this rank's tensors do not fit.
+            RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
+        """
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+            q.is_inference(), grad_out is None,
+            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
+            None if up is None else (up.shape, up.dtype, up.device),
+        )  # fmt: skip
+        found = self._prepared.get(key)
+        operation = "attention forward" if grad_out is None else "attention backward"
+        if self.keeps_functions and grad_out is None:
+            try:
+                self.check_functions()
+            except RingError as error:
+                self.refuse(operation, q, error)
+        if found is None:
+            found = self._checked(operation, q, k, v, grad_out, sinks, up)
+            if len(self._prepared) >= KEPT_DESCRIPTIONS:
+                self._prepared.clear()
+            self._prepared[key] = found
+        elif q.is_cuda or self.options.check_finite:
+            try:  # what may differ between tensors of one description
+                check_not_captured(q)
+                self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
+            except RingError as error:
+                self.refuse(operation, q, error)
+        exchange, agreed = self.exchange, None
+        if exchange is not None and not isinstance(q, FakeTensor):
+            patience = 0.0
+            if q.device.type not in COMPILES_NOTHING:
+                operands = Operands(q, k, v, grad_out, has_grad_lse)
+                try:
+                    compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
+                except RingError as error:
+                    self.refuse(operation, q, error)
+                patience = patience_s(self.mesh, self.options, operation, q, k, compiling)
+            compare = compare_headers(exchange, found.agreement, patience)
+            # On the CPU nothing computes meanwhile, so end the agreement at once.
+            if q.is_cuda and self.options.overlap and self.options.has_hops:
+                agreed = Task(compare).start().result
+            else:
+                compare()
+        if grad_out is None:
+            count_forward_pass()
+        return found, agreed
+
+    def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
+        """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
+        if self.exchange is not None and not is_fake(q):
+            compare_headers(self.exchange, Agreement.on(operation, {}, error), 0.0, error)()
+        raise error
+
+    def _checked(
+        self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None,
+        sinks: Tensor | None, up: Tensor | None,
+    ) -> Prepared:  # fmt: skip
+        """Check the tensors; return what a pass over tensors of this description needs."""
+        try:
+            layout, kernel = self.check(q, k, v, latents=up is not None)
+            heads = q.shape[1] * self.mesh.ulysses_size
+            check_sinks(sinks, q, heads)
+            if up is not None:
+                check_latents(up, q, k, v, heads)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
+            plan, scale = self.plan(layout, q, k, v), self._scale(q)
+            chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
+            if up is not None:
+                check_same_for_heads(plan.classes[0].pattern, self.pattern)
+                kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
+        except RingError as error:
+            self.refuse(operation, q, error)  # the other ranks wait for this header ([Note: refusals])
+        fields = {**self._fields(q, k), **_more_fields(v, sinks)}
+        if up is not None:
+            fields |= {"head_dim of k": k.shape[-1], "up_projection": tuple(up.shape)}
+        if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
+            fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
+        own, agreement = plan.rank(self.mesh.ring_rank), Agreement.on(operation, fields)
+        offload = self.options.offload_on(q.device.type, q.shape[2])
+        return Prepared(plan, own, kernel, scale, chunk_bytes, offload, agreement)
+
+    def plan(self, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Plan:
+        """Return the plan of a pass of tensors with these shapes on this Ulysses rank."""
+        options, mesh, pattern = self.options, self.mesh, self.pattern
+        query_heads, kv_heads = q.shape[1], k.shape[1]
+        node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
+        stage = None
+        if options.has_hops:
+            shard_bytes = k.nbytes + v.nbytes
+            stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
+            if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
+                _log.warning(
+                    "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
+                    " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
+                )  # fmt: skip
+        if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
+            pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
+        return build_plan(
+            pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
+            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+            ranks_per_node=node, stage_shards=stage,
+        )  # fmt: skip
+
+    def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:
+        """Return whether this rank's pass is going to compile something."""
+        own, (_, k, v, *_) = plan.rank(self.mesh.ring_rank), operands
+        # These values decide what a pass compiles, and compiled code is kept.
+        seen = (kernel, scale, self.options.transport, self.options.chunk_bytes, *operands.description)
+        if seen in own.compiled:
+            return False
+        sizes = (0, 1)  # all heads of a class together
+        if self.options.has_hops:
+            sizes = head_bytes(k, v), self.options.chunk_bytes_on(k.device.type, self.mesh.ring_size)
+        parts = []
+        for one in own.classes:
+            count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
+            parts.append(HeadsOfPass(count * plan.group, count, one.tables))
+        found = compiles(kernel, operands, parts, scale)
+        if not found:
+            own.compiled.add(seen)
+        return found
+
+    def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
+        """Check for NaN and Inf (`ops/context.py`), if the options ask for it."""
+        if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
+            check_finite(self.mesh.ring_rank, hop, **tensors)
+
+    def prepare_replicated(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
+        sinks: Tensor | None = None, has_grad_lse: bool = False,
+    ) -> tuple[tuple[HeadTiles, ...], Kernel, Exchange | None, float]:  # fmt: skip
+        """Return tiles with this rank's keys, kernel, exchange and scale of a pass with replicated queries.
+
+        Raises:
+            RingShapeError, RingMismatchError: as in `prepare`.
+        """
+        refused: RingError | None = None
+        fields, compiling = {}, False
+        try:
+            if self.refused is not None:
+                raise self.refused.with_traceback(None)
+            if grad_out is None:
+                self.check_functions()
+            check_tensors(q, k, v)
+            check_heads(q.shape[1], k.shape[1], 1)
+            check_sinks(sinks, q, q.shape[1])
+            layout = self.layout_for(k.shape[2], k.device.type)
+            check_keys(k.shape[2], layout.local_tokens)
+            self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+            kernel = self._kernel(q)
+            # As bytes, which are hashable: they are the key of the cached tiles.
+            where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
+            fields = {
+                "positions of the queries": f"checksum {zlib.crc32(where):08x}",
+                "local keys": k.shape[2],
+                **_more_fields(v, sinks),
+                **self._values(q=q, grad_out=grad_out, sinks=sinks),
+            }
+            tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
+            scale = self._scale(q)
+            if self.exchange is not None:
+                parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
+                compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
+        except RingError as error:
+            refused = error
+        way = "forward" if grad_out is None else "backward"
+        self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
+        if grad_out is None:
+            count_forward_pass()
+        return tiles, kernel, self.exchange, scale
+
+    def _values(self, **tensors: Tensor | None) -> dict[str, object]:
+        """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
+        if self.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
+            return {}
+        given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+        # As uint8: numpy has no bfloat16.
+        sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
+        return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
+
+    def _scale(self, q: Tensor) -> float:
+        return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
+
+
+def latent_value_dim(q: Tensor, rope: Tensor, up: Tensor, query_heads: int) -> int:
+    """Return E of an up-projection [H * (N + E), L], given all H query heads."""
+    return up.shape[0] // query_heads - (q.shape[-1] - rope.shape[-1])
+
+
+def _more_fields(v: Tensor, sinks: Tensor | None) -> dict[str, object]:
+    return {"head_dim of v": v.shape[-1], "sinks": None if sinks is None else sinks.dtype}
+
+
+_forward_passes_so_far = 0
+
+
+def count_forward_pass() -> None:
+    """Count a forward pass of ring attention, or a scan or halo that reads tokens of other ranks."""
+    global _forward_passes_so_far
+    _forward_passes_so_far += 1
+
+
+def forward_passes() -> int:
+    """Return the number of forward passes of the ring in this process so far, on all of its meshes.
+
+    It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
+    """
+    return _forward_passes_so_far
+
+
+# A compiled graph carries integers. One table finds the Python objects behind them; it holds weak references,
+# so somebody else keeps an object alive: a context is kept by its mesh.
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
+# torch 2.11 takes a sequence of tags only.
+operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def new_handle(owner: object) -> int:
+    """Return the integer by which an operator finds this object."""
+    handle = next(_handles)
+    _objects[handle] = owner
+    return handle
+
+
+def object_of(handle: int, kind: type[T]) -> T:
+    """Return the object behind a handle."""
+    found = _objects.get(handle)
+    assert isinstance(found, kind), (
+        f"{kind.__name__} {handle} is gone: its mesh, model or batch was dropped before this call"
+    )
+    return found
+
+
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
+def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_HEX = "hexadecimal number"  # says that a text is a number
+
+
+def constant(value: Any) -> Any:
+    """Return a number as something that torch.compile takes for a constant; anything else as it is."""
+    # Dynamo makes a number symbolic, at its second value or before. A symbol is no constant; its text is.
+    most = 2**53 if isinstance(value, int) else 1e300
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and -most < value < most:
+        return _HEX, float(value).hex(), isinstance(value, int)
+    return value
+
+
+def is_constant(value: object) -> bool:
+    """Return whether it is a number that `constant` has written as a text."""
+    return isinstance(value, tuple) and len(value) == 3 and value[0] == _HEX
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that `constant` has written as a text; anything else as it is."""
+    if not is_constant(value):
+        return value
+    number = float.fromhex(value[1])
+    return int(number) if value[2] else number
+
+
+def never_traced(function: F) -> F:
+    """Set the flags of `torch.compiler.disable`: a graph ends before the call, under fullgraph with an error.
+
+    For functions whose tables depend on the layout, or that call a function of the user for each tile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    why = f"ds_ring.{function.__name__} runs eagerly: call it outside of the graph, or without fullgraph=True"
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    return function
+
+
+KEPT_DESCRIPTIONS = 8  # of tensors, per context
+KEPT_CONTEXTS = 64  # per mesh; an older context lives as long as something else refers to it
+
+
+def context_of(handle: int) -> RingContext:
+    """Return the context of a handle."""
+    return object_of(handle, RingContext)
+
+
+def check_layout(layout: object, mesh: RingMesh) -> None:
+    """Raise RingLayoutError for what is no layout, or one for another ring than the mesh's."""
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
+        )
+    if layout.ring_size != mesh.ring_size:
+        raise RingLayoutError(
+            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
+            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
+        )
+
+
+def context_for(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options, keeps_functions: bool = False
+) -> RingContext:
+    """Return the context for these arguments; it is created on first use and dropped with its mesh.
+
+    Raises:
+        RingPatternError, RingLayoutError: not a pattern or layout, or a layout for another ring size; a mask
+            function that has captured other values since it was traced.
+    """
+    check_mesh(mesh)
+    if not isinstance(pattern, Pattern):
+        raise RingPatternError(
+            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
+        )
+    if not isinstance(layout, (Layout, str)):
+        raise RingLayoutError(
+            f'layout: expected a layout or its name, got {shown(layout)}; use make_layout(...), or "zigzag"'
+        )
+    if isinstance(layout, str):
+        check_layout_name(layout)
+    else:
+        check_layout(layout, mesh)
+    pattern.check_unchanged()
+    own: Hashable = (pattern.mask_ids, id(options.score_mod)) if keeps_functions else None
+
+    def make() -> RingContext:
+        return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
+
+    found: RingContext = kept(mesh, (pattern, layout, options, own), make)
+    return found
+
+
+@makes_kept_tensors
+def first_queries(
+    context: RingContext, local_tokens: int, device: torch.device
+) -> tuple[RingContext, Tensor]:
+    """Return the context that recomputes the sequence's first queries, as `options.recompute` asks for.
+
+    And the slots that it leaves out of this rank's shard of `local_tokens`, int64 on the device.
+    """
+    key = (local_tokens, device, active_fake_mode())
+    if key not in context.first_queries:
+        layout, options = context.layout_for(local_tokens, device.type), context.options
+        count = max(1, int(layout.tokens * options.recompute))
+        pattern = context.pattern & FirstQueries(count)
+        first = context_for(pattern, layout, context.mesh, options, context.keeps_functions)
+        later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
+        context.first_queries[key] = first, to_device(torch.from_numpy(later), device)
+    return context.first_queries[key]
+
+
+def refuse(mesh: RingMesh, error: RingError) -> NoReturn:
+    """Tell the other ranks of the sequence, then raise `error`; see [Note: refusals] in exchange.py."""
+    if mesh.sequence_size > 1:
+        agree(Exchange(mesh), "attention", {}, error)
+    raise error
+
+
+def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
+    """Return a context whose every call raises `error`: for compiled graphs.
+
+    There only an operator can raise an error unchanged. Eager calls raise at once (`refuse`).
+    """
+    key = (type(error), str(error))
+    found: RingContext = kept(
+        mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error)
+    )
+    return found
+
+
+def kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
+    table: OrderedDict[Any, Any] = mesh.contexts
+    if key not in table:
+        table[key] = make()
+        if len(table) > KEPT_CONTEXTS:
+            # A compiled graph may use its handle at any time, so never drop its context.
+            passing = [old for old, context in table.items() if not context.in_a_graph]
+            if len(passing) > KEPT_CONTEXTS:
+                del table[passing[0]]
+    table.move_to_end(key)
+    return table[key]

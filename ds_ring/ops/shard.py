@@ -1,0 +1,206 @@
+"""Turn tensors into shards and back.
+
+Owns the permutation of a layout applied to a tensor, and nothing of attention.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
+from ds_ring.ops.checks import why_not_an_operand, why_not_transformed
+from ds_ring.ops.context import never_traced
+from ds_ring.ring.trace import is_fake
+from ds_ring.schedule.layout import Layout
+
+
+@never_traced
+def shard_sequence(
+    x_global: Tensor,
+    layout: Layout,
+    *,
+    dim: int,
+    ring_rank: int | None = None,
+    mesh: RingMesh | None = None,
+    pad_value: float = 0,
+) -> Tensor:
+    """Return this rank's tokens of a tensor that every rank holds whole. Differentiable.
+
+    Args:
+        x_global: any tensor with layout.tokens entries in `dim`.
+        layout: where tokens lie.
+        dim: the token dimension.
+        ring_rank: whose shard; or give `mesh`, which also cuts it for the Ulysses ranks.
+        mesh: this process's place.
+        pad_value: what padding slots get.
+
+    Returns:
+        The same shape with layout.local_tokens (over the Ulysses size) entries in `dim`, contiguous.
+
+    Raises:
+        RingShapeError: wrong length, or neither or both of ring_rank and mesh.
+        RingLayoutError: the layout is for another ring than the mesh's.
+    """
+    if (ring_rank is None) == (mesh is None):
+        got = "neither" if mesh is None else "both"
+        raise RingShapeError(
+            f"shard_sequence: expected one of the two, got {got}: give exactly one of ring_rank=... and"
+            " mesh=..."
+        )
+    if mesh is not None:
+        check_mesh(mesh)
+    _check("shard_sequence", x_global, layout, dim)
+    if isinstance(pad_value, bool) or not isinstance(pad_value, (int, float)):
+        raise RingShapeError(f"shard_sequence: pad_value: expected a number, got {shown(pad_value)}")
+    if mesh is not None and mesh.ring_size != layout.ring_size:
+        raise _another_ring("shard_sequence", layout, mesh)
+    if _entries(x_global, dim) != layout.tokens:
+        raise RingShapeError(
+            f"shard_sequence: expected {layout.tokens} tokens (the layout's), got"
+            f" {_entries(x_global, dim)} in dim {dim} of shape {tuple(x_global.shape)}; pass the tensor of"
+            " all tokens, or build the layout for this length"
+        )
+    rank = mesh.ring_rank if mesh is not None else ring_rank
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < layout.ring_size:
+        raise RingShapeError(
+            f"shard_sequence: ring_rank: expected a rank of the layout, 0..{layout.ring_size - 1},"
+            f" got {shown(rank)}"
+        )
+    positions = _positions(layout, int(rank), *_cut(layout, mesh))
+    index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
+    local = x_global.index_select(dim, index)
+    if bool((positions < 0).any()):
+        shape = [1] * local.dim()
+        shape[dim] = -1
+        local = local.masked_fill((positions < 0).to(local.device).view(shape), pad_value)
+    return local
+
+
+def _check(function: str, x: object, layout: object, dim: object) -> None:
+    """Raise RingShapeError or RingLayoutError for what is no tensor, layout or dimension."""
+    why = why_not_an_operand(f"{function}: the tensor", x)
+    if why is not None:
+        raise RingShapeError(why)
+    if not isinstance(layout, Layout):
+        raise RingLayoutError(
+            f"{function}: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
+            " ring_size=P)"
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise RingShapeError(f"{function}: dim: expected the number of a dimension, got {shown(dim)}")
+
+
+def _entries(x: Tensor, dim: int) -> int:
+    """Return the length of a dimension; 0 where there is none of that number."""
+    return x.shape[dim] if -x.dim() <= dim < x.dim() else 0
+
+
+def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
+    return RingLayoutError(
+        f"{function}: expected a layout for {mesh.ring_size} ranks (the mesh's ring), got one for"
+        f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
+    )
+
+
+def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
+    """Return first slot and end of the part of a shard that this Ulysses rank holds."""
+    if mesh is None or mesh.ulysses_size == 1:
+        return 0, layout.local_tokens
+    part = layout.part_slots(mesh.ulysses_size)
+    return mesh.ulysses_rank * part, (mesh.ulysses_rank + 1) * part
+
+
+@lru_cache(maxsize=64)
+@makes_kept_tensors
+def _positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
+    return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
+
+
+@lru_cache(maxsize=16)
+@makes_kept_tensors
+def _slots_by_position(layout: Layout) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
+
+
+class _AllGather(torch.autograd.Function):
+    """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, mesh: RingMesh) -> Tensor:
+        ctx.mesh = mesh
+        with mesh.in_call():
+            parts = Exchange(mesh).all_gather(local, mesh.sequence_group, mesh.sequence_size)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        mesh, refused = ctx.mesh, None
+        if is_legacy_batchedtensor(grads[0]):
+            refused = RingConfigError(
+                "gather_sequence: expected one gradient at a time, got several (is_grads_batched=True); call"
+                " torch.autograd.grad for each of them"
+            )
+        with mesh.in_call():
+            _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], refused)
+            parts = grads[0].chunk(mesh.sequence_size)
+            return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
+
+
+@never_traced
+def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int) -> Tensor:
+    """Return the whole tensor on every rank, in the order of positions, padding stripped. Differentiable.
+
+    The gradient is that of the sum of all ranks' losses (as in torch.distributed.nn): where every rank
+    computes the same loss from the gathered tensor, divide it by mesh.sequence_size.
+
+    Raises:
+        RingShapeError: `dim` has not layout.local_tokens (over the Ulysses size) entries.
+        RingLayoutError: the layout is for another ring than the mesh's.
+        RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
+    """
+    check_mesh(mesh)
+    # Not raised yet: the other ranks are about to gather, and `_agree` tells them first.
+    refused: RingError | None = None
+    fields: dict[str, object] = {}
+    try:
+        why = why_not_transformed("gather_sequence")
+        if why is not None:
+            raise RingConfigError(why)
+        _check("gather_sequence", x_local, layout, dim)
+        if mesh.ring_size != layout.ring_size:
+            raise _another_ring("gather_sequence", layout, mesh)
+        first, end = _cut(layout, mesh)
+        shape = tuple(x_local.shape)
+        if _entries(x_local, dim) != end - first:
+            raise RingShapeError(
+                f"gather_sequence: expected {end - first} slots (the layout's shard), got"
+                f" {_entries(x_local, dim)} in dim {dim} of shape {shape}; pass this rank's shard and its"
+                " layout"
+            )
+        fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
+    except RingError as error:
+        refused = error
+    _agree(mesh, "gather_sequence", fields, x_local, refused)
+    # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
+    rows = x_local.movedim(dim, 0).contiguous()
+    whole = _AllGather.apply(rows, mesh)
+    # The index has the slot of each position, and padding slots have none: they fall away.
+    return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
+
+
+def _agree(
+    mesh: RingMesh, operation: str, fields: dict[str, object], x: Tensor, refused: RingError | None
+) -> None:
+    if mesh.sequence_size > 1 and not is_fake(x):
+        agree(Exchange(mesh), operation, fields, refused)
+    elif refused is not None:
+        raise refused

@@ -1,0 +1,270 @@
+"""Sum up the partial results of a head chunk: in which memory, and when they are merged or added.
+
+Owns accumulators, and the parts that wait for one another; `merge.py` owns the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.kernels.interface import ALL_HEADS, Kernel, Rows
+from ds_ring.ring.merge import MOST_PARTS, add_parts_, assign_, merge_, merge_parts_
+from ds_ring.ring.trace import Trace
+
+# [Note: the first part of a row]
+# The first partial result of a row is assigned to the accumulator, and later ones are merged into it. So the
+# accumulator is not set to zero before. Rows that no partial result covers are filled at the end.
+
+
+class FirstParts:
+    """The slots of an accumulator that no partial result has been written to yet.
+
+    Args:
+        slots: number of slots of the accumulator, whose memory is uninitialised.
+        fill: called with `given`, a first slot and an end, to write the neutral element to these slots: 0, or
+            the result of attention over no key.
+
+    Attributes:
+        open: these slots, as pairs of a first slot and an end.
+    """
+
+    __slots__ = ("fill", "given", "open", "slots")
+
+    def __init__(self, slots: int, fill: Callable[..., None], *given: Tensor) -> None:
+        self.open, self.fill, self.given = [(0, slots)] if slots else [], fill, given
+        self.slots = slots
+
+    def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
+        """Return True if the part is the first on all of its rows, so it is assigned; else it is added.
+
+        If the rows are not contiguous, belong to some heads only, or are partly written, the unwritten slots
+        are filled with the neutral element here, and the part is added.
+        """
+        if not self.open:
+            return False
+        dense = rows.step == 1 and (rows.repeats == 1 or rows.stride == rows.length)
+        if not dense or heads != slice(None):
+            self.finish()
+            return False
+        start, end = rows.start, rows.start + rows.repeats * rows.length
+        if self.open == [(start, end)]:  # the usual case
+            self.open = []
+            return True
+        cut = [(max(a, start), min(b, end)) for a, b in self.open if a < end and start < b]
+        self.write(start, end)
+        if cut == [(start, end)]:
+            return True
+        for piece in cut:
+            self.fill(*self.given, *piece)
+        return False
+
+    def write(self, start: int, end: int) -> None:
+        """Take note that slots are written."""
+        self.open = [
+            piece
+            for a, b in self.open
+            for piece in ((a, min(b, start)), (max(a, end), b))
+            if piece[0] < piece[1]
+        ]
+
+    def finish(self) -> None:
+        """Fill the slots that were never written."""
+        for piece in self.open:
+            self.fill(*self.given, *piece)
+        self.open = []
+
+
+def see_no_key(out: Tensor, lse: Tensor, start: int, end: int) -> None:
+    """Write the result of attention over no key to some slots."""
+    out[:, :, start:end].zero_()
+    lse[:, :, start:end].fill_(float("-inf"))
+
+
+def zero(*given: Any) -> None:
+    """Write zeros to some slots of tensors; the last two arguments are the first slot and the end."""
+    *tensors, start, end = given
+    for x in tensors:
+        x[:, :, start:end].zero_()
+
+
+_Pieces = tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=4096)
+def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[int, int, bool, _Pieces]]:
+    """Cut slots where a part begins or ends, or a piece that was not written yet.
+
+    Returns:
+        (start, end, whether it was written, each part there by its number and the offset in it).
+    """
+    bounds = [(rows.start, rows.start + rows.length) for rows in parts]
+    cuts = {0, slots}.union(*bounds, *missing)
+    found = []
+    for start, end in pairwise(sorted(cuts)):
+        there = tuple((i, start - a) for i, (a, b) in enumerate(bounds) if a <= start and end <= b)
+        found.append((start, end, not any(a <= start and end <= b for a, b in missing), there))
+    return found
+
+
+# [Note: parts that wait]
+# Merging every part at once into a float32 accumulator moves 10 bytes an element of 16 bits (4 and 2 are
+# read, 4 written), and a causal zigzag pass of 8 ranks has 8 such parts. The kernels "flash" and "flex"
+# return few parts, in new tensors (`Kernel.few_parts`). So parts wait until there are several, and one kernel
+# (`merge_triton.py`) reads each of them once. The last merge writes the result itself, rounded, and a pass of
+# at most `ALONE` parts has no accumulator. While the kernel computes, what waits takes no more memory than
+# the accumulator and the result would, and the result is made when the first chunk is done. So a pass needs
+# no more memory than if nothing waited. Results in the accumulators' dtype gain nothing by waiting.
+ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: with no accumulator, and beside one
+
+
+def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
+    """Return whether parts of a kernel wait for one another, for results of a dtype."""
+    return getattr(kernel, "few_parts", False) and dtype.itemsize < accumulator.itemsize
+
+
+class Total:
+    """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
+
+    Args:
+        results: returns what is written to, uninitialised: a sequence that begins with the result tensors
+            [B, H, S, ...], without lse.
+        like: a tensor of their device.
+        shapes: of the results.
+        dtype: of the accumulators.
+        lse: [B, H, S], uninitialised, of the same dtype: the parts are merged; None: they are added.
+        waits: whether parts wait for one another; parts that do not are merged or added at once.
+        trace: counts the bytes of accumulators.
+    """
+
+    __slots__ = (
+        "_first", "_like", "_made", "_results", "_shapes", "_targets", "_trace", "_waits", "dtype", "lse",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(
+        self, results: Callable[[], Sequence[Any]], like: Tensor, shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype, lse: Tensor | None, waits: bool, trace: Trace | None,
+    ) -> None:  # fmt: skip
+        self.lse = lse
+        self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
+        self._waits, self._trace = waits, trace
+        self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
+        self._first = FirstParts(shapes[0][2], zero if lse is None else see_no_key)
+        self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
+        self._targets: tuple[Tensor, ...] | None = None
+        if not waits:
+            made = self._targets = tuple(results()[: len(shapes)])
+            if made[0].dtype == dtype:  # the results are the accumulators
+                self._made = self._first.given = made if lse is None else (*made, lse)
+            else:
+                self._accumulate()
+
+    def _accumulate(self) -> tuple[Tensor, ...]:
+        """Return the accumulators and lse, made at the first call."""
+        if self._made is not None:
+            return self._made
+        if self._targets is None:
+            made = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
+        else:
+            made = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
+        if self._trace is not None:
+            self._trace.accumulators_bytes += sum(x.nbytes for x in made)
+        # These tensors, not self: a reference cycle would keep their memory until garbage collection.
+        self._made = self._first.given = made if self.lse is None else (*made, self.lse)
+        return self._made
+
+    def make_room(self) -> None:
+        """Merge the parts that wait, if they are too many beside the next one."""
+        if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
+            self._write(self._accumulate())
+
+    def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
+        """Merge (or add) a part of each, now or later; nobody may write to it from here on."""
+        made = self._made  # calls of Python are most of a hop's host time
+        if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
+            if len(self.waiting) == MOST_PARTS - (made is not None):  # all of one hop, or returned
+                self._write(self._accumulate())
+            self.waiting.append((rows, parts))
+            return
+        if made is None:
+            made = self._accumulate()
+        first, there = self._first.is_first(rows, heads), rows.views(*made, heads=heads)
+        # views, so that the accumulators are changed in place
+        if self.lse is not None:
+            (assign_ if first else merge_)(*there, *parts)
+            return
+        for to, part in zip(there, parts, strict=True):
+            (to.copy_ if first else to.add_)(part)
+
+    def add_slots(self, start: int, count: int, *parts: Tensor) -> None:
+        """Add what another rank returned for some slots, as `add` does."""
+        self.add(Rows(start, 1, count), ALL_HEADS, *parts)
+
+    def so_far(self) -> tuple[Tensor, ...]:
+        """Return the accumulators (and lse) with all parts that have arrived; rows without one are empty."""
+        made = self._accumulate()
+        self.merge()
+        self._first.finish()
+        return made
+
+    def finish(self) -> None:
+        """Write the results."""
+        made = self._made
+        if self._targets is None:
+            self._targets = tuple(self._results()[: len(self._shapes)])
+        targets = self._targets if self.lse is None else (*self._targets, self.lse)
+        if made is None:
+            self._first.given = targets
+        if self.waiting:
+            self._write(targets)
+        else:
+            if self._first.open:
+                self._first.finish()
+            for target, x in zip(targets, made or targets, strict=True):
+                if target is not x:
+                    target.copy_(x)
+        if made is not None and made[0] is not targets[0] and self._trace is not None:
+            self._trace.accumulators_bytes -= sum(x.nbytes for x in made[: len(self._shapes)])
+
+    def whole(self) -> tuple[Tensor, ...] | None:
+        """Return the only part of each, if it waits and has all slots."""
+        if len(self.waiting) != 1 or self._made is not None:
+            return None
+        ((rows, parts),) = self.waiting
+        return parts if rows.length == self._first.slots else None
+
+    def merge(self) -> None:
+        """Merge the parts that wait, because others will write to their memory."""
+        if self.waiting:
+            self._write(self._accumulate())
+
+    def _write(self, targets: tuple[Tensor, ...]) -> None:
+        """Merge what waits, and the accumulators, into the accumulators or, at the end, into the results."""
+        made, waiting, first = self._made, self.waiting, self._first
+        still_open = []
+        rows = tuple([rows for rows, _ in waiting])
+        for start, end, written, of in _cut(first.slots, tuple(first.open), rows):
+            count = end - start
+            parts = [[x.narrow(2, at, count) for x in waiting[number][1]] for number, at in of]
+            if written and made is not None and (parts or targets is not made):
+                parts.append([x.narrow(2, start, count) for x in made])
+            if not parts:
+                if targets is not made and not written:
+                    first.fill(*targets, start, end)
+                elif not written:
+                    still_open.append((start, end))
+                continue
+            there = [x.narrow(2, start, count) for x in targets]
+            if self.lse is None:
+                for target, *given in zip(there, *parts, strict=True):
+                    add_parts_(target, given)
+            else:
+                merge_parts_(there[0], there[1], parts)
+        first.open = still_open
+        waiting.clear()

@@ -1,0 +1,153 @@
+"""Merge partial attention results over disjoint keys. Owns this formula and nothing else.
+
+    lse = logaddexp(lse1, lse2),  out = out1 * exp(lse1 - lse) + out2 * exp(lse2 - lse)
+
+(Liu et al. 2023, Ring Attention, section 3; Dao et al. 2022, FlashAttention, for the online softmax.)
+A row without keys has out 0 and lse -inf. If both parts have no key, the merged lse is -inf as well. To avoid
+the NaN of (-inf) - (-inf), the weights are computed with the least finite number in place of this lse.
+`logaddexp` subtracts the maximum first, so lse1 and lse2 may differ by any amount (the popular
+`log1p(exp(lse2 - lse1))` overflows at a difference of 89 in float32). `torch.lerp` would be one pass over
+memory, but its rounding depends on strides. The bits of a head must not depend on which other heads it is
+computed with.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.ring.trace import is_fake
+
+Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
+MOST_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel
+_log = logging.getLogger(__name__)
+
+
+def empty_results(
+    q_BHSD: Tensor, value_dim: int, dtype: torch.dtype, sinks_H: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return attention over no key, which other parts are merged into.
+
+    Args:
+        q_BHSD: queries.
+        value_dim: head dimension of the values.
+        dtype: of the output.
+        sinks_H: for each query head a logit that is added to the softmax's denominator only.
+
+    Returns:
+        out, filled with 0; lse, filled with -inf or with the sinks, in the accumulators' dtype.
+    """
+    out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], value_dim), dtype=dtype)
+    lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=accumulator_dtype(q_BHSD.dtype))
+    if sinks_H is not None:
+        lse.copy_(sinks_H.unsqueeze(-1).expand_as(lse))
+    return out, lse
+
+
+def assign_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
+    """Write the first partial result of some rows into uninitialised accumulators; see `merge_`."""
+    out_BHSD.copy_(part_out_BHSD)
+    lse_BHS.copy_(part_lse_BHS)
+
+
+def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor) -> None:
+    """Merge a partial result into an accumulator, in place; on CUDA in one pass over memory.
+
+    Args:
+        out_BHSD: accumulated output, [batch, heads, tokens, head_dim] ([batch, repeats, heads, tokens,
+            head_dim] of `Rows`), any strides, float32 or float64; changed.
+        lse_BHS: accumulated natural-log log-sum-exp, the same shape without head_dim, same dtype; changed.
+        part_out_BHSD, part_lse_BHS: what is added, over keys not seen so far, in any dtype; not changed.
+    """
+    if out_BHSD.is_cuda and not is_fake(out_BHSD):
+        with torch.cuda.device(out_BHSD.device):
+            _on_cuda()(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])
+    else:
+        merge_by_operators_(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
+
+
+def merge_by_operators_(
+    out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor
+) -> None:
+    """Do what `merge_` does by torch's operators, on any device."""
+    part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
+    merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
+    # Only rows without keys change here: their weights become exp(-inf) = 0.
+    finite_BHS = merged_BHS.clamp_min(torch.finfo(merged_BHS.dtype).min)
+    old_weight = torch.exp(lse_BHS - finite_BHS).unsqueeze(-1)
+    new_weight = torch.exp(part_lse_BHS - finite_BHS).unsqueeze(-1)
+    out_BHSD.mul_(old_weight).addcmul_(part_out_BHSD.to(out_BHSD.dtype), new_weight)
+    lse_BHS.copy_(merged_BHS)
+
+
+def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> None:
+    """Write the merge of several parts; on CUDA in one pass over memory, which reads each part once.
+
+    Args:
+        out_BHSD, lse_BHS: results, of any dtype and strides; their old values do not count. They may be one
+            of the parts.
+        parts: at most `MOST_PARTS`, over disjoint keys, of the same shapes.
+    """
+    if out_BHSD.is_cuda and not is_fake(out_BHSD):
+        with torch.cuda.device(out_BHSD.device):
+            _on_cuda()(out_BHSD, lse_BHS, parts)
+    else:
+        merge_parts_by_operators_(out_BHSD, lse_BHS, parts)
+
+
+def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
+    """Do what `merge_parts_` or, without lse, `add_parts_` does by torch's operators, on any device."""
+    assert 0 < len(parts) <= MOST_PARTS, f"{len(parts)} parts in one merge"  # as the kernel's launch
+    if lse_BHS is None:
+        total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
+        for part, _ in parts[1:]:
+            total.add_(part)
+        out_BHSD.copy_(total)
+        return
+    # The largest lse is subtracted first, or sums of two would round to what float32 has near them.
+    lses = torch.stack([lse.to(lse_BHS.dtype) for _, lse in parts])
+    base_BHS = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)  # of rows without keys: no NaN
+    weights = torch.exp(lses - base_BHS).unsqueeze(-1)
+    sums = weights.sum(dim=0)
+    total = parts[0][0].to(lse_BHS.dtype) * weights[0]
+    for (part, _), weight in zip(parts[1:], weights[1:], strict=True):
+        total.addcmul_(part.to(total.dtype), weight)
+    out_BHSD.copy_(total.div_(sums.masked_fill(sums == 0, 1)))
+    lse_BHS.copy_(base_BHS + torch.log(sums.squeeze(-1)))
+
+
+def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of at most `MOST_PARTS` parts, which `total` may be one of; see `merge_parts_`."""
+    given = [(part, None) for part in parts]
+    if total.is_cuda and not is_fake(total):
+        with torch.cuda.device(total.device):
+            _on_cuda()(total, None, given)
+    else:
+        merge_parts_by_operators_(total, None, given)
+
+
+@cache
+def _on_cuda() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
+    """Return the Triton kernel; torch's operators, with a warning, where triton is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        _log.warning(
+            "ds_ring: partial results are merged by torch's operators, which move 26 bytes an element instead"
+            " of 10: expected the package triton beside a CUDA build of torch, got none; install triton"
+        )
+        return merge_parts_by_operators_
+    launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = importlib.import_module(
+        "ds_ring.ring.merge_triton"
+    ).launch
+    return launch
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what results are accumulated in: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

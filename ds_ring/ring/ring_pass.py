@@ -1,0 +1,352 @@
+"""Run the steps of a rank on tensors, forward and backward: the ring pass.
+
+Owns what each step does to tensors. Other files own the parts: `schedule/lowering.py` the order of the steps,
+the kernel the attention of one hop, the exchange the messages, and `accumulator.py` the sum of partial
+results. A new pattern, layout or kernel changes nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.messages import InFlight, Label, Message, Transport
+from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
+from ds_ring.memory.saved_results import HeadStream, HostMemory
+from ds_ring.ring.accumulator import Total, parts_wait
+from ds_ring.ring.buffers import (
+    Buffers,
+    Pair,
+    PreparedBatch,
+    PreparedPass,
+    PreparedPasses,
+    RingBuffers,
+    some_heads,
+)
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.trace import MessageSize, PostedBatch, Trace
+from ds_ring.schedule.lowering import head_bytes, lower_rank
+from ds_ring.schedule.rank_plan import RankPlan
+from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send
+from ds_ring.schedule.workspace import FLOAT
+
+
+class ForwardChunk:
+    """The forward pass of a head chunk: merges the partial results of each hop into out and lse.
+
+    Args:
+        total: of out [B, H, S, E] and lse [B, H, S].
+        sinks: [H] logits of these heads, or None. They are the first partial result: out 0, lse = sinks.
+    """
+
+    def __init__(
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Total,
+        sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
+        self.total = total
+        if sinks is not None and total.lse is not None:
+            total.so_far()
+            total.lse.copy_(sinks.unsqueeze(-1).expand_as(total.lse))
+
+    def compute(self, step: Compute) -> None:
+        """Attend to the keys of a step and merge the partial results."""
+        keys, total = self.buffers.pair(step.buffer), self.total
+        if total.waiting:
+            total.make_room()
+        for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
+            total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
+            del part  # else it stays alive while the kernel computes the next one
+        if self.ring.check is not None:
+            out, lse = total.so_far()
+            self.ring.check(step.hop, out=out, lse=lse)
+
+    def finish(self) -> None:
+        """Write `out`."""
+        self.total.finish()
+
+
+class Queries(NamedTuple):
+    """The inputs of the backward pass that do not travel, with the shapes of `RingPass.backward`."""
+
+    grad_out: Tensor
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None
+
+
+class BackwardChunk:
+    """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
+
+    def __init__(
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Total,
+        home: Total, waits: bool,
+    ) -> None:  # fmt: skip
+        self.ring, self.kernel, self.buffers = ring, kernel, buffers
+        self.queries, self.dq, self.home, self.waits = queries, dq, home, waits
+
+    def compute(self, step: Compute) -> None:
+        """Compute the gradients of a step's tiles and add them to the accumulators."""
+        grad_out, q, out, lse, grad_lse = self.queries
+        assert step.gradients is not None, "steps of a forward pass"
+        if self.dq.waiting:
+            self.dq.make_room()
+        # Sums of dK and dV, at hop 0 those of the own shard. Only one step computes into each of them, and
+        # nothing is added to it before that step.
+        keys, of_keys = self.buffers.pair(step.buffer), self.home
+        of_stage = False
+        if step.gradients != RESULTS:
+            # Sums of other ranks will be added to GRADIENTS; the others are this rank's own part.
+            of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
+            shapes, waits = (keys.first.shape, keys.second.shape), of_stage and self.waits
+            there = partial(self.buffers.pair, step.gradients)
+            of_keys = Total(there, grad_out, shapes, self.home.dtype, None, waits, self.ring.trace)
+        inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
+        for part in self.kernel.backward(grad_out, q, *inputs):
+            heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
+            if tokens_first:  # the kernel returned tokens before heads
+                dq_part, dk_part, dv_part = (x.transpose(-3, -2) for x in (dq_part, dk_part, dv_part))
+            self.dq.add(rows, heads, dq_part)
+            # All K/V heads: the kernel has already summed over the query heads that share one.
+            of_keys.add(key_rows, ALL_HEADS, dk_part, dv_part)
+            del part, dq_part, dk_part, dv_part
+        if self.ring.check is not None:
+            dk, dv = of_keys.so_far()
+            (dq,) = self.dq.so_far()
+            self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
+        adopted = of_stage and self.buffers.adopt(step.gradients, of_keys.whole())
+        if of_keys is not self.home and not adopted:
+            of_keys.finish()
+
+    def finish(self) -> None:
+        """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
+        self.dq.finish()
+        if self.ring.on_gradients_final is not None:
+            self.ring.on_gradients_final(self.buffers.chunk.kv_heads, *self.home.so_far())
+        self.home.finish()
+
+
+Chunk = ForwardChunk | BackwardChunk
+
+
+@dataclass(frozen=True)
+class RingPass:
+    """The forward and the backward ring pass of one rank.
+
+    Attributes:
+        plan: this rank's part of the plan.
+        kernel: computes one hop.
+        exchange: sends and receives payloads; None for a ring of one rank.
+        scale: factor of the scores.
+        overlap: False waits for each hop's messages before it computes (for comparison).
+        chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
+        buffers: pool of memory for payloads.
+        check: called with the hop and, by name, the tensors computed so far; None for no check.
+        on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
+            gradients of other ranks were added and before they are rounded; None for no call.
+        trace: records the times of all phases of a pass; None for no trace, which costs nothing.
+        host: holds q, k, v, out and lse for the backward pass if they are in host memory; None: on the
+            device.
+        agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
+            the ranks have agreed already. See [Note: the header while the first hop computes].
+        prepared: what earlier passes of the same shapes computed once, such as message routes.
+    """
+
+    plan: RankPlan
+    kernel: Kernel
+    exchange: Transport | None
+    scale: float
+    overlap: bool = True
+    chunk_bytes: int = 1 << 20
+    buffers: Buffers = field(default_factory=Buffers)
+    check: Callable[..., None] | None = None
+    on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
+    trace: Trace | None = None
+    host: HostMemory | None = None
+    agreed: Callable[[], None] | None = None
+    prepared: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
+
+    @torch.no_grad()
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the attention of the local queries over the keys of all ranks.
+
+        Args:
+            q: [B, H, S, D], this rank's shard.
+            k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
+            sinks: [H], one logit per query head that is added to the softmax's denominator only.
+
+        Returns:
+            out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
+        """
+        shape = (*q.shape[:-1], value_dim(self.kernel, v))
+        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # when the first chunk needs it
+        lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
+        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
+
+        def begin(chunk: HeadChunk) -> Chunk:
+            # Heads are slices, so these are views: chunks read and write the caller's tensors directly.
+            heads, kv = chunk.query_heads, chunk.kv_heads
+            k_here, v_here = some_heads(kv, k, v)
+            kernel = self.kernel.of_heads(heads)
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], Pair(k_here, v_here))
+            of_sinks = None if sinks is None else sinks[heads]
+            q_here, lse_here = some_heads(heads, q, lse)
+            sizes = (*lse_here.shape, shape[-1])
+            total = Total(
+                lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits, self.trace
+            )
+            return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
+
+        schedule = self._schedule(k, v, backward=False)
+        prepared = self.prepared.of(schedule, k, v)
+        self._run(schedule, prepared, begin)
+        return out(), lse
+
+    @torch.no_grad()
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of the local q, k, v.
+
+        Args:
+            grad_out: [B, H, S, E].
+            q, k, v, out, lse: inputs and results of `forward`.
+            grad_lse: gradient of lse, [B, H, S]; None for zero.
+
+        Returns:
+            dq, dk, dv, contiguous, in the dtypes of q, k, v.
+        """
+        new = grad_out.new_empty  # the inputs may be in host memory
+        dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
+        waits = parts_wait(self.kernel, q.dtype, lse.dtype)
+        dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # when the first chunk needs it
+        schedule = self._schedule(k, v, backward=True)
+        prepared = self.prepared.of(schedule, k, v)
+        saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
+
+        def begin(chunk: HeadChunk) -> Chunk:
+            heads, kv = chunk.query_heads, chunk.kv_heads
+            q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
+            (grad_here,) = some_heads(heads, grad_out)
+            of_lse = None if grad_lse is None else grad_lse[:, heads]
+            queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
+            given = lse.dtype, None, waits, self.trace
+            of_queries = Total(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
+            # Gradients of the own keys that other ranks return are added here.
+            results = some_heads(kv, dk, dv)
+            home = Total(partial(tuple, results), grad_here, [x.shape for x in results], *given)
+            kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
+            parts_dtype = k.dtype if waits else lse.dtype
+            buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)
+            return BackwardChunk(self, kernel, buffers, queries, of_queries, home, waits)
+
+        self._run(schedule, prepared, begin)
+        return dq(), dk, dv
+
+    def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
+        if self.trace is not None:
+            self.trace.begin("backward" if backward else "forward")
+        # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
+        # accumulators exist beside the results, or where heads are loaded from host memory.
+        chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
+        size = head_bytes(k, v) if chunked else 0
+        return lower_rank(self.plan, backward=backward, head_bytes=size, chunk_bytes=self.chunk_bytes)
+
+    def _run(self, schedule: Schedule, prepared: PreparedPass, begin: Callable[[HeadChunk], Chunk]) -> None:
+        """Run a schedule, batch by batch; see [Note: batches] in `steps.py`."""
+        under_way: dict[int, Chunk] = {}
+        agreed, trace, batches = self.agreed, self.trace, prepared.batches
+        for number, hop, rounds in schedule.batches:
+            if trace is not None:
+                trace.enter("send", hop, self.buffers)
+            sent: list[Tensor] = []
+            received: list[Tensor] = []
+            for index, steps in rounds:
+                # Allocate a chunk's buffers at its first batch, not before: this bounds peak memory.
+                if index not in under_way:
+                    under_way[index] = begin(schedule.chunks[index])
+                chunk = under_way[index]
+                # Two ranks match their messages by order alone, so keep the schedule's order.
+                done = bool(steps.arrived) and chunk.buffers.arrive(steps.arrived)
+                if done:
+                    chunk.finish()
+                if steps.posted:
+                    chunk.buffers.post(steps.posted, sent, received)
+                if done:
+                    del under_way[index]
+                del chunk
+            known = batches.get(number)
+            if known is None:
+                known = batches[number] = self._prepare(rounds, under_way, sent, received)
+            if trace is not None:
+                trace.batch = known.posted
+            posting = known.route, sent, received, hop
+            pending, mark = None, None
+            if agreed is None:
+                if sent or received:
+                    pending = self._post(*posting)
+            elif sent or received:
+                assert self.exchange is not None, "an agreement on a ring of one"
+                mark = self.exchange.streams((*sent, *received)[0]).mark()
+            # The messages of this batch carry the keys of `hop`. Meanwhile the hop before is computed.
+            if trace is not None:
+                trace.enter("compute", hop - 1, self.buffers)
+            for index, steps in rounds:
+                for step in steps.computed:
+                    under_way[index].compute(step)
+            if trace is not None:
+                trace.enter("wait", hop, self.buffers)
+            if agreed is not None:
+                agreed()
+                pending, agreed = self._post_behind(mark, *posting), None
+            if pending is not None:
+                pending.wait()
+            # Drop the references, so that the next batch can allocate the memory of buffers that it frees.
+            del sent, received, pending, posting
+        if trace is not None:
+            trace.leave(self.buffers)
+
+    # [Note: the header while the first hop computes]
+    # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU, with
+    # overlap), the kernels of the first batch are launched first, so that ranks compare their headers while
+    # hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before them, once
+    # all buffers are allocated and packed, and the messages wait for that event only (`streams.py`).
+    def _post_behind(
+        self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
+    ) -> InFlight | None:
+        if not sent and not received:
+            return None
+        assert self.exchange is not None, "an agreement on a ring of one"
+        with self.exchange.streams((*sent, *received)[0]).behind(mark):
+            return self._post(route, sent, received, hop)
+
+    def _post(self, route: Any, sent: list[Tensor], received: list[Tensor], hop: int) -> InFlight:
+        assert self.exchange is not None, "a plan with messages on a ring of one"
+        pending = self.exchange.start(route, sent, received, hop)
+        if not self.overlap:
+            pending.wait()
+        return pending
+
+    def _prepare(
+        self, rounds: Iterable[tuple[int, Round]], under_way: dict[int, Chunk],
+        sent: list[Tensor], received: list[Tensor],
+    ) -> PreparedBatch:  # fmt: skip
+        """Compute once what all batches with these steps have in common: the route and the message sizes."""
+        labels: tuple[list[Label], list[Label]] = ([], [])
+        for index, steps in rounds:
+            for post in steps.posted:
+                labels[not isinstance(post, Send)].extend(under_way[index].buffers.labels(post))
+        sends, receives = (
+            [Message(tensor, *label) for tensor, label in zip(tensors, side, strict=True)]
+            for tensors, side in zip((sent, received), labels, strict=True)
+        )
+        sizes = (tuple(MessageSize(m.peer, m.tensor.nbytes) for m in side) for side in (sends, receives))
+        route = self.exchange.route(sends, receives) if self.exchange is not None else None
+        return PreparedBatch(route, PostedBatch(*sizes))

@@ -1,0 +1,85 @@
+"""Run `transport="all_gather"`: the reference against which the ring is measured. It is never a fallback.
+
+Every rank gathers all keys and values (O(T) memory), computes the same tiles with the same kernel, and
+reduces dK/dV back to their owners. It has its own backward, because torch's differentiable all-gather on gloo
+silently returns wrong gradients if the incoming gradient is not contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.exchange import Exchange
+from ds_ring.kernels.interface import Kernel, value_dim
+from ds_ring.masks.tiles import Tiles
+from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
+from ds_ring.schedule.lowering import query_heads_of
+from ds_ring.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class GatherPass:
+    """The inputs of both passes; see `RingPass` for the shapes."""
+
+    plan: Plan
+    ring_rank: int
+    kernel: Kernel
+    exchange: Exchange | None
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Run the forward pass; same contract as `RingPass.forward`."""
+        out, lse = empty_results(q, value_dim(self.kernel, v), accumulator_dtype(q.dtype), sinks)
+        all_k, all_v = self._gather(k), self._gather(v)
+        for origin, heads, kv, tiles in self._tiles():
+            kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
+            out_w, lse_w = out[:, heads], lse[:, heads]
+            for part in self.kernel.of_heads(heads).forward(q[:, heads], *kv_pair, tiles, self.scale):
+                rows, own = part.q_rows, part.heads
+                merge_(rows.of(out_w[:, own]), rows.of(lse_w[:, own]), part.out_BHSD, part.lse_BHS)
+        return out.to(q.dtype), lse
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients; same contract as `RingPass.backward`."""
+        dtype = accumulator_dtype(q.dtype)
+        dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+        all_k, all_v = self._gather(k), self._gather(v)
+        # Gradients of the keys of all ranks: O(T) memory, in the accumulators' dtype.
+        all_dk, all_dv = ([torch.zeros_like(x, dtype=dtype) for x in parts] for parts in (all_k, all_v))
+        for origin, heads, kv, tiles in self._tiles():
+            kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]
+            grad_w, q_w, out_w, lse_w = (x[:, heads] for x in (grad_out, q, out, lse))
+            grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
+            inputs = (grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale, grad_lse_w)
+            dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
+            for part in self.kernel.of_heads(heads).backward(*inputs):
+                part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
+                part.k_rows.of(dk_w).add_(part.dk_BGSD)
+                part.k_rows.of(dv_w).add_(part.dv_BGSD)
+        dk, dv = all_dk[0], all_dv[0]
+        if self.exchange is not None:
+            group = self.exchange.mesh.ring_group
+            dk, dv = (self.exchange.reduce_scatter(parts, group) for parts in (all_dk, all_dv))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _tiles(self) -> Iterator[tuple[int, slice, slice, Tiles]]:
+        """Yield origin, query heads, K/V heads and tiles of everything that this rank computes."""
+        layout = self.plan.layout
+        mine = layout.runs(self.ring_rank)
+        for one in self.plan.classes:
+            heads = query_heads_of(one.kv_heads, self.plan.group)
+            for origin in range(self.plan.ring_size):
+                # Tiles of whole shards, not of the plan's payloads: here every rank has all keys.
+                yield origin, heads, one.kv_heads, one.pattern.tiles(mine, layout.runs(origin))
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        if self.exchange is None:
+            return [x]
+        return self.exchange.all_gather(x, self.exchange.mesh.ring_group, self.plan.ring_size)

@@ -1,0 +1,201 @@
+"""Pull the messages of a ring pass out of memory that the ranks of a node share: `transport="pull"`.
+
+Owns when a rank signals, copies and waits. What else ranks send (headers, Ulysses, other operators) travels
+as messages.
+
+[Note: one-sided pulls]
+The buffers of a pass lie in memory that the other ranks of the ring can read, at places that all ranks know
+([Note: places known beforehand] in `schedule/steps.py`). In each batch a rank (1) signals READY to every rank
+that it sends to, once its buffers are written, (2) waits for READY of every rank that it receives from,
+copies the messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to.
+After that its buffers may be written again. So a batch is over exactly where it is over with messages, and
+all rules of [Note: rules of the exchange] hold. At most one signal of a kind is in flight from one rank to
+another, so signals are matched by order, and no rank waits to send one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.exchange import Exchange, Route
+from ds_ring.comm.messages import Message
+from ds_ring.comm.waiting import Pending
+from ds_ring.errors import RingMismatchError
+from ds_ring.kernels.interface import Kernel
+from ds_ring.ring.accumulator import parts_wait
+from ds_ring.ring.buffers import (
+    Block,
+    BufferKind,
+    Buffers,
+    Pair,
+    PreparedPass,
+    kind_of,
+    payload_dtypes,
+    some_heads,
+)
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.trace import is_fake
+from ds_ring.schedule.lowering import head_bytes, lower_rank
+from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.steps import HeadChunk, MessageKey, Payload, Places, Schedule, place_buffers
+from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
+
+MOST_BLOCKS = 1024  # places whose tensors are kept
+GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is needed
+
+
+class SharedBuffers(Buffers):
+    """Give the buffers of a pass their places in memory that a ring shares."""
+
+    adopts = False  # others look for all that is sent at its place
+
+    def __init__(self, shared: HostShared | CudaShared, grown: int = 0) -> None:
+        super().__init__()
+        self.shared, self.grown = shared, grown  # how often too little memory was replaced
+        self._blocks: dict[tuple[int, int], Block] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of this rank's shared memory."""
+        return self.shared.nbytes
+
+    def take(self, kind: BufferKind, stream: int) -> Block:
+        """Return the block at the place of a buffer."""
+        assert kind.place is not None, "a buffer without a place"
+        key = kind.place, kind.nbytes
+        if key not in self._blocks:
+            if len(self._blocks) >= MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[key] = Block(kind.nbytes, kind.device, storage=self.shared.storage)
+        return self._blocks[key]
+
+    def give(self, block: Block) -> None:
+        """Do nothing: the schedule says when a place is used again."""
+
+
+class PullExchange(Exchange):
+    """Exchange the messages of ring passes by one-sided pulls, and all else as `Exchange` does."""
+
+    _messages: Mapping[MessageKey, int] = MappingProxyType({})  # where those of the present pass lie
+    _device: torch.device | None = None  # of the present pass
+
+    @property
+    def _buffers(self) -> SharedBuffers | None:
+        # The mesh alone keeps them: contexts that are not in use would keep memory that was replaced.
+        return self.mesh.shared_buffers.get(self._device)
+
+    def share(
+        self, plan: Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, backward: bool, chunk_bytes: int,
+        agreed: Callable[[], None] | None,
+    ) -> tuple[Buffers, Callable[[], None] | None]:  # fmt: skip
+        """Return the buffers of a pass that begins now, and what is left of `agreed` (see `RingPass`).
+
+        Collective where the ranks share no memory yet, or too little. What was shared is freed first:
+        all passes of a mesh use the same memory, one after the other.
+
+        Raises:
+            RingConfigError: the ranks cannot share any; on all of them.
+            RingPeerError: another rank failed meanwhile.
+        """
+        mesh, size = self.mesh, head_bytes(k, v)
+        lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=chunk_bytes)
+        own = lower(plan.rank(mesh.ring_rank))
+        prepared = self.prepared.of(own, k, v)
+        if prepared.messages is None:
+            kind_at = partial(kind_in_pass, kernel, q, k, v)
+            found = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
+            give_places(prepared, own, found[mesh.ring_rank], kind_at)
+            prepared.messages = {key: place for one in found for key, place in one.messages.items()}
+            prepared.shared_bytes = max(one.nbytes for one in found)
+        self._messages, self._device, nbytes = prepared.messages, q.device, max(prepared.shared_bytes, 1)
+        buffers = self._buffers
+        # All ranks compute the same sizes, so all of them come here.
+        if buffers is None or buffers.held_bytes < nbytes:
+            if agreed is not None:  # headers first: the ranks might not even make the same call
+                agreed()
+                agreed = None
+            grown = 0 if buffers is None else buffers.grown + 1
+            if grown > 1:  # not from a forward to a backward pass: what has grown twice may grow again
+                nbytes += nbytes // GROWTH
+            buffers = None
+            mesh.shared_buffers.pop(q.device, None)  # freed before more is made
+            counted = self.counters.bytes_sent
+            buffers = SharedBuffers(share_memory(self, nbytes, q.device), grown)
+            mesh.shared_buffers[q.device], self.counters.bytes_sent = buffers, counted  # of payload
+        buffers.shared.begin_pass()
+        return buffers, agreed
+
+    def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
+        """Return the route of a batch. Messages of a ring pass say what tokens they have, and are pulled.
+
+        Raises:
+            RingMismatchError: a message differs from the plan, or does not lie where its receiver reads.
+        """
+        route, both = super().route(sends, receives), (*sends, *receives)
+        buffers = self._buffers
+        if buffers is None or not both or any(one.tokens is None or is_fake(one.tensor) for one in both):
+            return route
+        me, start = self.mesh.ring_rank, buffers.shared.storage.data_ptr()
+        for message in sends:
+            due = self._messages.get(_key(me, message.peer, message))
+            if (there := message.tensor.data_ptr() - start) != due:
+                raise RingMismatchError(
+                    f"message {message.what} to ring rank {message.peer}: expected it {due} bytes behind the"
+                    f" start of the shared memory, got {there}; nothing of this hop was sent. This is a fault"
+                    " of ds_ring, or of code that changes it: please report it"
+                )
+        places = tuple(self._messages[_key(message.peer, me, message)] for message in receives)
+        # One work for all messages of a sender, and one for all to a receiver.
+        count, tensor = len(receives), both[0].tensor
+        peers = [*dict.fromkeys(route.peers[:count]), *dict.fromkeys(route.peers[count:])]
+        streams = self.streams(tensor) if tensor.is_cuda else None
+        return route._replace(peers=peers, group=None, streams=streams, places=places, begin=self._begin)
+
+    def start(
+        self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor], hop: int | None = None
+    ) -> Pending:
+        """Start all messages of a batch."""
+        pending = super().start(route, sent, received, hop)
+        if route.begin is not None and route.streams is not None and (buffers := self._buffers) is not None:
+            pending.group = buffers.shared  # what is aborted if the batch fails
+        return pending
+
+    def _begin(self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
+        buffers = self._buffers
+        assert buffers is not None, "memory that the route was made for"
+        pulls = defaultdict[int, list[Pull]](list)
+        for peer, place, into in zip(route.receives, route.places, received, strict=True):
+            pulls[peer].append(Pull(place, into))
+        return buffers.shared.begin(list(dict.fromkeys(route.sends)), pulls)
+
+
+def _key(sender: int, receiver: int, message: Message) -> MessageKey:
+    assert message.tokens is not None, "a message outside a pass"
+    return MessageKey.of(sender, receiver, message.what, *message.tokens)
+
+
+def kind_in_pass(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, chunk: HeadChunk, payload: Payload, slots: int
+) -> BufferKind:
+    """Return the kind of a buffer of a pass, as `RingBuffers` makes it."""
+    sums = accumulator_dtype(q.dtype)
+    parts = k.dtype if parts_wait(kernel, q.dtype, sums) else sums
+    first, second = some_heads(chunk.kv_heads, k, v)
+    return kind_of(Pair(first, second), slots, payload, payload_dtypes(k.dtype, sums, parts)[payload])
+
+
+def give_places(
+    prepared: PreparedPass, schedule: Schedule, places: Places, kind_at: Callable[..., BufferKind]
+) -> None:
+    """Let the buffers of a pass lie where `places` says."""
+    for (index, number), place in places.offsets.items():
+        chunk = schedule.chunks[index]
+        kind = kind_at(chunk, *chunk.steps.buffers[number])
+        prepared.kinds[chunk.kv_heads.start][number] = kind._replace(place=place)

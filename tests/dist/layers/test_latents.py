@@ -1,0 +1,353 @@
+"""Latents on the wire: multi-head latent attention against one process, and against absorbed projections.
+
+Two references: keys and values that are expanded before dense attention, and the up-projection absorbed into
+queries and outputs, so that attention runs among latents (DeepSeek-V2, section 2.1.2). In float64 outputs and
+each gradient by itself, on several rings, layouts and patterns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ds_ring import (
+    Alibi,
+    Causal,
+    Documents,
+    RingConfigError,
+    RingMesh,
+    SlidingWindow,
+    gather_sequence,
+    make_layout,
+    ring_attention,
+    shard_sequence,
+)
+from ds_ring.layers.latents.kernel import LatentKernel
+from ds_ring.masks.mask_mod import ScoreMod
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.ring_op import latent_attention_op, ring_attention_op
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_latent_model,
+    build_model,
+    json_config,
+    start_deepspeed,
+)
+from tests.dist.harness import RankPool
+from tests.reference import dense_attention, relative_error
+
+Pool = Callable[[int], RankPool]
+B, T, H = 2, 61, 4
+NOPE, ROPE, VALUE, LATENT = 6, 4, 5, 8
+IDS = [0] * 9 + [1] * 20 + [2] * 2 + [3] * 30
+PATTERNS: dict[str, Pattern] = {
+    "causal": Causal(),
+    "documents": Causal() & Documents(IDS),
+    "window": SlidingWindow(13),
+}
+
+
+class Inputs(NamedTuple):
+    """Global tensors of a layer, and the gradient of its output."""
+
+    q: Tensor
+    latent: Tensor
+    rope: Tensor
+    up: Tensor
+    grad: Tensor
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> Inputs:
+    torch.manual_seed(0)
+    shapes = (
+        (B, H, T, NOPE + ROPE), (B, 1, T, LATENT), (B, 1, T, ROPE), (H * (NOPE + VALUE), LATENT),
+        (B, H, T, VALUE),
+    )  # fmt: skip
+    return Inputs(*(torch.randn(shape, dtype=torch.float64).to(dtype) for shape in shapes))
+
+
+def expanded(given: Inputs, pattern: Pattern) -> dict[str, Tensor]:
+    """Output and gradients of dense attention over expanded keys and values."""
+    latent, rope, up = (x.clone().requires_grad_() for x in given[1:4])
+    both = torch.einsum("bsl,hdl->bhsd", latent[:, 0], up.unflatten(0, (H, -1)))
+    k = torch.cat([both[..., :NOPE], rope.expand(-1, H, -1, -1)], dim=-1)
+    dense = dense_attention(given.q, k, both[..., NOPE:], given.grad, pattern)
+    grads = torch.autograd.grad([k, both], [latent, rope, up], [dense.dk, pad(dense.dv)])
+    return dict(zip(("out", "q", "latent", "rope", "up"), (dense.out, dense.dq, *grads), strict=True))
+
+
+def pad(dv: Tensor) -> Tensor:
+    """The gradient of keys and values together, from that of values."""
+    return torch.cat([dv.new_zeros((*dv.shape[:-1], NOPE)), dv], dim=-1)
+
+
+def absorbed(given: Inputs, pattern: Pattern) -> Tensor:
+    """The output of attention among latents, whose up-projection is in queries and output."""
+    of_keys, of_values = given.up.unflatten(0, (H, -1)).split([NOPE, VALUE], dim=1)
+    inner = torch.einsum("bhsd,hdl->bhsl", given.q[..., :NOPE], of_keys)
+    q = torch.cat([inner, given.q[..., NOPE:]], dim=-1)
+    # the scale of the scores is that of the layer's head_dim
+    q = q * (q.shape[-1] / (NOPE + ROPE)) ** 0.5
+    k = torch.cat([given.latent, given.rope], dim=-1)
+    zeros = torch.zeros(B, H, T, LATENT, dtype=q.dtype)
+    out = dense_attention(q, k, given.latent, zeros, pattern).out
+    return torch.einsum("bhsl,hel->bhse", out, of_values)
+
+
+def on_a_ring(
+    rank: int,
+    world_size: int,
+    layout_name: str,
+    pattern_name: str,
+    ulysses: int = 1,
+    compiled: bool = False,
+    chunk_bytes: int | None = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> dict[str, float]:
+    """Relative error of the output and of each gradient, by name."""
+    mesh, pattern = RingMesh.from_world(world_size // ulysses, ulysses), PATTERNS[pattern_name]
+    layout = make_layout(
+        layout_name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=pattern
+    )
+    whole = inputs(dtype)
+    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
+    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone())]
+
+    def call(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+        if chunk_bytes is not None:  # an option of the JSON only
+            context = context_for(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
+            return latent_attention_op(q, latent, rope, up, context.handle)[0]
+        named = {"pattern": pattern, "layout": layout, "mesh": mesh, "up_projection": up}
+        out: Tensor = ring_attention(q, latent, rope, **named, **options)
+        return out
+
+    run: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    out = run(*leaves)
+    *grads, of_up = torch.autograd.grad(out, leaves, grad)
+    if world_size > 1:
+        dist.all_reduce(of_up)
+    found = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in (out.detach(), *grads)]
+    want = expanded(whole, pattern)
+    return {name: relative_error(x, want[name]) for name, x in zip(want, (*found, of_up), strict=True)}
+
+
+def test_the_two_references_agree() -> None:
+    for pattern in PATTERNS.values():
+        given = inputs()
+        assert relative_error(absorbed(given, pattern), expanded(given, pattern)["out"]) < 1e-12
+
+
+@pytest.mark.parametrize("pattern", list(PATTERNS))
+@pytest.mark.parametrize(
+    ("world_size", "layout", "ulysses"),
+    [(1, "contiguous", 1), (2, "zigzag", 1), (4, "zigzag", 1), (4, "striped", 1), (4, "zigzag", 2)],
+)
+@pytest.mark.covering(1)
+def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, pattern: str) -> None:
+    for errors in rank_pool(world_size).run(on_a_ring, layout, pattern, ulysses):
+        assert errors.keys() == {"out", "q", "latent", "rope", "up"}
+        assert max(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "all_gather"},
+        {"kernel": "reference"},
+        {"kernel": "flash", "dtype": torch.float32},
+        {"chunk_bytes": 1},
+        {"chunk_bytes": 1, "pattern_name": "documents"},
+        {"compiled": True},
+        {"ulysses": 2, "compiled": True},
+        {"dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, Any]) -> None:
+    bound = 1e-12 if "dtype" not in options else 1e-5
+    for errors in rank_pool(2).run(on_a_ring, "zigzag", **({"pattern_name": "causal"} | options)):
+        assert max(errors.values()) < bound, errors
+
+
+# --- beside other arguments, against the ring with expanded keys -----------------------------------
+
+
+def beside(rank: int, world_size: int) -> dict[str, float]:
+    """Worst relative difference, by what stands beside the latents."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=T, ring_size=world_size)
+    whole = inputs()
+    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (*whole[:3], whole.grad))
+    sinks = torch.linspace(-1, 1, H, dtype=torch.float64).requires_grad_()
+    leaves = [x.requires_grad_() for x in (*shards, whole.up.clone(), sinks)]
+
+    def call(latents: bool, *given: Tensor, by_heads: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+        q, k, v, up, sinks = given
+        if latents:
+            options |= {"up_projection": up}
+        else:
+            both = torch.nn.functional.linear(k[:, 0], up).unflatten(-1, (H, -1)).transpose(1, 2)
+            k, v = torch.cat([both[..., :NOPE], v.expand(-1, H, -1, -1)], dim=-1), both[..., NOPE:]
+        named = {"pattern": Causal(), "layout": layout, "mesh": mesh, "return_lse": True, "sinks": sinks}
+        if latents and by_heads:  # an option of the JSON only
+            few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
+            handle = context_for(Causal(), layout, mesh, few).handle
+            return latent_attention_op(q, k, v, up, handle, sinks)
+        found: tuple[Tensor, Tensor] = ring_attention(q, k, v, **named, **options)
+        return found
+
+    def results(latents: bool, again: bool, **options: Any) -> list[Tensor]:
+        run = partial(call, latents, **options)
+        out, lse = checkpoint(run, *leaves, use_reentrant=False) if again else run(*leaves)
+        loss = (out * grad).sum() + (lse.nan_to_num(neginf=0.0) ** 2).sum()
+        *grads, of_up, of_sinks = torch.autograd.grad(loss, leaves)
+        dist.all_reduce(of_up)  # here a rank's part is its queries', there its keys'
+        return [out.detach(), lse.detach(), *grads, of_up, of_sinks]
+
+    cases: dict[str, dict[str, Any]] = {
+        "sinks, lse": {"again": False},
+        "a checkpointed region": {"again": True},
+        "scores by head, expanded one by one": {
+            "again": False,
+            "by_heads": True,
+            "score_mod": Alibi((0.1, 0.2, 0.3, 0.4)),
+        },
+    }
+    return {
+        name: max(map(relative_error, results(True, **case), results(False, **case)))
+        for name, case in cases.items()
+    }
+
+
+def test_latents_beside_other_arguments(rank_pool: Pool) -> None:
+    for errors in rank_pool(2).run(beside):
+        assert len(errors) == 3
+        assert max(errors.values()) < 1e-12, errors
+
+
+# --- a transformers model --------------------------------------------------------------------------
+
+SIZE = Size(hidden=32, layers=2, tokens=61, samples=2)
+
+
+def train(rank: int, world_size: int, stage: int, latents: object, **model: Any) -> dict[str, Any]:
+    """Losses of two steps, how many passes took latents, and the loss of the model off the ring."""
+    start_deepspeed()
+    import ds_ring
+
+    passes, forward = [0], LatentKernel.forward
+
+    def counting(kernel: LatentKernel, *given: Any) -> Any:
+        passes[0] += 1
+        return forward(kernel, *given)
+
+    built = build_latent_model(SIZE, **model)
+    sgd = torch.optim.SGD(built.parameters(), lr=0.1)
+    section = {"layout": "zigzag", "latents": latents}
+    config = json_config(world_size, 2, stage, ring_attention=section)
+    engine = ds_ring.initialize(model=built, optimizer=sgd, config=config)[0]
+    engine.module.gradient_checkpointing_enable()
+    losses = []
+    LatentKernel.forward = counting  # type: ignore[method-assign]
+    try:
+        for _ in range(2):
+            loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(engine.ring.mean_loss(loss)))
+        on = passes[0]
+        engine.eval()
+        with engine.ring.off(), torch.no_grad():
+            off = float(engine(**build_batch(SIZE)).loss)
+            assert passes[0] == on, "off the ring nothing travels"
+        ids = engine.module.generate(torch.arange(1, 8)[None], max_new_tokens=3, do_sample=False)
+    finally:
+        LatentKernel.forward = forward  # type: ignore[method-assign]
+    return {"losses": losses, "off": off, "passes": on, "ids": ids.tolist()}
+
+
+@pytest.mark.parametrize(("stage", "latents"), [(1, "auto"), (3, True)])
+def test_a_model_trains_as_with_expanded_keys(rank_pool: Pool, stage: int, latents: object) -> None:
+    expanded = rank_pool(2).run(train, stage, False)
+    for found, other in zip(rank_pool(2).run(train, stage, latents), expanded, strict=True):
+        assert other["passes"] == 0 and found["passes"] >= 2 * 2 * 2  # steps, layers, hops
+        assert found["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        assert found["losses"][1] != pytest.approx(found["losses"][0], rel=1e-3)
+        assert found["off"] == pytest.approx(other["off"], rel=1e-5)
+        assert found["ids"] == other["ids"]
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    start_deepspeed()
+    import ds_ring
+
+    messages = []
+    dilated = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
+    for model, pattern in ((build_model(SIZE, "sdpa"), {}), (build_latent_model(SIZE), dilated)):
+        section = {"latents": True, "pattern": pattern}
+        with pytest.raises(RingConfigError) as caught:
+            ds_ring.initialize(model=model, config=json_config(world_size, 2, 0, ring_attention=section))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_latents_that_cannot_travel_are_refused(rank_pool: Pool) -> None:
+    for none, by_head in rank_pool(2).run(refused):
+        assert '"latents": expected a model whose' in none and "LlamaForCausalLM, which has none" in none
+        assert "DeepseekV3Attention" in by_head and "differs between heads" in by_head
+
+
+# --- DeepSeek V3's sizes ---------------------------------------------------------------------------
+
+HEADS, SIZES = 128, {"nope": 128, "rope": 64, "value": 128, "latent": 512}
+FEW = 8  # tokens
+
+
+def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int], dict[str, float]]:
+    """Payload bytes of both passes with latents and with expanded keys, and the relative differences."""
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=FEW, ring_size=world_size)
+    torch.manual_seed(0)
+    nope, rope, value, latent = SIZES.values()
+    shapes = ((1, HEADS, FEW, nope + rope), (1, 1, FEW, latent), (1, 1, FEW, rope), (1, HEADS, FEW, value))
+    whole = [torch.randn(shape) for shape in shapes]
+    up = (torch.randn(HEADS * (nope + value), latent) * latent**-0.5).requires_grad_()
+    *shards, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
+    leaves = [x.requires_grad_() for x in shards] + [up]
+    found, sent = [], []
+    for window in (FEW, FEW + 1):  # equal masks, each with a context of its own
+        context = context_for(SlidingWindow(window), layout, mesh, Options())
+        q, k, v = leaves[:3]
+        if window == FEW:
+            out = latent_attention_op(q, k, v, up, context.handle)[0]
+        else:
+            both = torch.nn.functional.linear(k[:, 0], up).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            k = torch.cat([both[..., :nope], v.expand(-1, HEADS, -1, -1)], dim=-1)
+            out = ring_attention_op(q, k, both[..., nope:], context.handle)[0]
+        assert context.exchange is not None
+        forward = context.exchange.counters.bytes_sent
+        grads = torch.autograd.grad(out, leaves, grad)
+        sent.append([forward, context.exchange.counters.bytes_sent - forward])
+        of_up = grads[-1].clone()
+        dist.all_reduce(of_up)
+        found.append((out.detach(), *grads[:-1], of_up))
+    names = ("out", "q", "latent", "rope", "up")
+    errors = {name: relative_error(a, b) for name, a, b in zip(names, *found, strict=True)}
+    return sent[0], sent[1], errors
+
+
+def test_deepseek_v3_sends_a_71st(rank_pool: Pool) -> None:
+    for latents, expanded, errors in rank_pool(2).run(bytes_of_deepseek):
+        for one, other in zip(latents, expanded, strict=True):
+            assert one * 71 <= other < one * 72
+        assert max(errors.values()) < 1e-5, errors

@@ -1,0 +1,433 @@
+"""`ring_select` and `selected_attention` against one process in float64: chosen sets, outputs, gradients, bytes.
+
+The single process orders keys as the ring does: by score, and equal scores by position.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ring import (
+    Causal,
+    Documents,
+    Full,
+    MaskMod,
+    RingError,
+    RingLayoutError,
+    RingMesh,
+    RingPatternError,
+    SlidingWindow,
+    gather_sequence,
+    make_layout,
+    max_logits,
+    ring_select,
+    selected_attention,
+    shard_sequence,
+)
+from ds_ring.comm import exchange
+from ds_ring.layers.selection import select as selection
+from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule.layout import BlockLayout
+from tests.reference import relative_error, worst
+
+TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4
+DOCUMENTS = Documents(document_ids=np.repeat([0, 1, 2], [70, 21, 112]))
+PADDED = Documents(document_ids=np.repeat([3, 1, -1], [33, 110, 60]))
+PATTERNS: dict[str, Pattern] = {
+    "causal": Causal(),
+    "full": Full(),
+    "documents": Causal() & DOCUMENTS,
+    "window": SlidingWindow(40),
+    "mask_mod": MaskMod(lambda b, h, q, k: (q >= k) & (k % 3 != 1)),
+}
+
+
+def make(name: str, *shape: int) -> Tensor:
+    """A global tensor, the same on every rank."""
+    seed = sum(map(ord, name))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """A lightning indexer's scores: sum over heads of weight * relu(q k), [B, queries, keys]."""
+    return (weights.unsqueeze(-2) @ (queries @ keys.mT.unsqueeze(1)).relu()).squeeze(-2)
+
+
+def tensors(choices: int) -> dict[str, Tensor]:
+    """Global tensors; those of an indexer have the tokens in dim 1, those of attention in dim 2.
+
+    Weights and keys of the indexer are small whole numbers, so that many scores are equal beside the zeros.
+    """
+    return {
+        "iq": make("iq", SAMPLES, TOKENS, INDEX_HEADS, INDEX_DIM).round(),
+        "iw": make("iw", SAMPLES, TOKENS, INDEX_HEADS).round(),
+        "ik": make("ik", SAMPLES, TOKENS, INDEX_DIM).round(),
+        "q": make("q", SAMPLES, HEADS, TOKENS, HEAD_DIM),
+        "k": make("k", SAMPLES, GROUPS, TOKENS, HEAD_DIM),
+        "v": make("v", SAMPLES, GROUPS, TOKENS, VALUE_DIM),
+        "grad": make("grad", SAMPLES, HEADS, TOKENS, VALUE_DIM),
+        "grad_lse": make("grad_lse", SAMPLES, HEADS, TOKENS),
+    }
+
+
+def scores_of(x: dict[str, Tensor], choices: int, rows: slice, keys: Tensor) -> Tensor:
+    """Scores of all choices; a second choice has the first one's with the other sign, so -0 and 0."""
+    one = index_scores(x["iq"][:, rows], x["iw"][:, rows], keys)
+    return one if choices == 0 else torch.stack([one, -one][:choices], dim=1)
+
+
+def alone(x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor) -> dict[str, Any]:
+    """The chosen sets as a mask, out, lse and the gradients by dense mathematics."""
+    positions = np.arange(TOKENS)
+    visible = torch.from_numpy(pattern.mask(positions, positions))
+    scores = scores_of(x, choices, slice(None), x["ik"])
+    scores = scores.masked_fill(~visible, float("-inf"))
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & visible
+    given = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
+    own = sinks.clone().requires_grad_()
+    keys, values = (given[name].repeat_interleave(HEADS // GROUPS, dim=1) for name in ("k", "v"))
+    by_head = mask.unsqueeze(1) if choices == 0 else mask.repeat_interleave(HEADS // choices, dim=1)
+    logits = given["q"] @ keys.mT / HEAD_DIM**0.5
+    logits = logits.masked_fill(~by_head, float("-inf"))
+    column = own[None, :, None, None].expand(SAMPLES, -1, TOKENS, 1)
+    lse = torch.cat([logits, column], dim=-1).logsumexp(-1)
+    out = (logits - lse.unsqueeze(-1)).exp() @ values
+    torch.autograd.backward([out, lse], [x["grad"], x["grad_lse"]])
+    grads = {f"d{name}": one.grad for name, one in given.items()}
+    return {"mask": mask, "out": out.detach(), "lse": lse.detach(), **grads, "dsinks": own.grad}
+
+
+def on_the_ring(
+    mesh: RingMesh, x: dict[str, Tensor], pattern: Pattern, k: int, choices: int, sinks: Tensor, name: str
+) -> dict[str, Any]:
+    """The same from a ring, gathered; also bytes sent."""
+    layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=pattern)
+    # NaN in padding slots must not matter
+    local = {
+        key: shard_sequence(one, layout, mesh=mesh, dim=1 if key[0] == "i" else 2, pad_value=float("nan"))
+        for key, one in x.items()
+    }
+    chosen = ring_select(
+        lambda rows, keys: scores_of(local, choices, rows, keys), k, local["ik"],
+        layout=layout, mesh=mesh, pattern=pattern,
+    )  # fmt: skip
+    own = sinks.clone().requires_grad_()
+    for key in ("q", "k", "v"):
+        local[key].requires_grad_()
+    padding = torch.from_numpy(layout.positions(mesh.ring_rank)) < 0
+    out, lse = selected_attention(
+        local["q"], local["k"], local["v"], chosen, layout=layout, mesh=mesh, sinks=own, return_lse=True
+    )
+    grads = [
+        local[key].masked_fill(padding.view(-1, *[1] * (local[key].dim() - 3)), 0)
+        for key in ("grad", "grad_lse")
+    ]
+    torch.autograd.backward([out, lse], grads)
+    assert own.grad is not None
+    if mesh.sequence_group is not None:
+        torch.distributed.all_reduce(own.grad, group=mesh.sequence_group)
+    dim = chosen.dim() - 2
+    every = gather_sequence(chosen, layout, mesh=mesh, dim=dim)
+    mask = torch.zeros((*every.shape[:-1], TOKENS + 1), dtype=torch.bool)
+    mask.scatter_(-1, torch.where(every < 0, TOKENS, every), True)
+    found = {"mask": mask[..., :TOKENS], "chosen": every, "dsinks": own.grad}
+    tokens = {"out": out, "lse": lse, "dq": local["q"].grad, "dk": local["k"].grad, "dv": local["v"].grad}
+    return found | {
+        key: gather_sequence(one.detach(), layout, mesh=mesh, dim=2) for key, one in tokens.items()
+    }
+
+
+CASES = [
+    # layout, pattern, k, choices
+    ("zigzag", "causal", 16, 0),
+    ("contiguous", "documents", 16, 0),
+    ("striped", "documents", 9, 2),
+    ("balanced", "window", 7, 1),
+    ("zigzag", "full", 5, 2),
+    ("contiguous", "mask_mod", 16, 0),
+    ("zigzag", "causal", 1000, 0),  # more than there are keys
+]
+
+
+def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, float]:
+    """The largest error of each result, over the cases; 1 for chosen sets that differ."""
+    mesh, errors = RingMesh.from_world(world_size), {}
+    # Smaller tiles than the sequence, so that they are merged within a shard, too.
+    for where, value in (("QUERIES", 32), ("KEYS", 24), ("BLOCK", 16)):
+        setattr(selection, where, value)
+    try:
+        for name, pattern, k, choices in cases:
+            x, sinks = tensors(choices), make("sinks", HEADS)
+            want = alone(x, PATTERNS[pattern], k, choices, sinks)
+            got = on_the_ring(mesh, x, PATTERNS[pattern], k, choices, sinks, name)
+            for key, one in want.items():
+                case = f"{name} {pattern} {k} {choices} {key}"
+                errors[case] = (
+                    float(bool((one != got[key]).any())) if key == "mask" else relative_error(got[key], one)
+                )
+            scores = scores_of(x, choices, slice(None), x["ik"])
+            ordered = scores.gather(-1, got["chosen"].clamp_min(0)).masked_fill(got["chosen"] < 0, -1e9)
+            errors[f"{name} {pattern} order"] = float(bool((ordered.diff(dim=-1) > 0).any()))
+        return errors
+    finally:
+        for where, value in (("QUERIES", 128), ("KEYS", 4096), ("BLOCK", 64)):
+            setattr(selection, where, value)
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1", "4")
+def test_sets_outputs_and_gradients_are_those_of_one_process(rank_pool, size):
+    for errors in rank_pool(size).run(parity):
+        assert worst(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+
+
+BLOCKS = [
+    # layout, tokens of a block, documents, whole blocks only, delay, k, choices
+    ("zigzag", 4, None, True, 3, 6, 0),
+    ("contiguous", 7, DOCUMENTS, True, 6, 3, 2),
+    ("balanced", 5, PADDED, False, 5, 4, 1),
+    ("zigzag", 6, PADDED, False, 0, 1000, 0),  # more than there are blocks
+    ("contiguous", 300, None, True, 299, 2, 0),  # there is no block at all
+]
+
+
+def blocks_alone(size: int, documents: Documents | None, whole: bool) -> list[tuple[int, int]]:
+    """First positions of all blocks, and the ends of their documents."""
+    edges = [0, TOKENS] if documents is None else [*documents.starts, TOKENS]
+    ids = [0] if documents is None else documents.ids
+    return [
+        (first, end)
+        for start, end, number in zip(edges, edges[1:], ids, strict=False)
+        for first in range(start, end, size)
+        if number >= 0 and (first + size <= end or not whole)
+    ]
+
+
+def block_choices(rank: int, world_size: int) -> dict[str, Any]:
+    """Of each case whether the chosen blocks are those of one process, in their order, and how many tie."""
+    mesh, found = RingMesh.from_world(world_size), {}
+    for where, value in (("QUERIES", 32), ("KEYS", 10)):
+        setattr(selection, where, value)
+    try:
+        for name, size, documents, whole, delay, k, choices in BLOCKS:
+            layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
+            blocks = BlockLayout.of_tokens(layout, size, documents, whole)
+            known = blocks_alone(size, documents, whole)
+            assert list(zip(blocks.starts.tolist(), blocks.ends.tolist(), strict=True)) == known
+            x, count = tensors(choices), max(len(known), 1)
+            keys = x["ik"][:, :count]
+            firsts, ends = torch.tensor(known or [(TOKENS, TOKENS)]).unbind(1)
+            at = torch.arange(TOKENS)[:, None]
+            scores = scores_of(x, choices, slice(None), keys)
+            scores = scores.masked_fill((at < firsts + delay) | (at >= ends), float("-inf"))
+            best = scores.sort(dim=-1, descending=True, stable=True)
+            want = torch.where(best.values > float("-inf"), best.indices, -1)[..., :k]
+            local = {key: shard_sequence(x[key], layout, mesh=mesh, dim=1) for key in ("iq", "iw")}
+            sharded = shard_sequence(keys, blocks, mesh=mesh, dim=1) if known else keys
+            got = ring_select(
+                partial(scores_of, local, choices), k, sharded, layout=layout, mesh=mesh, blocks=blocks,
+                delay=delay,
+            )  # fmt: skip
+            every = gather_sequence(got, layout, mesh=mesh, dim=got.dim() - 2)
+            case = f"{name} {size}"
+            found[case] = bool(every.shape == want.shape and (every == want).all())
+            ties = (best.values.diff(dim=-1) == 0) & (best.values[..., 1:] > float("-inf"))
+            found[f"{case} ties"] = int(ties.sum())
+        return found
+    finally:
+        for where, value in (("QUERIES", 128), ("KEYS", 2048)):
+            setattr(selection, where, value)
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.day("1", "4")
+def test_chosen_blocks_are_those_of_one_process(rank_pool, size):
+    for found in rank_pool(size).run(block_choices):
+        for name, block, *_ in BLOCKS:
+            case = f"{name} {block}"
+            assert found[case] is True, found
+            assert found[f"{case} ties"] > 100 or block == 300
+
+
+def test_ties_between_blocks_in_another_order_are_found(rank_pool):
+    found = rank_pool(2).run(without_ties, block_choices)[0]
+    assert found["zigzag 4"] is False
+
+
+def test_blocks_need_consecutive_tokens_and_documents_without_gaps():
+    with pytest.raises(RingLayoutError, match="expected shards of consecutive positions"):
+        BlockLayout.of_tokens(make_layout("striped", tokens=64, ring_size=2), 4)
+    layout = make_layout("zigzag", tokens=64, ring_size=2)
+    with pytest.raises(RingPatternError, match="got one with a gap"):
+        BlockLayout.of_tokens(layout, 4, Documents(document_ids=np.repeat([0, 1, 0], [10, 20, 34])))
+    with pytest.raises(RingPatternError, match=r"expected ids for 64 tokens .*, got 203"):
+        BlockLayout.of_tokens(layout, 4, DOCUMENTS)
+
+
+def without_ties(rank: int, world_size: int, run: Any = None) -> dict[str, Any]:
+    """Break ties as `torch.topk` does."""
+    merge = selection.merge_best
+
+    def careless(best: Any, scores: Tensor, positions: Tensor) -> None:
+        both = torch.cat([best.scores, scores], dim=-1)
+        place = torch.cat([best.positions, positions.expand(scores.shape)], dim=-1)
+        values, index = both.topk(best.scores.shape[-1], dim=-1)
+        best.positions.copy_(place.gather(-1, index))
+        best.scores.copy_(values)
+
+    selection.merge_best = careless
+    try:
+        return parity(rank, world_size, CASES[:1]) if run is None else run(rank, world_size)
+    finally:
+        selection.merge_best = merge
+
+
+def test_ties_in_another_order_are_found(rank_pool):
+    errors = rank_pool(2).run(without_ties)[0]
+    assert errors["zigzag causal 16 0 mask"] == 1 and errors["zigzag causal 16 0 out"] > 1e-3
+
+
+def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
+    """Lose the gradients of one rank's rows on their way home."""
+    messages = exchange._in_turn
+
+    def careless(given: Any, peer: int, what: tuple[str, str]) -> Any:
+        lost = rank == 1 and peer == 0 and what == ("dK", "dV")
+        return messages([torch.zeros_like(x) for x in given] if lost else given, peer, what)
+
+    exchange._in_turn = careless
+    try:
+        return parity(rank, world_size, CASES[:1])
+    finally:
+        exchange._in_turn = messages
+
+
+def test_a_gradient_that_does_not_return_is_found(rank_pool):
+    errors = rank_pool(2).run(without_a_gradient)[0]
+    assert errors["zigzag causal 16 0 dk"] > 1e-3 and errors["zigzag causal 16 0 dv"] > 1e-3
+    assert errors["zigzag causal 16 0 dq"] < 1e-12 and errors["zigzag causal 16 0 mask"] == 0
+
+
+def wrong(rank: int, world_size: int, what: str) -> str:
+    """Call with a mistake, on rank 1 only where the name says so; then rightly. Returns the first error."""
+    mesh = RingMesh.from_world(*((1, 2) if what == "ulysses" else (world_size, 1)))
+    layout = make_layout("zigzag", tokens=64, ring_size=mesh.ring_size)
+    here = rank == 1
+    keys, (q, k, v) = torch.randn(1, 32, 4), torch.randn(3, 1, 2, 32, 4)
+
+    def scores(rows: slice, given: Tensor) -> Tensor:
+        if what == "scores raise on rank 1" and here:
+            raise KeyError("index")
+        found = keys[:, rows] @ given.mT
+        return found.sum(-1) if what == "shape of scores" else found
+
+    def call() -> Tensor:
+        count: Any = {"k is 0": 0, "k differs": 5 + rank, "k is no number": 2.0}.get(what, 5)
+        chosen = ring_select(
+            scores, count, keys[:, :9] if what == "keys on rank 1" and here else keys,
+            layout="zigzag" if what == "layout is a name" else layout, mesh=mesh,
+        )  # fmt: skip
+        if what == "position on rank 1" and here:
+            chosen[0, 0, 0] = 64
+        chosen = {"chosen floats": chosen.float(), "chosen shape": chosen[:, 1:]}.get(what, chosen)
+        if what == "blocks of another layout":
+            other = BlockLayout.of_tokens(make_layout("contiguous", tokens=64, ring_size=mesh.ring_size), 4)
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=other)
+        if what == "blocks and a pattern":
+            blocks = BlockLayout.of_tokens(layout, 4)
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=blocks, pattern=Causal())
+        if what == "keys of tokens":
+            ring_select(scores, 5, keys, layout=layout, mesh=mesh, blocks=BlockLayout.of_tokens(layout, 4))
+        if what == "three choices":
+            chosen = chosen.unsqueeze(1).expand(-1, 3, -1, -1)
+        return selected_attention(q, k, v, chosen, layout=layout, mesh=mesh)
+
+    try:
+        call()
+        return "no error"
+    except RingError as error:
+        found = f"{type(error).__name__}: {error}"
+    if what != "ulysses":
+        what = ""
+        assert call().shape == q.shape  # all ranks can go on
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("k is 0", "RingConfigError", "k: expected a number of keys, at least 1, got 0"),
+        ("k is no number", "RingConfigError", "k: expected a number of keys, at least 1, got 2.0"),
+        ("k differs", "RingMismatchError", "k: ring rank 0 has 5, ring rank 1 has 6"),
+        ("keys on rank 1", "RingShapeError", "keys: expected this rank's [batch, 32, ...]"),
+        ("scores raise on rank 1", "RingConfigError", "scores_fn: expected scores of query slots"),
+        ("shape of scores", "RingShapeError", "scores_fn: expected floating scores [1, 1, 1]"),
+        ("layout is a name", "RingLayoutError", "layout: expected a layout, got 'zigzag'"),
+        ("blocks of another layout", "RingConfigError", "expected blocks of the zigzag layout"),
+        ("blocks and a pattern", "RingConfigError", "and no pattern, got blocks of the zigzag layout"),
+        ("keys of tokens", "RingShapeError", "keys: expected this rank's [batch, 8, ...]"),
+        ("ulysses", "RingConfigError", "expected a mesh with ulysses_size 1, got 2"),
+        ("position on rank 1", "RingShapeError", "chosen: expected positions -1 to 63"),
+        ("chosen floats", "RingShapeError", "chosen: expected int64 or int32"),
+        ("chosen shape", "RingShapeError", "chosen: expected [1, 32, k]"),
+        ("three choices", "RingShapeError", "C a divisor of the 2 K/V heads, got shape (1, 3, 32, 5)"),
+    ],
+)
+def test_wrong_arguments_raise_on_all_ranks_and_leave_the_ring_whole(rank_pool, what, kind, words):
+    found = rank_pool(2).run(wrong, what)
+    at_fault = found[1]
+    assert at_fault.startswith(kind) and words in at_fault, at_fault
+    other = "RingMismatchError" if "on rank 1" in what else kind
+    assert found[0].startswith(other) and words in found[0], found[0]
+
+
+def largest_scores(rank: int, world_size: int, name: str, documents: bool) -> float:
+    """The largest difference of `max_logits` from the dense scores, with grouped queries."""
+    torch.manual_seed(0)
+    tokens = 67
+    q, k = (torch.randn(2, heads, tokens, 8, dtype=torch.float64) for heads in (4, 2))
+    pattern: Pattern = Causal()
+    if documents:
+        pattern = Causal() & Documents([0] * 20 + [1] * 40 + [2] * 7)
+    visible = torch.from_numpy(
+        pattern.multiplicity(0, 1, 1, np.arange(tokens)[:, None], np.arange(tokens)) > 0
+    )
+    scale = 0.3 if documents else None
+    scores = q @ k.repeat_interleave(2, 1).mT * (scale or 8**-0.5)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout(name, tokens=tokens, ring_size=world_size)
+    mine = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k))
+    found = max_logits(*mine, layout=layout, mesh=mesh, pattern=pattern, scale=scale)
+    return float((found - scores.amax(dim=(0, 2, 3))).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "name", "documents"), [(1, "zigzag", True), (2, "striped", False), (4, "zigzag", True)]
+)
+def test_the_largest_scores_are_those_of_one_process(rank_pool, world_size, name, documents):
+    for error in rank_pool(world_size).run(largest_scores, name, documents):
+        assert error < 1e-12
+
+
+def wrong_scores(rank: int, world_size: int) -> None:
+    mesh = RingMesh.from_world(world_size)
+    layout = make_layout("zigzag", tokens=16, ring_size=world_size)
+    q, k = torch.zeros(1, 4, 8, 4), torch.zeros(1, 3 if rank == 0 else 2, 8, 4)
+    max_logits(q, k, layout=layout, mesh=mesh)
+
+
+def test_heads_that_cannot_be_grouped_are_refused_on_every_rank(rank_pool):
+    outcomes = rank_pool(2).collect(wrong_scores)
+    assert outcomes[0].error_type == "RingShapeError" and "H a multiple of G" in outcomes[0].message
+    assert outcomes[1].error_type == "RingMismatchError"

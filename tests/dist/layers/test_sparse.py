@@ -1,0 +1,454 @@
+"""MoBA and NSA on a ring against dense attention, written from the papers, in float64: outputs and gradients.
+
+Grouped queries, lengths that no block divides, blocks that borders of shards cut (MoBA), documents, windows of
+compressed keys that reach over borders (NSA), NaN in slots of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_ring import (
+    Causal,
+    Documents,
+    RingError,
+    RingMesh,
+    gather_sequence,
+    make_layout,
+    moba_attention,
+    nsa_attention,
+    ring_select,
+    selected_attention,
+    shard_sequence,
+)
+from ds_ring.layers.scan.sequence_runs import of_blocks
+from ds_ring.layers.selection import select as selection
+from ds_ring.layers.sparse import attention as sparse
+from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.schedule.layout import Layout
+from tests.dist.harness import RankPool
+from tests.reference import relative_error
+
+Pool = Callable[[int], RankPool]
+B, H, G, D, E = 2, 4, 2, 8, 6
+Results = dict[str, Tensor]
+
+
+def make(name: str, *shape: int) -> Tensor:
+    """A global tensor, the same on every rank."""
+    generator = torch.Generator().manual_seed(sum(map(ord, name)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax attention [B, H, T, E] under a mask [B, H, T, K], and its probabilities; 0 for rows without keys."""
+    k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
+    scores = (q @ k.mT * D**-0.5).masked_fill(~mask, float("-inf"))
+    scores = torch.where(mask.any(-1, keepdim=True), scores, 0.0)
+    weights = scores.softmax(-1) * mask
+    return weights @ v, weights
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """Which of the last dimension are among the k best, the first of equal ones first; none of -inf."""
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True) & (scores > float("-inf"))
+
+
+def differentiated(out: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Results:
+    grads = torch.autograd.grad(out, [*leaves.values()], grad)
+    return {"out": out.detach()} | {f"d{name}": one for name, one in zip(leaves, grads, strict=True)}
+
+
+# --- MoBA ------------------------------------------------------------------------------------------
+
+TOKENS = 83
+IDS = np.repeat([0, 1, 2, -1], [30, 3, 41, 9])
+
+
+def moba_alone(x: dict[str, Tensor], size: int, k: int, ids: Any) -> Results:
+    """Equations 2 to 6 of the paper, document by document."""
+    leaves = {name: x[name].clone().requires_grad_() for name in ("q", "k", "v")}
+    mask = torch.zeros(B, H, TOKENS, TOKENS, dtype=torch.bool)
+    edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), TOKENS]
+    for start, end in pairwise(edges):
+        if ids[start] < 0:
+            continue
+        places = torch.arange(end - start)
+        blocks = torch.arange(-(-(end - start) // size))
+        part = leaves["k"][:, :, start:end].detach()
+        means = torch.stack([part[:, :, places // size == i].mean(2) for i in blocks], dim=2)
+        scores = leaves["q"][:, :, start:end].detach() @ means.repeat_interleave(H // G, dim=1).mT
+        own = (places // size)[:, None]
+        scores = scores.masked_fill(blocks > own, float("-inf")).masked_fill(blocks == own, float("inf"))
+        chosen = best(scores, k)[..., places // size]
+        mask[:, :, start:end, start:end] = chosen & (places <= places[:, None])
+    return differentiated(dense(*leaves.values(), mask)[0], leaves, x["grad"])
+
+
+def moba_inputs() -> dict[str, Tensor]:
+    shapes = {
+        "q": (B, H, TOKENS, D),
+        "k": (B, G, TOKENS, D),
+        "v": (B, G, TOKENS, E),
+        "grad": (B, H, TOKENS, E),
+    }
+    return {name: make(name, *shape) for name, shape in shapes.items()}
+
+
+MOBA = [
+    # layout, tokens of a block, blocks, documents
+    ("zigzag", 7, 3, False),
+    ("contiguous", 16, 2, True),
+    ("balanced", 5, 4, True),
+    ("zigzag", 50, 2, False),  # longer than a run
+    ("contiguous", 6, 1000, False),  # all blocks: causal attention
+    ("zigzag", 9, 1, False),  # the own block alone
+]
+
+
+def sharded(x: dict[str, Tensor], layout: Any, mesh: RingMesh) -> dict[str, Tensor]:
+    return {
+        name: shard_sequence(one, layout, mesh=mesh, dim=2, pad_value=float("nan")) for name, one in x.items()
+    }
+
+
+def gathered(found: Results, layout: Any, mesh: RingMesh) -> Results:
+    return {name: gather_sequence(one, layout, mesh=mesh, dim=2) for name, one in found.items()}
+
+
+def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
+    """The largest error of each result, by case."""
+    mesh, errors, x = RingMesh.from_world(world_size), {}, moba_inputs()
+    halo, places = sparse.halo_op, selection._SelectedPass._places
+    if fault == "cut":  # what lies on other ranks is left out of the means
+        sparse.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
+    elif fault == "future":  # tokens of the own block behind the query are seen
+
+        def all_of_them(self: Any, *given: Any) -> Tensor:
+            self.last = torch.full_like(self.last, TOKENS - 1)
+            return places(self, *given)
+
+        selection._SelectedPass._places = all_of_them  # type: ignore[method-assign]
+    try:
+        for name, size, k, packed in MOBA:
+            ids = IDS if packed else np.zeros(TOKENS, dtype=int)
+            documents = Documents(ids) if packed else None
+            layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
+            local = sharded(x, layout, mesh)
+            leaves = {key: local[key].requires_grad_() for key in ("q", "k", "v")}
+            out = moba_attention(
+                **leaves, layout=layout, mesh=mesh, block_size=size, top_k=k, documents=documents
+            )
+            found = gathered(differentiated(out, leaves, local["grad"].nan_to_num()), layout, mesh)
+            for key, want in moba_alone(x, size, k, ids).items():
+                errors[f"{name} {size} {k} {key}"] = relative_error(found[key], want)
+        return errors
+    finally:
+        sparse.halo_op, selection._SelectedPass._places = halo, places  # type: ignore[method-assign]
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_moba_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
+    for errors in rank_pool(size).run(moba):
+        assert len(errors) == 4 * len(MOBA)
+        assert max(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+
+
+# --- NSA -------------------------------------------------------------------------------------------
+
+NSA = [
+    # layout, tokens, window of compression, stride, block, blocks, first and local ones, window, keys by branch
+    ("zigzag", 128, 8, 4, 8, 4, (1, 2), 11, True),
+    ("contiguous", 125, 4, 4, 8, 3, (1, 1), 5, False),  # windows do not overlap; the last block is cut
+    ("zigzag", 128, 4, 2, 16, 3, (0, 1), 200, True),
+    ("contiguous", 64, 1, 1, 2, 5, (2, 2), 1, False),  # every token is a compressed key
+]
+
+
+class Compress(nn.Module):
+    """A learned sum over the tokens of a window, with a place's own bias, behind a tanh."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.of_keys, self.of_values = (nn.Parameter(make(name, size)) for name in ("keys", "values"))
+        self.place = nn.Parameter(make("place", size, D))
+
+    def forward(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        one = torch.einsum("bgnld,l->bgnd", torch.tanh(keys + self.place), self.of_keys)
+        return one, torch.einsum("bgnld,l->bgnd", values, self.of_values)
+
+
+def nsa_inputs(tokens: int, by_branch: bool) -> dict[str, Tensor]:
+    shapes = {"q": (B, H, tokens, D), "gates": (B, H, tokens, 3), "grad": (B, H, tokens, E)}
+    for i in range(3 if by_branch else 1):
+        shapes |= {f"k{i}": (B, G, tokens, D), f"v{i}": (B, G, tokens, E)}
+    return {name: make(name, *shape) for name, shape in shapes.items()}
+
+
+def nsa_alone(x: dict[str, Tensor], case: tuple[Any, ...]) -> Results:
+    """Equations 5 to 11 of the paper; those of blocks with their indices, which begin at 1."""
+    _, tokens, size, stride, block, k, (first, local), window, _ = case
+    leaves = {name: one.clone().requires_grad_() for name, one in x.items() if name != "grad"}
+    module, last = Compress(size), len(leaves) // 2 - 2
+    q, t = leaves["q"], torch.arange(tokens)
+    begins = torch.arange((tokens - size) // stride + 1) * stride
+    index = begins[:, None] + torch.arange(size)
+    keys, values = module(leaves["k0"][:, :, index], leaves["v0"][:, :, index])
+    seen = (begins + size - 1 <= t[:, None]).expand(B, H, -1, -1)
+    compressed, p = dense(q, keys, values, seen)
+    blocks = -(-tokens // block)
+    importance = torch.zeros(B, H, tokens, blocks, dtype=torch.float64)
+    for j in range(1, blocks + 1):
+        for m in range(block // stride):
+            for n in range(size // stride):
+                i = block // stride * j - m - n
+                if 1 <= i <= p.shape[-1]:
+                    importance[..., j - 1] += p.detach()[..., i - 1]
+    importance = importance.unflatten(1, (G, -1)).sum(2)
+    own, number = (t // block)[:, None], torch.arange(blocks)
+    importance = importance.masked_fill((number < first) | (number > own - local), float("inf"))
+    importance = importance.masked_fill(number > own, float("-inf"))
+    chosen = best(importance, k)[..., t // block] & (t <= t[:, None])
+    of_blocks = dense(
+        q, leaves[f"k{min(1, last)}"], leaves[f"v{min(1, last)}"], chosen.repeat_interleave(H // G, 1)
+    )
+    near = ((t <= t[:, None]) & (t > t[:, None] - window)).expand(B, H, -1, -1)
+    of_window = dense(q, leaves[f"k{last}"], leaves[f"v{last}"], near)
+    branches = torch.stack([compressed, of_blocks[0], of_window[0]], dim=-1)
+    out = (branches * leaves["gates"].unsqueeze(3)).sum(-1)
+    return differentiated(out, leaves | dict(module.named_parameters()), x["grad"])
+
+
+def laid_out(name: str, tokens: int, block: int, mesh: RingMesh) -> Layout:
+    """A layout of whole blocks, of which the last one may be shorter."""
+    whole = make_layout(name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal())
+    return of_blocks(whole, block, tokens)
+
+
+def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
+    """The largest error of each result, by case."""
+    mesh, errors = RingMesh.from_world(world_size), {}
+    shared, scored = sparse._Importance.__init__, sparse.SCORED
+    sparse.SCORED = 12  # in several parts
+    if fault == "overlap":  # a window counts once for a block, however much of it they share
+
+        def once(self: Any, *given: Any) -> None:
+            shared(self, *given)
+            self.shared = torch.ones_like(self.shared)
+
+        sparse._Importance.__init__ = once  # type: ignore[method-assign]
+    try:
+        for case in NSA:
+            name, tokens, size, stride, block, k, (first, local), window, by_branch = case
+            layout = laid_out(name, tokens, block, mesh)
+            x, module = nsa_inputs(tokens, by_branch), Compress(size)
+            of_rank = sharded(x, layout, mesh)
+            leaves = {key: one.requires_grad_() for key, one in of_rank.items() if key != "grad"}
+            three = range(3) if by_branch else [0]
+            keys, values = ([leaves[f"{kind}{i}"] for i in three] for kind in "kv")
+            out = nsa_attention(
+                leaves["q"], keys if by_branch else keys[0], values if by_branch else values[0], leaves["gates"],
+                layout=layout, mesh=mesh, compress=module, compressed_size=size, stride=stride, block_size=block,
+                top_k=k, first_blocks=first, local_blocks=local, window=window,
+            )  # fmt: skip
+            everything = leaves | dict(module.named_parameters())
+            found = differentiated(out, everything, of_rank["grad"].nan_to_num())
+            for key, want in nsa_alone(x, case).items():
+                if key[1:] in leaves or key == "out":
+                    got = gather_sequence(found[key], layout, mesh=mesh, dim=2)
+                else:
+                    got = found[key].clone()
+                    if world_size > 1:
+                        dist.all_reduce(got)
+                errors[f"{name} {size} {stride} {key}"] = relative_error(got, want)
+        return errors
+    finally:
+        sparse._Importance.__init__, sparse.SCORED = shared, scored  # type: ignore[method-assign]
+        mesh.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_nsa_is_that_of_the_paper(rank_pool: Pool, size: int) -> None:
+    for errors in rank_pool(size).run(nsa):
+        assert len(errors) == 2 * 12 + 2 * 8
+        assert max(errors.values()) < 1e-12, {key: one for key, one in errors.items() if not one < 1e-12}
+
+
+# --- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "fault", "case"),
+    [(moba, "cut", "zigzag 7 3"), (moba, "future", "zigzag 9 1"), (nsa, "overlap", "zigzag 8 4")],
+)
+def test_faults_are_found(rank_pool: Pool, run: Any, fault: str, case: str) -> None:
+    for errors in rank_pool(2).run(run, fault):
+        assert errors[f"{case} out"] > 1e-3
+
+
+def wrong(rank: int, world_size: int, what: str) -> str:
+    """The error of this rank, after which a right call goes through."""
+    ulysses = 2 if what == "ulysses" else 1
+    mesh = RingMesh.from_world(world_size // ulysses, ulysses)
+    layout = make_layout("zigzag", tokens=64, ring_size=mesh.ring_size)
+    slots = layout.local_tokens // ulysses
+    x = {name: torch.ones(1, heads, slots, 4) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    asked: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    of_moba: dict[str, Any] = {"block_size": 8, "top_k": 2}
+    of_nsa: dict[str, Any] = {
+        "gates": torch.ones(1, 4, slots, 3), "compress": lambda k, v: (k.mean(3), v.mean(3)), "block_size": 8,
+        "compressed_size": 8, "stride": 4, "top_k": 3, "window": 5,
+    }  # fmt: skip
+    run, given = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
+    changes: dict[str, Any] = {
+        "striped": {"layout": make_layout("striped", tokens=64, ring_size=mesh.ring_size)},
+        "no blocks": {"block_size": 0},
+        "top_k": {"top_k": 2.0},
+        "documents": {"documents": Documents([0] * 63)},
+        "keys on rank 1": {"k": x["k"][:, :, rank:]},
+        "top_k on rank 1": {"top_k": 2 + rank},
+        "nsa cut": {"layout": make_layout("zigzag", tokens=60, ring_size=mesh.ring_size)},
+        "nsa stride": {"stride": 3},
+        "nsa size": {"compressed_size": 12},
+        "nsa few": {"top_k": 2},
+        "nsa gates": {"gates": torch.ones(1, 4, slots, 2)},
+        "nsa two": {"k": [x["k"]] * 2},
+        "nsa compress": {"compress": lambda k, v: (k.mean(3), v)},
+    }
+    if what == "nsa cut":
+        of_nsa["gates"] = torch.ones(1, 4, 30, 3)
+        x = {name: one[:, :, :30] for name, one in x.items()}
+    try:
+        run(**(x | asked | given | changes.get(what, {})))
+    except RingError as error:
+        found = f"{type(error).__name__}: {error}"
+    else:
+        found = "not refused"
+    if what not in ("ulysses", "nsa cut"):
+        assert moba_attention(**x, **asked, **of_moba).shape == x["q"].shape
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("ulysses", "RingConfigError", "expected a mesh with ulysses_size 1, got 2"),
+        ("striped", "RingLayoutError", "expected shards of consecutive positions"),
+        ("no blocks", "RingConfigError", "moba_attention: block_size: expected a positive integer, got 0"),
+        ("top_k", "RingConfigError", "moba_attention: top_k: expected a positive integer, got 2.0"),
+        ("documents", "RingPatternError", "documents: expected ids for 64 tokens"),
+        ("keys on rank 1", "RingShapeError", "expected equal batch, heads and tokens"),
+        ("top_k on rank 1", "RingMismatchError", "the ranks of this"),
+        ("nsa cut", "RingLayoutError", "expected runs of whole blocks of 8 tokens"),
+        ("nsa stride", "RingConfigError", "expected compressed_size and block_size that are multiples"),
+        ("nsa size", "RingConfigError", "no larger than the second, got 12, 8 and 4"),
+        (
+            "nsa few",
+            "RingConfigError",
+            "expected top_k of at least first_blocks + local_blocks, got 2 < 1 + 2",
+        ),
+        ("nsa gates", "RingShapeError", "gates: expected floating (1, 4, 32, 3), one for each branch"),
+        ("nsa two", "RingConfigError", "or three of each, got 2 and 3"),
+        ("nsa compress", "RingShapeError", "compress: expected keys and values"),
+    ],
+)
+def test_misfits_are_refused_on_every_rank(rank_pool: Pool, what: str, kind: str, words: str) -> None:
+    first, second = rank_pool(2).run(wrong, what)
+    assert second.startswith(kind) and words in second, second
+    assert first.startswith("RingMismatchError" if "on rank 1" in what else kind), first
+
+
+# --- what both are made of -------------------------------------------------------------------------
+
+
+def blocks_as_tokens(rank: int, world_size: int) -> dict[str, float]:
+    """Chosen blocks against the same choice as tokens, and head by head; scores that read positions."""
+    mesh, x = RingMesh.from_world(world_size), moba_inputs()
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size)
+    place: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    size, local = 4, {name: shard_sequence(one, layout, mesh=mesh, dim=2) for name, one in x.items()}
+    positions = torch.from_numpy(layout.positions(mesh.ring_rank))
+    firsts = torch.stack([positions // size * size, torch.zeros_like(positions)], dim=-1)
+    firsts = torch.where((positions < size)[:, None] & (torch.arange(2) == 1), -1, firsts)  # each once
+    firsts = torch.where(positions[:, None] < 0, -1, firsts).expand(B, -1, -1)
+    tokens = (firsts.unsqueeze(-1) + torch.arange(size)).flatten(-2)
+    tokens = torch.where((firsts < 0).repeat_interleave(size, -1) | (tokens > positions[:, None]), -1, tokens)
+    errors, want = {}, None
+    for name, chosen, more in (
+        ("tokens", tokens, {}),
+        ("blocks", firsts, {"block_size": size}),
+        ("of each head", firsts[:, None].expand(-1, H, -1, -1), {"block_size": size}),
+        ("tokens of each head", tokens[:, None].expand(-1, H, -1, -1), {}),
+    ):
+        leaves = {key: local[key].clone().requires_grad_() for key in ("q", "k", "v")}
+        out, lse = selected_attention(*leaves.values(), chosen, **place, return_lse=True, **more)
+        found = differentiated(out, leaves, local["grad"]) | {"lse": lse.detach()[..., positions >= 0]}
+        want = found if want is None else want
+        errors[name] = max(relative_error(found[key], want[key]) for key in want)
+
+    def nearest(rows: slice, keys: Tensor, where: Tensor) -> Tensor:
+        return -(positions[rows, None] - where).abs().double().expand(B, -1, -1)
+
+    best_two = ring_select(nearest, 2, local["k"].transpose(1, 2), with_positions=True, **place)
+    here = torch.stack([positions, positions - 1], dim=-1).clamp_min(-1)
+    errors["positions"] = float(bool((best_two != here).any()))
+    for what, call in (
+        ("sinks", lambda: selected_attention(
+            *(local[key] for key in "qkv"), firsts[:, None].expand(-1, H, -1, -1), **place, block_size=size,
+            sinks=torch.zeros(H, dtype=torch.float64),
+        )),
+        ("queries", lambda: selected_attention(
+            local["q"][:, :, :3], local["k"], local["v"], firsts[:, :3], **place, block_size=size
+        )),
+        ("size", lambda: selected_attention(*(local[key] for key in "qkv"), firsts, **place, block_size=0)),
+    ):  # fmt: skip
+        with pytest.raises(RingError, match="no sinks where" if what == "sinks" else "block_size: expected"):
+            call()
+    mesh.close()
+    return errors
+
+
+def test_blocks_are_their_tokens_and_heads_choose_for_themselves(rank_pool: Pool) -> None:
+    for errors in rank_pool(2).run(blocks_as_tokens):
+        assert len(errors) == 5 and max(errors.values()) < 1e-12, errors
+
+
+def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
+    """The most bytes of a forward and backward pass of each pattern."""
+    mesh, found = RingMesh.from_world(world_size), []
+    layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
+    place: dict[str, Any] = {"layout": layout, "mesh": mesh}
+    slots = layout.local_tokens
+
+    def of_mean(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k.mean(3), v.mean(3)
+
+    for name in ("moba", "nsa"):
+        with measure_cpu_memory() as memory:
+            q, k, v = (torch.rand(1, heads, slots, 16, requires_grad=True) for heads in (4, 2, 2))
+            if name == "moba":
+                out = moba_attention(q, k, v, **place, block_size=64, top_k=3)
+            else:
+                gates = torch.ones(1, 4, slots, 3)
+                out = nsa_attention(q, k, v, gates, **place, compress=of_mean, top_k=4, window=64)
+            out.sum().backward()
+        found.append(memory.peak_bytes)
+    mesh.close()
+    return found
+
+
+def test_memory_is_that_of_the_tokens_of_a_rank(rank_pool: Pool) -> None:
+    of_two, of_four = rank_pool(2).run(peaks, 256), rank_pool(4).run(peaks, 512)
+    for few, many in zip(zip(*of_two, strict=True), zip(*of_four, strict=True), strict=True):
+        assert max(many) < 1.1 * max(few), (few, many)

@@ -1,0 +1,86 @@
+"""What an exchange raises where no message was under way: a batch that does not start, a rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring.comm.exchange import Agreement, Exchange, Route, compare_headers, once_a_batch
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.waiting import Place, Task
+from ds_ring.errors import RingBufferError, RingConfigError, RingMismatchError, RingPeerError
+from ds_ring.schedule.grid import Grid
+
+
+def exchange_of_two() -> Exchange:
+    return Exchange(RingMesh(Grid(2, 2), 0))
+
+
+def raising(error: BaseException) -> Any:
+    def begin(*_: object) -> Any:
+        raise error
+
+    return begin
+
+
+def route_that(error: BaseException) -> Route:
+    like = exchange_of_two()._route([1], [1], torch.zeros(1), None)
+    return like._replace(begin=raising(error))
+
+
+def test_a_batch_that_cannot_be_started_names_its_peer() -> None:
+    """What was posted of it may be written to for ever, so its buffers are kept."""
+    with pytest.raises(RingPeerError, match=r"could not start call 0, hop 2: the network is gone") as raised:
+        exchange_of_two().start(route_that(RuntimeError("the network is gone\nat 7")), [], [], 2)
+    assert raised.value.peer == 1
+
+
+def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is() -> None:
+    with pytest.raises(RingBufferError, match="in flight"):
+        exchange_of_two().start(route_that(RingBufferError("in flight")), [], [])
+
+
+@pytest.mark.parametrize("refused", [None, RingConfigError("its own input")], ids=["agrees", "refuses"])
+def test_a_rank_that_hears_nobody_says_its_own_fault_first(refused: RingConfigError | None) -> None:
+    exchange = exchange_of_two()
+    exchange.spread = raising(RingPeerError(0, None, 1, "it is gone"))  # type: ignore[method-assign]
+    compare = compare_headers(exchange, Agreement.on("a call", {}, refused), refused=refused)
+    with pytest.raises(RingPeerError if refused is None else RingConfigError):
+        compare()
+
+
+def test_all_ranks_that_refuse_raise_their_own_fault() -> None:
+    exchange, refused = exchange_of_two(), RingConfigError("its own input")
+    exchange.spread = lambda header: torch.stack([header, header])  # type: ignore[method-assign]
+    with pytest.raises(RingConfigError, match="its own input"):
+        compare_headers(exchange, Agreement.on("a call", {}, refused), refused=refused)()
+
+
+def test_ranks_that_differ_raise_the_difference() -> None:
+    exchange = exchange_of_two()
+    exchange.spread = lambda header: torch.stack([header, header + 1])  # type: ignore[method-assign]
+    rows = [torch.frombuffer(bytearray(text.ljust(1 << 15)), dtype=torch.uint8) for text in REPORTS]
+    exchange.all_gather = lambda *_: rows  # type: ignore[method-assign]
+    with pytest.raises(RingMismatchError, match="window: ring rank 0 has 3, ring rank 1 has 4"):
+        compare_headers(exchange, Agreement.on("a call", {"window": 3}))()
+
+
+REPORTS = [
+    f'{{"operation": "a call", "number of the call": "0", "window": "{window}"}}'.encode()
+    for window in (3, 4)
+]
+
+
+def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() -> None:
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        Task(raising(ZeroDivisionError("on purpose"))).start().result()
+
+
+def test_a_wait_outside_of_a_pass_has_its_own_name_and_key() -> None:
+    exchange = once_a_batch(RingMesh(Grid(2, 2), 0), "the next batch")
+    assert exchange.deadline_s == 600.0
+    place = Place(0, None, ("the next batch", "step_timeout_seconds"))
+    assert (str(place), place.limit_key, place.key) == ("the next batch", "step_timeout_seconds", (0, -1))
+    assert Place(3, 1).limit_key.startswith("hop_timeout_seconds")

@@ -1,0 +1,78 @@
+"""Which kernel "auto" takes where rates were measured: the faster one of those that can, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tools.bench_gpu as bench_gpu
+from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
+from ds_ring.kernels.select import KernelNeeds, fastest, get_kernel
+from ds_ring.masks.pattern import Pattern
+from tests.cases import not_one_of_three
+
+IDS = np.repeat(np.arange(4), 8)
+RATES = {"causal": {"flash": (300.0, 250.0), "flex": (330.0, 120.0)}, "full": {"flex": (300.0, 200.0)}}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    [
+        (Full(), "full"),
+        (Causal(), "causal"),
+        (SlidingWindow(5), "window"),
+        (SlidingWindow(5, causal=False), "window"),
+        (Documents(IDS) & Causal(), "documents"),
+        (Dilated((4, 8), (1, 2)), "LongNet"),
+    ],
+)
+def test_patterns_have_the_kinds_that_are_measured(pattern: Pattern, kind: str) -> None:
+    assert pattern.tile_kind == kind
+    from tools.gpu_rates import tile_kinds
+
+    assert kind in tile_kinds(1024)
+
+
+def test_the_least_time_of_both_passes_is_taken() -> None:
+    found = fastest(RATES, "causal", ["flex", "flash", "reference"])
+    assert found is not None and found.kernel == "flash"
+    assert "1.79 times as fast as 'flex' on causal tiles" in found.why
+    assert fastest(RATES, "causal", ["flex"]) is None  # nothing to compare with
+    assert fastest(RATES, "full", ["flex", "flash"]) is None and fastest({}, "causal", ["flex"]) is None
+
+
+def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    def auto(pattern: Pattern, dtype: torch.dtype = torch.bfloat16) -> str:
+        return get_kernel("auto", "cuda", asked=KernelNeeds("cuda", dtype, 64, pattern)).name
+
+    # nothing was measured
+    assert [auto(one) for one in (Causal(), Full(), SlidingWindow(9))] == ["flash"] * 3
+    assert [auto(one) for one in (Dilated((8, 16), (1, 2)), Documents([0, 0, 1]))] == ["flex"] * 2
+    assert auto(Causal(), torch.float32) == auto(MaskMod(not_one_of_three) & Causal()) == "flex"
+    monkeypatch.setattr("ds_ring.kernels.select.rates_of", lambda device_type: RATES)
+    assert auto(Causal()) == "flash"
+    assert auto(Causal(), torch.float32) == "flex"  # which "flash" refuses
+    assert auto(MaskMod(not_one_of_three) & Causal()) == "flex"
+    assert get_kernel("auto", "cpu", asked=KernelNeeds("cpu", torch.float32, 64, Full())).name == "cpu"
+
+
+def test_one_kernel_serves_all_patterns() -> None:
+    asked = [KernelNeeds("cuda", torch.bfloat16, 64, pattern) for pattern in (Causal(), Full())]
+    first, second = (get_kernel("flex", "cuda", asked=one) for one in asked)
+    assert first is second
+
+
+def test_measured_rates_are_written_beside_those_of_other_devices(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps({"another": {}}))
+    rows = [
+        {"tiles": "causal", "kernel": "flash", "forward TFLOP/s": "300", "backward TFLOP/s": "2e2"},
+        {"tiles": "causal", "kernel": "torch SDPA", "forward TFLOP/s": "1", "backward TFLOP/s": "1"},
+        {"tiles": "causal", "kernel": "flex", "refused": "why"},
+    ]
+    bench_gpu.write_rates("a device", rows, path)
+    assert json.loads(path.read_text()) == {"another": {}, "a device": {"causal": {"flash": [300.0, 200.0]}}}

@@ -1,0 +1,197 @@
+"""Refusals that no other test triggers, each by its shortest call, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import ds_ring
+from ds_ring import Causal, MaskMod, RingAttention, RingMesh
+from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.integrations.compile.graph_attention import Scope, _values
+from ds_ring.integrations.compile.graph_sharding import check_positions, needs_backend_op
+from ds_ring.kernels.flash.kernel import _checked_width
+from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.select import get_kernel
+from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
+from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.ops.checks import check_not_captured
+from ds_ring.ops.context import Options
+from ds_ring.schedule.plan import build_plan
+
+TOKENS = 32
+LAYOUT = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
+Q, K = torch.ones(1, 2, TOKENS, 8), torch.ones(1, 2, TOKENS, 8)
+CHOSEN = torch.zeros(1, TOKENS, 2, dtype=torch.int64)
+
+
+def place() -> dict[str, Any]:
+    return {"layout": LAYOUT, "mesh": RingMesh.single()}
+
+
+def attend(**more: Any) -> Any:
+    q, k, v = (more.pop(name, K) for name in "qkv")
+    return ds_ring.ring_attention(q, k, v, **{"pattern": Causal(), **place(), **more})
+
+
+def latents_reproducible() -> Any:
+    more = {"up_projection": torch.ones(2 * 10, 6), "transport": "reproducible"}
+    layout = ds_ring.make_layout("contiguous", tokens=128, ring_size=1)
+    q, latent, rope = (torch.ones(1, heads, 128, width) for heads, width in ((2, 9), (1, 6), (1, 4)))
+    return attend(q=q, k=latent, v=rope, layout=layout, **more)
+
+
+def other_values() -> Any:
+    bias = [1.0]
+    mod = ScoreMod(lambda s, b, h, q, k: s + bias[0])
+    bias[0] = 2.0
+    return mod.traced(torch.float64)
+
+
+def a_module_whose_score_mod_is_none_now() -> Any:
+    bias = [torch.ones(())]
+    module = RingAttention(Causal(), **place(), score_mod=lambda s, b, h, q, k: s + bias[0])
+    bias[0] = torch.ones(3)
+    return module(Q, K, K)
+
+
+def small_heads_of_flex() -> Any:
+    tiles = build_plan(Causal(), LAYOUT).rank(0).classes[0].hops[0].tiles
+    with FakeTensorMode():
+        return FlexKernel()._mask(torch.empty(1, 1, TOKENS, 8, device="cuda"), tiles)
+
+
+def by_batch(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k + b
+
+
+def sparse() -> Tensor:
+    return torch.ones(1, TOKENS, 2).to_sparse()
+
+
+def in_a_graph(**wrong: Any) -> Any:
+    torch._dynamo.reset()
+    run = torch.compile(lambda q: attend(q=q, queries="replicated", **wrong), backend="eager")
+    return run(Q[:, :, :2])
+
+
+ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
+    "float8 without hops": (
+        lambda: Options(transport="all_gather", kv_payload="float8"), RingConfigError, "which has no hops"
+    ),
+    "stages without hops": (
+        lambda: Options(transport="reproducible", stage_bytes=1 << 20), RingConfigError, "which has no hops"
+    ),
+    "offload of all heads": (
+        lambda: Options(transport="all_gather", offload=True), RingConfigError, "takes all of them at once"
+    ),
+    "offload of what is pulled": (
+        lambda: Options(transport="pull", offload=True), RingConfigError, "needs them on the device"
+    ),
+    "twice recomputed": (lambda: Options(recompute=2.0), RingConfigError, "part of the sequence from 0 to 1"),
+    "latents, reproducible": (latents_reproducible, RingConfigError, 'none beside transport "reproducible"'),
+    "keys that are no shard": (
+        lambda: attend(k=K[:, :, 1:], v=K[:, :, 1:], queries="replicated"), RingShapeError, "k with 31 local"
+    ),
+    "a kernel that is none, in a graph": (
+        lambda: in_a_graph(kernel="pigeon"), RingConfigError, "unknown kernel 'pigeon'"
+    ),
+    "a transport that is none, in a graph": (
+        lambda: in_a_graph(transport="pigeon"), RingConfigError, "transport.*got 'pigeon'"
+    ),
+    "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "no fast kernel for"),
+    "scores by cpu": (
+        lambda: get_kernel("cpu", "cpu", scores=Scores(ScoreMod(Softcap(2.0)), range(2))),
+        RingConfigError, "expected a kernel that changes scores",
+    ),
+    "small heads of flex": (small_heads_of_flex, RingShapeError, "head_dim of at least 16, got 8"),
+    "a mask by sample, dense": (
+        lambda: MaskMod(by_batch).mask(np.arange(4), np.arange(4)), RingPatternError, "same for all samples"
+    ),
+    "captured values that changed": (other_values, RingConfigError, "captured values that stay as they were"),
+    "a score_mod that is none any more": (
+        a_module_whose_score_mod_is_none_now, RingConfigError, "score_mod.*without dimensions"
+    ),
+    "keys in a list": (
+        lambda: ds_ring.ring_select(lambda rows, keys: keys, 2, [1], **place()), RingShapeError, "got list"
+    ),
+    "a choice in a list": (
+        lambda: ds_ring.selected_attention(Q, K, K, [1], **place()), RingShapeError, "expected a tensor"
+    ),
+    "blocks of nothing": (
+        lambda: ds_ring.selected_attention(Q, K, K, CHOSEN, block_size=0, **place()),
+        RingShapeError, "block_size",
+    ),
+    "blocks of keys in a list": (
+        lambda: ds_ring.moba_attention([1], K, K, block_size=4, top_k=2, **place()),
+        RingShapeError, "got list",
+    ),
+    "documents that are a number": (
+        lambda: ds_ring.halo(torch.ones(1, TOKENS, 2), 1, dim=1, documents=3, **place()),
+        RingPatternError, "expected ds_ring.Documents or None",
+    ),
+    "a halo of nothing": (
+        lambda: ds_ring.halo(torch.ones(1, TOKENS, 2), 0, dim=1, **place()), RingShapeError, "got 0 for both"
+    ),
+    "a sparse halo": (lambda: ds_ring.halo(sparse(), 1, dim=1, **place()), RingShapeError, "a dense tensor"),
+    "a sparse scan": (
+        lambda: ds_ring.ring_scan(sparse(), sparse(), **place()), RingShapeError, "expected a dense tensor"
+    ),
+    "a choice of keys under vmap": (
+        lambda: torch.func.vmap(lambda x: ds_ring.ring_select(lambda rows, keys: keys, 2, x, **place()))(
+            torch.ones(2, 1, TOKENS, 2)
+        ),
+        RingConfigError, "ring_select.*outside of torch.func",
+    ),
+    "a layout of another ring": (
+        lambda: attend(layout=ds_ring.make_layout("contiguous", tokens=64, ring_size=2)),
+        RingLayoutError, "1 ranks",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_is_refused(name: str) -> None:
+    call, error, words = ROWS[name]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_an_attention_that_is_not_rewritten_is_an_error() -> None:
+    with pytest.raises(RingConfigError, match="does not go through the backend"):
+        needs_backend_op(torch.zeros(1, TOKENS))
+
+
+def test_what_a_backend_cannot_read_is_refused() -> None:
+    sharding: Any = SimpleNamespace(layout=LAYOUT, mesh=RingMesh.single(), pattern=Causal())
+    with pytest.raises(RingShapeError, match="position_ids: expected 32 local tokens"):
+        check_positions(torch.arange(TOKENS - 1)[None], sharding)
+    with pytest.raises(RingPatternError, match="made of str"):
+        _values("x", Scope(torch.fx.GraphModule({}, torch.fx.Graph())))
+
+
+def test_heads_that_no_operator_of_flash_takes_are_refused() -> None:
+    executors: Any = (SimpleNamespace(multiple=8, widest=256),)
+    with pytest.raises(RingShapeError, match="got 300 with the gradient of the log-sum-exp"):
+        _checked_width.__wrapped__(executors, 300, True)
+
+
+def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:
+    logits = DeferredLogits(torch.ones(1, 4, 2), lambda x, job: job(x), 2, 3, True)
+    with pytest.raises(AttributeError):
+        logits.nothing  # noqa: B018
+
+
+def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
+    with pytest.raises(RingConfigError, match="a stream that is not captured"):
+        check_not_captured(on_gpu)

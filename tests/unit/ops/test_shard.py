@@ -1,0 +1,79 @@
+"""What shard_sequence and gather_sequence refuse on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ring import (
+    RingConfigError,
+    RingError,
+    RingLayoutError,
+    RingMesh,
+    RingMeshError,
+    RingShapeError,
+    gather_sequence,
+    make_layout,
+    shard_sequence,
+)
+from ds_ring.comm.mesh import check_mesh
+from ds_ring.errors import true_or_false, whole_number
+from ds_ring.limits import MOST_TOKENS
+from ds_ring.schedule.grid import Grid
+
+MESH, LAYOUT, X = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1), torch.zeros(1, 8, 2)
+OTHER: Any = make_layout("contiguous", tokens=8, ring_size=2)
+
+
+def shard(x: Any = X, layout: Any = LAYOUT, dim: Any = 1, **more: Any) -> Callable[[], object]:
+    return lambda: shard_sequence(x, layout, dim=dim, **({"mesh": MESH} | more))
+
+
+def gather(x: Any = X, layout: Any = LAYOUT, dim: Any = 1) -> Callable[[], object]:
+    return lambda: gather_sequence(x, layout, mesh=MESH, dim=dim)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "message"),
+    [
+        (shard(mesh=None), RingShapeError, "expected one of the two, got neither"),
+        (shard(ring_rank=0), RingShapeError, "expected one of the two, got both"),
+        (shard(mesh=7), RingMeshError, "mesh: expected a RingMesh, got 7"),
+        (shard([1, 2]), RingShapeError, "the tensor: expected"),
+        (shard(layout="zigzag"), RingLayoutError, "layout: expected a layout, got 'zigzag'"),
+        (shard(dim="1"), RingShapeError, "dim: expected the number of a dimension, got '1'"),
+        (shard(dim=True), RingShapeError, "dim: expected the number of a dimension"),
+        (shard(dim=7), RingShapeError, "expected 8 tokens"),
+        (shard(pad_value="x"), RingShapeError, "pad_value: expected a number"),
+        (shard(layout=OTHER), RingLayoutError, "ring"),
+        (shard(X[:, :7]), RingShapeError, r"expected 8 tokens \(the layout's\), got 7"),
+        (shard(mesh=None, ring_rank=1), RingShapeError, r"expected a rank of the layout, 0..0, got 1"),
+        (gather(layout=OTHER), RingLayoutError, "ring"),
+        (gather(X[:, :7]), RingShapeError, r"expected 8 slots \(the layout's shard\), got 7"),
+        (gather(7), RingShapeError, "the tensor: expected"),
+        (lambda: check_mesh("mesh"), RingMeshError, "expected a RingMesh, got 'mesh'"),
+        (lambda: Grid(1 << 21, 1 << 21), RingMeshError, "expected a positive integer of at most 1048576"),
+        (lambda: whole_number(MOST_TOKENS + 1, "x", RingConfigError), RingConfigError, "x: .* of at most"),
+        (lambda: whole_number(0, "x", RingConfigError), RingConfigError, "x: .* got 0; pass an int"),
+        (lambda: true_or_false(1, "x", RingConfigError), RingConfigError, "x: expected True or False, got"),
+    ],
+)
+def test_what_does_not_fit_is_refused(act: Callable[[], object], kind: type[RingError], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        act()
+
+
+def test_what_fits_is_cut_and_put_together() -> None:
+    whole = torch.arange(16.0).view(1, 8, 2)
+    assert shard_sequence(whole, OTHER, ring_rank=1, dim=1).tolist() == whole[:, 4:].tolist()
+    assert gather_sequence(whole, LAYOUT, mesh=MESH, dim=1).tolist() == whole.tolist()
+
+
+def test_a_layout_of_another_ring_is_refused() -> None:
+    """Also where a shard of it has as many tokens as the tensor."""
+    for call, tokens in ((gather_sequence, 4), (shard_sequence, 8)):
+        with pytest.raises(RingLayoutError, match=r"expected a layout for 1 ranks .*got one for 2"):
+            call(torch.zeros(tokens, 3), OTHER, mesh=MESH, dim=0)
