@@ -37,7 +37,7 @@ def test_operators_merge_and_add_several_parts_as_float64() -> None:
 
 def test_no_size_that_differs_from_hop_to_hop_has_a_variant_of_its_own() -> None:
     """All numbers but the strides of the outputs and of the last dimension of lse (1 for what is dense)."""
-    source = (Path(ds_ring.__file__).parent / "runtime" / "merge_triton.py").read_text()
+    source = (Path(ds_ring.__file__).parent / "ring" / "merge_triton.py").read_text()
     kernel = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "merge_rows")
     assert isinstance(kernel, ast.FunctionDef) and f"\nMOST_PARTS = {MOST_PARTS} " in source
     options = {
