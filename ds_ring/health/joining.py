@@ -272,8 +272,10 @@ class Arrival:
                 self._unknown.append(rank)
         for rank, other in self._known.items():
             if not self._lives(other):
-                if 0 in (rank, self.rank):
-                    return Fault(rank, ENDED)
+                # It may have ended because it saw a fault, which it wrote after the query above.
+                fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
+                if fault is not None or 0 in (rank, self.rank):
+                    return fault or Fault(rank, ENDED)
                 self._write("dead", str(rank))
         if self._collective is not None and self._collective.is_broken():
             self._write("broken", "")

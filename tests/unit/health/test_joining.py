@@ -51,6 +51,34 @@ def test_a_process_id_counts_on_its_host_and_in_its_namespace_alone() -> None:
         Arrival(store, "here", 0, 2, START, None).check()
 
 
+def test_a_rank_that_ended_because_it_saw_a_fault_is_not_the_fault() -> None:
+    """It wrote the fault between our look at the store and our look at its process."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+
+    class Store:
+        looks = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def check(self, keys: list[str]) -> bool:
+            found: bool = inner.check(keys)
+            if keys == ["race/alarm"] and not self.looks:
+                self.looks += 1
+                inner.set("race/fault", json.dumps(Fault(2, "it did not come")))
+                inner.set("race/alarm", "")
+            return found
+
+    inner: Any = HashStore()
+    inner.set("race/1", json.dumps(presence()._replace(pid=gone.pid)))
+    for rank in (0, 3):
+        store: Any = Store()
+        with pytest.raises(PeerLost) as raised:
+            Arrival(store, "race", rank, 4, START, None).check()
+        assert raised.value.fault == Fault(2, "it did not come"), rank
+
+
 @pytest.mark.parametrize(
     ("error", "noticed", "failed", "left"),
     [

@@ -18,9 +18,10 @@ def registered() -> list[str]:
     """Names of the package's operators, after all of its modules that register some were imported."""
     for module in pkgutil.walk_packages(ds_ring.__path__, "ds_ring."):
         # needs Triton, which CPU wheels of torch lack, and registers none
-        if module.name.endswith(".merge_triton"):
+        if module.name.endswith((".merge_triton", ".__main__")):
             continue
-        if any(part in module.name for part in ("runtime", "integrations.compile", "integrations.deepspeed")):
+        outer = module.name.startswith(("ds_ring.integrations", "ds_ring.contrib"))
+        if not outer or any(part in module.name for part in (".compile", "integrations.deepspeed")):
             importlib.import_module(module.name)
     names = torch._C._dispatch_get_all_op_names()
     return sorted(name.partition("::")[2] for name in names if name.startswith("ds_ring::"))
