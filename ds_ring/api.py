@@ -36,7 +36,8 @@ from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatt
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
-from ds_ring.ops.context import Options, RingContext, context_for, context_of, refuse
+from ds_ring.ops.context import RingContext, context_for, context_of, refuse
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import (
     attend,
     attend_compiled,

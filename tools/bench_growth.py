@@ -23,7 +23,8 @@ from bench import parser_of, print_row
 from tqdm import tqdm
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.run.local_ranks import run_ranks
 

@@ -35,7 +35,8 @@ from tqdm import tqdm
 from ds_ring import RingMesh, make_layout
 from ds_ring.errors import RingError, RingMeshError
 from ds_ring.masks.catalog import Dilated
-from ds_ring.ops.context import Options, context_for, context_of
+from ds_ring.ops.context import context_for, context_of
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import _pass_of
 from ds_ring_launcher import cli as ds_ring_cli
 

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.schedule.lowering import chunk_bytes_on

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import _pass_of
 from ds_ring.ring.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring_launcher.run.local_ranks import run_ranks

@@ -27,7 +27,8 @@ from torch.distributed import distributed_c10d
 from ds_ring import Full, RingMesh
 from ds_ring.comm import exchange
 from ds_ring.comm.exchange import Exchange, start_batch
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.grid import Grid
 from tests.reference import dense_attention, relative_error

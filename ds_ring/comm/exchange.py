@@ -91,7 +91,7 @@ class Exchange:
 
     @property
     def deadline_s(self) -> float:
-        """Return the seconds that a wait may take now; see [Note: compile skew] in `context.py`."""
+        """Return the seconds that a wait may take now; see [Note: compile skew] in `ops/options.py`."""
         return max(self.hop_timeout_s, self.mesh.use.patience_s)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
@@ -422,7 +422,7 @@ def agree(
         operation: what is about to happen, for example "attention forward".
         fields: what must be equal on all ranks, by the name that error messages use; compared as texts.
         refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
-        patience_s: a lower bound in seconds for the deadline of a wait; 0 for none (`context.py`).
+        patience_s: a lower bound in seconds for the deadline of a wait; 0 for none (`ops/options.py`).
 
     Raises:
         RingError: `refused`, on this rank.

@@ -52,7 +52,6 @@ from ds_ring.masks.pattern import Intersection, Pattern, Union
 from ds_ring.memory.saved_results import KeptRows, kept_or_run, saved_on_host
 from ds_ring.ops.checks import why_not_an_operand, why_not_this_derivative
 from ds_ring.ops.context import (
-    Options,
     RingContext,
     constant,
     constant_in_graphs,
@@ -68,6 +67,7 @@ from ds_ring.ops.context import (
     refuse,
     refusing_context,
 )
+from ds_ring.ops.options import Options
 from ds_ring.ring.buffers import PreparedPasses
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.ring_pass import RingPass

@@ -193,7 +193,7 @@ def _profiled(options: argparse.Namespace, job: ProfileJob, sizes: list[int], fo
 def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
     """Return a job for every pattern of the model's layers."""
     config, source = config_of(options), source_of(options)
-    from ds_ring.ops.context import Options
+    from ds_ring.ops.options import Options
 
     from ..plan.model_file import mix_of, said_of, with_layer_types
     from ..profile.measure import ProfileJob

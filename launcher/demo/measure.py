@@ -10,7 +10,7 @@ import torch
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.masks.catalog import Causal
-from ds_ring.ops.context import Options
+from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.simulation.rank import GlobalSizes
 

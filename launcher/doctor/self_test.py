@@ -39,7 +39,8 @@ from ds_ring.health.joining import presence
 from ds_ring.integrations.deepspeed.initialize import init_distributed
 from ds_ring.integrations.deepspeed.run_report import mark_ring
 from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.ops.context import Options, RingContext, context_for
+from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank

@@ -21,7 +21,8 @@ from ds_ring import RingMesh, make_layout, shard_sequence
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LONG_PATTERNS, Shape, tensors

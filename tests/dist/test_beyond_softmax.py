@@ -22,7 +22,8 @@ from ds_ring import (
 )
 from ds_ring.masks.mask_mod import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan
 from tests.dist.harness import RankPool
 from tests.reference import relative_error

@@ -27,7 +27,8 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.ops.context import KEPT_CONTEXTS, Options, context_for, context_of
+from ds_ring.ops.context import KEPT_CONTEXTS, context_for, context_of
+from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool, run_ranks
 from tests.reference import dense_attention, relative_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ring import MaskMod, RingMesh
-from ds_ring.ops.context import Options
+from ds_ring.ops.options import Options
 from tests.cases import LAYOUTS, Shape
 from tests.dist.harness import RankPool
 from tests.dist.test_patterns import NAMES, run_ring

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.trace import measure_cpu_memory, shard_unit_bytes
 from tests.cases import Shape, tensors

@@ -26,7 +26,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import LAYOUTS, Shape, layout_for, not_one_of_three, tensors
 from tests.dilated_definition import RULES, Branches, mixture, one_softmax

@@ -24,7 +24,8 @@ import ds_ring
 from ds_ring import RingConfigError, RingMesh, gather_sequence, shard_sequence
 from ds_ring.kernels.flex import FlexKernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.registry import KERNELS, PUBLIC
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ds_ring import RingMesh
 from ds_ring.ops import ring_op as autograd
-from ds_ring.ops.context import Options, RingContext
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.options import Options
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test

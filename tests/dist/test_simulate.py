@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
 from ds_ring.kernels.cpu.kernel import drop_kept
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.simulation.simulate import BytesSent, SimulationResult

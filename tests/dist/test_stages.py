@@ -10,7 +10,8 @@ import torch
 
 from ds_ring import RingMesh, gather_sequence, shard_sequence
 from ds_ring.errors import RingMismatchError
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool

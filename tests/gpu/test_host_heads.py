@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.one_rank import one_rank_mesh
 

@@ -50,7 +50,8 @@ from ds_ring.integrations.compile.graph_sharding import (
     needs_backend_op,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.ops.context import Options, context_for, refuse
+from ds_ring.ops.context import context_for, refuse
+from ds_ring.ops.options import Options
 
 _MARKS = (torch.ops.ds_ring.needs_backend.default, torch.ops.ds_ring.needs_backend, needs_backend_op)
 

@@ -25,15 +25,8 @@ from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.ops.context import (
-    Options,
-    RingContext,
-    context_for,
-    new_handle,
-    object_of,
-    operator,
-    refusing_context,
-)
+from ds_ring.ops.context import RingContext, context_for, new_handle, object_of, operator, refusing_context
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import Placed
 from ds_ring.schedule.layout import Layout
 

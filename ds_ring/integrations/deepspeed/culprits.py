@@ -99,7 +99,7 @@ def in_engine(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.k
     """Call a method of the engine as `name_culprit` does; others may wait for this rank as long as it takes.
 
     That is `checkpoint_timeout_seconds` for one that saves or loads, and `hop_timeout_seconds` otherwise, or
-    what a rank has asked for that compiles ([Note: compile skew] in `context.py`).
+    what a rank has asked for that compiles ([Note: compile skew] in `ops/options.py`).
     """
     name = getattr(call, "__name__", "")
     limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")

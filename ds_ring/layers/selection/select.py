@@ -52,7 +52,6 @@ from ds_ring.ops.checks import (
     why_not_transformed,
 )
 from ds_ring.ops.context import (
-    Options,
     RingContext,
     check_layout,
     context_for,
@@ -62,6 +61,7 @@ from ds_ring.ops.context import (
     operator,
     refuse,
 )
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import register, sinks_gradient
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards

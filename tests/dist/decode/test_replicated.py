@@ -29,7 +29,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from tests.cases import PATTERNS
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error

@@ -32,7 +32,8 @@ from ds_ring import (
 from ds_ring.layers.latents.kernel import LatentKernel
 from ds_ring.masks.mask_mod import ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import latent_attention_op, ring_attention_op
 from tests.dist.deepspeed_ranks import (
     Size,

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ds_ring import Causal, RingError, RingMesh, make_layout, ring_attention, shard_sequence
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull

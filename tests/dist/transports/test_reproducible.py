@@ -30,7 +30,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import attend
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
 from ds_ring.transports.reproducible import TreeSum

@@ -13,7 +13,7 @@ from ds_ring.comm.groups import check_seconds
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import LongSequenceConfig, pattern_from_config
 from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
-from ds_ring.ops.context import Options
+from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
 
 _EDGES = (

@@ -16,7 +16,8 @@ import ds_ring
 from ds_ring import build_plan, make_layout
 from ds_ring.errors import RingConfigError
 from ds_ring.memory.saved_results import HeadStream, HostMemory
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import LONG_SHARD, heads_on_host, lower_rank

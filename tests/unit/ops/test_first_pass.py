@@ -19,8 +19,9 @@ from ds_ring.kernels import block_mask
 from ds_ring.kernels.flex import FlexKernel, _compiled
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops import context as context_module
-from ds_ring.ops.context import Options, RingContext, context_for
+from ds_ring.ops import options as options_module
+from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import document_ids
 from tests.host_waits import DeviceWork, HostWaits, fake_ring
@@ -106,7 +107,7 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
     with (
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
-        mock.patch.object(context_module, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
+        mock.patch.object(options_module, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
         mock.patch.object(RingContext, "_kernel", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)

@@ -10,7 +10,8 @@ import torch
 
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import Placed, _packed, _unpacked
 
 

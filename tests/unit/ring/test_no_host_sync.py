@@ -23,7 +23,8 @@ from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import Options, context_for, first_queries
+from ds_ring.ops.context import context_for, first_queries
+from ds_ring.ops.options import Options
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for

@@ -16,7 +16,8 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
 )
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.ops.context import Options, context_for
+from ds_ring.ops.context import context_for
+from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import make_layout
 

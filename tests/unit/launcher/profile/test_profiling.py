@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_ring import Causal, RingConfigError, RingError, RingMesh, SlidingWindow
-from ds_ring.ops.context import Options
+from ds_ring.ops.options import Options
 from ds_ring.ring.trace import MessageSize, PostedBatch, Span, Trace
 from ds_ring.simulation.rank import COMPONENTS, GlobalSizes
 from ds_ring_launcher.profile import pictures
