@@ -544,13 +544,7 @@ def test_scripts_are_executable() -> None:
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-# Only these change objects of other packages; adapter.py has the rows' types.
-ADAPTERS = {
-    "integrations.adapter",
-    "integrations.deepspeed.engine",
-    "integrations.transformers.model",
-    "integrations.trainers.adapter",
-}
+APPLIES_PATCHES = "integrations.adapter"  # the only module that changes objects of other packages
 # What these objects have is not ours, whatever its name.
 FOREIGN = {"engine", "model", "module", "layer", "head", "part", "output", "sampler", "accelerator"}
 # Objects of other packages that ds_ring has made itself, or that are made for it to write on.
@@ -640,11 +634,68 @@ def owner_of_namespace(node: ast.expr) -> ast.expr | None:
     return node.value if isinstance(node, ast.Attribute) and node.attr == "__dict__" else None
 
 
+def late_patches(name: str, tree: ast.Module) -> list[str]:
+    """Every row that is made inside a function: an import of the file would not add it to its table."""
+    rows = {"patch"}  # and what is made of it: `step_patch = partial(patch, ENGINE, when="monitor")`
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            called = node.value
+            if ast.unparse(called.func).endswith("partial") and ast.unparse(called.args[0]) in rows:
+                rows |= {ast.unparse(target) for target in node.targets}
+    inside = {
+        id(node)
+        for function in nodes_of(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for part in (function.body if isinstance(function.body, list) else [function.body])
+        for node in ast.walk(part)
+    }
+    return [
+        f"ds_ring.{name}, line {node.lineno}: {ast.unparse(node.func)}"
+        for node in nodes_of(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in rows and id(node) in inside
+    ]
+
+
 def test_only_adapters_change_objects_of_other_packages() -> None:
     own = own_attributes(tree_of(path) for path in MODULES.values())
-    found = {name: foreign_changes(name, tree_of(path), own) for name, path in MODULES.items()}
-    lost = [line for name, lines in found.items() if name not in ADAPTERS for line in lines]
-    assert not lost, "a row of an adapter's table is missing:\n" + "\n".join(lost)
+    others = {name: tree_of(path) for name, path in MODULES.items() if name != APPLIES_PATCHES}
+    lost = [line for name, tree in others.items() for line in foreign_changes(name, tree, own)]
+    assert not lost, "a replacement without @patch:\n" + "\n".join(lost)
+    late = [line for name, tree in others.items() for line in late_patches(name, tree)]
+    assert not late, "a row that an import does not add to its table:\n" + "\n".join(late)
+
+
+LATE = """def f():
+    @patch(ENGINE, "step", stage="around_step")
+    def step(call): pass
+---
+def f(): row = patch(ENGINE, stage="before_forward")
+---
+late = lambda: step_patch("step")
+---
+class A:
+    def f(self):
+        for name in names: step_patch(name)"""
+
+
+def test_a_row_that_an_import_does_not_make_is_found() -> None:
+    good = """
+step_patch = partial(patch, ENGINE, when="monitor")
+row = patch(ENGINE, "loss", stage="around_step", kind="set")
+rows = [step_patch(name) for name in names]
+class A:
+    @step_patch("step")
+    def step(self, call): pass
+    @patch(ENGINE, stage="before_forward")
+    def before(self, *_):
+        @row
+        def later(): pass
+        apply(later, row.to(3))
+"""
+    assert late_patches("a", ast.parse(good)) == []
+    for fault in LATE.split("---\n"):
+        (found,) = late_patches("a", ast.parse(good + fault))
+        assert "patch" in found
 
 
 CHANGES = """torch.load = mine

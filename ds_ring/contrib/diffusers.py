@@ -24,7 +24,7 @@ Shapes, as in diffusers: B samples, S local tokens, H query heads, G key/value h
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor
 from ds_ring.api import ring_attention
 from ds_ring.contrib.ring_flash_attn import mesh_of
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
-from ds_ring.integrations.adapter import Patch, PatchTable
+from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.mask_mod import with_key_terms
 from ds_ring.ops.context import refuse
@@ -42,24 +42,15 @@ from ds_ring.schedule.layout import make_layout
 NAME = "ds_ring"
 _DISPATCH = "diffusers.models.attention_dispatch"
 
-DIFFUSERS = PatchTable(
-    "diffusers",
-    ">=0.42",
-    [
-        *(
-            Patch(
-                f"{_DISPATCH}.AttentionBackendName.{names}", "at_enable", "added", "backend.name",
-                "names of backends are members of an enumeration, which diffusers cannot extend",
-            )
-            for names in (f"_member_map_.{NAME.upper()}", f"_value2member_map_.{NAME}")
-        ),
-        Patch(
-            f"{_DISPATCH}._AttentionBackendRegistry.register", "at_enable", "registered", "backend",
-            "attention on the ring, under context parallelism",
-        ),
-    ],
-    classes={},
-)  # fmt: skip
+DIFFUSERS = PatchTable("diffusers", ">=0.42")
+_names = [
+    patch(
+        DIFFUSERS.imported(f"{_DISPATCH}.AttentionBackendName.{members}"), key, stage="at_enable",
+        kind="added", feature="backend.name",
+        reason="names of backends are members of an enumeration, which diffusers cannot extend",
+    )
+    for members, key in (("_member_map_", NAME.upper()), ("_value2member_map_", NAME))
+]  # fmt: skip
 
 
 def install() -> None:
@@ -78,16 +69,17 @@ def install() -> None:
         return
     name = str.__new__(names, NAME)
     name._name_, name._value_ = NAME.upper(), NAME
-    registry = attention_dispatch._AttentionBackendRegistry
+    apply(*(row.to(name) for row in _names), partial(_register, name))
 
-    DIFFUSERS.apply(
-        {
-            "backend.name": SimpleNamespace(at_enable=name),
-            "backend": SimpleNamespace(
-                at_enable=lambda: registry.register(name, supports_context_parallel=True)(attention)
-            ),
-        }
-    )
+
+@patch(
+    DIFFUSERS.imported(f"{_DISPATCH}._AttentionBackendRegistry"), "register", stage="at_enable",
+    kind="registered", feature="backend", reason="attention on the ring, under context parallelism",
+)  # fmt: skip
+def _register(name: Any) -> None:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as registry
+
+    registry.register(name, supports_context_parallel=True)(attention)
 
 
 @torch.compiler.disable

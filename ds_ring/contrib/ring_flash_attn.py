@@ -29,7 +29,6 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ds_ring.api import ring_attention
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
+from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.masks.pattern import Pattern
@@ -418,24 +418,35 @@ def substitute_hf_flash_attn(process_group: ProcessGroup, heads_k_stride: int) -
         RingMeshError: as `mesh_of`.
         RingConfigError: this transformers has no such functions.
     """
-    from transformers import AttentionInterface
-
-    from ds_ring.integrations.transformers.model import TABLE
-
     mesh_of(process_group)
     on_the_ring = create_ring_flash_attention_forward(process_group, heads_k_stride)[-1]
+    apply(functools.partial(_switched, on_the_ring), _register_attention)
 
-    register = functools.partial(AttentionInterface.register, "flash_attention_2", _attention)
-    TABLE.apply(
-        {
-            "ring_flash_attn": SimpleNamespace(
-                at_enable=lambda original, *args, **kwargs: (on_the_ring if RING_ATTN_SWITCH else original)(
-                    *args, **kwargs
-                )
-            ),
-            "ring_flash_attn.name": SimpleNamespace(at_enable=register),
-        }
-    )
+
+_when_substituted = functools.partial(
+    patch, stage="at_enable", when="ring_flash_attn.substitute_hf_flash_attn was called"
+)
+_TABLE = PatchTable("transformers", ">=5")
+
+
+@_when_substituted(
+    _TABLE.imported("transformers.modeling_flash_attention_utils"), "_flash_attention_forward",
+    feature="ring_flash_attn", reason="computes FlashAttention on the ring",
+)  # fmt: skip
+def _switched(
+    on_the_ring: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    return (on_the_ring if RING_ATTN_SWITCH else original)(*args, **kwargs)
+
+
+@_when_substituted(
+    _TABLE.imported("transformers"), "AttentionInterface", kind="registered",
+    feature="ring_flash_attn.name", reason='"flash_attention_2" calls the function above',
+)  # fmt: skip
+def _register_attention() -> None:
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("flash_attention_2", _attention)
 
 
 def _attention(

@@ -1,21 +1,25 @@
-"""Tables of everything that ds_ring replaces, wraps or hooks in another package.
+"""Patches of other packages: everything that ds_ring replaces, wraps or hooks there.
 
-Each adapter (for DeepSpeed, for transformers, for trainers) holds one table. No other file assigns an
+`@patch(owner, "name", stage=...)` stands where the replacement is written, and adds a row to the table of a
+package. `apply` makes the change, `undo` takes it back, `describe` prints the rows. No other file assigns an
 attribute of a foreign object or registers a hook; tests/test_architecture.py checks this.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import itertools
 import pkgutil
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
@@ -32,28 +36,91 @@ _HOOKS = {
     "after_forward": "register_forward_hook",
     "in_backward": "register_hook",  # of a tensor
 }
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class PatchTable:
+    """The rows of one package, in the order in which their files are imported.
+
+    Args:
+        package: the distribution whose objects the rows change.
+        versions: of it, for which the rows were written.
+    """
+
+    def __init__(self, package: str, versions: str) -> None:
+        self.package, self.versions = package, versions
+        self.rows: list[Patch] = []
+        _tables.append(self)
+
+    def given(self, path: str, class_name: str = "") -> Owner:
+        """Return the owner that `apply` is given by name ("engine"), or an object in it ("engine._config").
+
+        Args:
+            path: the name, with which targets begin.
+            class_name: the dotted name of its class, in which `check` looks for attributes; "" for any class.
+        """
+        return Owner(self, path, class_name)
+
+    def imported(self, path: str) -> Owner:
+        """Return the owner that is a module, or a class or a dictionary in one, by its dotted name."""
+        return Owner(self, path, None)
+
+    def check(self) -> None:
+        """Raise RingConfigError for the first row whose target the installed package does not have."""
+        for row in filter(_is_for_installed, self.rows):
+            try:
+                is_there = _is_there(row)
+            except (ImportError, AttributeError, KeyError):
+                is_there = False
+            if not is_there:
+                raise _lacks(row)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What rows of a table change; made by `PatchTable.given` or `PatchTable.imported`.
+
+    Attributes:
+        class_name: of an object that is given, its class; None for what is imported.
+    """
+
+    table: PatchTable
+    path: str
+    class_name: str | None
+
+    @property
+    def root(self) -> str:
+        """Return the name by which `apply` is given the object."""
+        return self.path.partition(".")[0]
+
+    def find(self, objects: Mapping[str, Any]) -> Any:
+        """Return the owner itself; `objects` are those that are given."""
+        if self.class_name is None:
+            return pkgutil.resolve_name(self.path)
+        return functools.reduce(getattr, self.path.split(".")[1:], objects[self.root])
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One change to an object of another package.
+    """A row of a table: one change to an object of another package.
 
     Attributes:
-        target: "torch.load", or an attribute of an object that `apply` is given by name: "engine.step".
-            The target of a hook is the object itself: "engine".
-        stage: when the change acts. The feature has a part of this name: feature.around_step, say.
-        kind: what the part is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set" or
-            "added" (a new attribute): the value. "hook": a function that torch calls, with keyword arguments
-            too (or with the gradient, if the target is a tensor). "registered": a function without arguments,
-            which `apply` calls and which changes the target in an official way; it may return what takes the
-            change back.
+        owner: what is changed.
+        name: of its attribute; "" for a hook on the owner itself.
+        stage: when the change acts.
+        kind: what the replacement is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set"
+            or "added" (a new attribute): the value. "hook": a function that torch calls, with keyword
+            arguments too (or with the gradient, if the owner is a tensor). "registered": a function without
+            arguments, which `apply` calls and which changes the owner in an official way; it may return what
+            takes the change back.
         feature: name of what asks for the change; "checkpoint.files" is a part of "checkpoint".
         versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
         options: names of options of the hook's registration that are True.
     """
 
-    target: str
+    owner: Owner
+    name: str
     stage: PatchStage
     kind: PatchKind
     feature: str
@@ -61,6 +128,16 @@ class Patch:
     versions: str = ""
     when: str = ""
     options: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> str:
+        """Return the dotted name of what is changed."""
+        return f"{self.owner.path}.{self.name}" if self.name else self.owner.path
+
+    @property
+    def main_feature(self) -> str:
+        """Return the feature of which the row's is a part."""
+        return self.feature.partition(".")[0]
 
     def __str__(self) -> str:
         what = f"{self.target} [{self.versions}]" if self.versions else self.target
@@ -80,182 +157,103 @@ class AppliedPatch:
 
 _tables: list[PatchTable] = []
 _ENDING = ("engine", "tensor")  # objects whose changes end with them; others are taken back with the session
-_of_process: set[tuple[PatchTable, str]] = set()  # features that changed classes, modules or the interpreter
-_of_subject: weakref.WeakKeyDictionary[Any, set[tuple[PatchTable, str]]] = weakref.WeakKeyDictionary()
+# applied rows, in the order of application: of classes, modules and the interpreter, and of each session
+_of_process: dict[Patch, None] = {}
+_of_session: weakref.WeakKeyDictionary[Any, dict[Patch, None]] = weakref.WeakKeyDictionary()
 
 
-class PatchTable:
-    """Rows in the order in which they are applied: of two that wrap one method, the later one is outside.
+@dataclass(frozen=True)
+class Rows:
+    """Rows with one replacement: a decorator of the function or class that it is."""
+
+    rows: tuple[Patch, ...]
+
+    def __call__(self, replacement: F) -> F:
+        marked: Any = replacement
+        marked.patch_rows = (*self.rows, *getattr(replacement, "patch_rows", ()))
+        return replacement
+
+    def to(self, value: Any) -> BoundRows:
+        """Return the rows with a value, for `apply`."""
+        return BoundRows(self.rows, value)
+
+
+@dataclass(frozen=True)
+class BoundRows:
+    """Rows and what they put in place."""
+
+    patch_rows: tuple[Patch, ...]
+    value: Any
+
+
+def patch(
+    owner: Owner,
+    *names: str,
+    stage: PatchStage,
+    feature: str,
+    reason: str,
+    kind: PatchKind | None = None,
+    versions: str = "",
+    when: str = "",
+    options: tuple[str, ...] = (),
+) -> Rows:
+    """Add a row for each of the owner's attributes `names`, or for a hook on the owner if there are none.
+
+    It decorates the replacement, in a module or in a class there. A replacement that is made later takes its
+    rows from the module: `rows = patch(...)`, then `@rows` or `rows.to(value)`.
 
     Args:
-        package: the distribution whose objects the rows change.
-        versions: of it, for which the rows were written.
-        rows: in order.
-        classes: dotted names of the classes of the objects with which targets begin, {"engine":
-            "deepspeed..."}, and of objects inside these, {"engine.checkpoint_engine": ...}; "" for any class.
+        kind: by default "hook" without names, and "wrapped" with names.
+        stage, feature, reason, versions, when, options: of `Patch`.
     """
+    kind = kind or ("wrapped" if names else "hook")
+    rows = [
+        Patch(owner, name, stage, kind, feature, reason, versions, when, options) for name in names or ("",)
+    ]
+    owner.table.rows += rows
+    return Rows(tuple(rows))
 
-    def __init__(
-        self, package: str, versions: str, rows: Sequence[Patch], classes: Mapping[str, str]
-    ) -> None:
-        self.package, self.versions, self.rows, self.classes = package, versions, tuple(rows), dict(classes)
-        _tables.append(self)
 
-    def apply(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> list[AppliedPatch]:
-        """Apply the rows of `features` to `objects`, in the table's order; all of them or none.
+def apply(*replacements: Any, session: Any = None, **objects: Any) -> list[AppliedPatch]:
+    """Apply the rows of replacements to `objects`, in this order; all of them or none.
 
-        Args:
-            features: by name, objects whose attributes are named like the stages of the feature's rows.
-            subject: the session for which `describe` lists the rows; None for changes of the whole process.
-                Its list `changes`, if it has one, gets those of objects that may outlive the session.
-            objects: by the names with which targets begin. Rows of objects that are not given are left out.
+    Of two rows that wrap one method, the later one is outside.
 
-        Raises:
-            RingConfigError: the installed package has no such target.
-        """
-        changes = self._apply_all(features, objects)
-        self._note(changes, subject)
-        record = getattr(subject, "changes", None)
-        if record is not None:
-            known = {(change.row.target, id(change.owner)) for change in record if change.row.kind == "set"}
-            record += [
-                change
-                for change in changes
-                if change.row.target.partition(".")[0] not in _ENDING
-                # What was set twice is as it was before the first time.
-                and (change.row.kind != "set" or (change.row.target, id(change.owner)) not in known)
-            ]
-        return changes
+    Args:
+        replacements: functions and classes that `patch` decorates, partials of such functions, objects that
+            have such methods, or `Rows.to(value)`.
+        session: the session for which `describe` lists the rows; None for changes of the whole process. Its
+            list `changes`, if it has one, gets those of objects that may outlive it.
+        objects: by the names with which targets begin. Rows of objects that are not given are left out.
 
-    def _note(self, changes: Sequence[AppliedPatch], subject: Any) -> None:
-        found = _of_process if subject is None else _of_subject.setdefault(subject, set())
-        found.update((self, change.row.feature.partition(".")[0]) for change in changes)
-
-    def _apply_all(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[AppliedPatch]:
-        changes: list[AppliedPatch] = []
-        try:
-            for row in self.rows:
-                root = row.target.partition(".")[0]
-                is_given = root in objects or root not in self.classes
-                if is_given and row.feature in features and self._is_for_installed(row):
-                    changes.append(self._apply(row, getattr(features[row.feature], row.stage), objects))
-        except BaseException:
-            undo(changes)
-            raise
-        return changes
-
-    @contextmanager
-    def applied(self, features: Mapping[str, Any], subject: Any = None, **objects: Any) -> Iterator[None]:
-        """Apply the rows inside the context only; without a subject `describe` does not learn of it."""
-        changes = self._apply_all(features, objects)
-        if subject is not None:
-            self._note(changes, subject)
-        try:
-            yield
-        finally:
-            undo(changes)
-
-    def check(self) -> None:
-        """Raise RingConfigError for the first row whose target the installed package does not have."""
-        for row in filter(self._is_for_installed, self.rows):
-            begins = [name for name in self.classes if f"{row.target}.".startswith(f"{name}.")]
-            begin = max(begins, key=len, default="")
-            name = row.target.removeprefix(begin).strip(".")
-            try:
-                if not begin:
-                    owner, name = self._owner(row, {})
-                    if row.kind != "added":
-                        _get(owner, name)
-                elif self.classes[begin]:
-                    kind = pkgutil.resolve_name(self.classes[begin])
-                    # Objects have what their class has, or what a method of it assigns.
-                    assigned = re.compile(rf"self\.{name}\b[^=\n]*=").search
-                    sources = (inspect.getsource(one) for one in kind.__mro__[:-1])
-                    if (
-                        name
-                        and row.kind != "added"
-                        and not (hasattr(kind, name) or any(map(assigned, sources)))
-                    ):
-                        raise self._lacks(row)
-            except (ImportError, AttributeError, KeyError):
-                raise self._lacks(row) from None
-
-    def _owner(self, row: Patch, objects: Mapping[str, Any]) -> tuple[Any, str]:
-        """Return the object that has the target's last name, and that name."""
-        path, _, name = row.target.rpartition(".")
-        root, _, inner = path.partition(".")
-        if root in objects:
-            return functools.reduce(getattr, inner.split(".") if inner else (), objects[root]), name
-        return pkgutil.resolve_name(path), name
-
-    def _apply(self, row: Patch, part: Any, objects: Mapping[str, Any]) -> AppliedPatch:
-        if row.kind == "registered":
-            back = part()
-            return AppliedPatch(row, back if callable(back) else lambda: None)
-        if row.kind == "hook":
-            options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
-            handle = getattr(objects[row.target], _HOOKS[row.stage])(part, **options)
-            return AppliedPatch(row, handle.remove, handle, objects[row.target])
-        try:
-            owner, name = self._owner(row, objects)
-            before = None if row.kind == "added" else _get(owner, name)
-        except (ImportError, AttributeError, KeyError):
-            raise self._lacks(row) from None
-        own = name in (owner if type(owner) is dict else vars(owner))
-        # or a property that can be set
-        own = own or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
-        _set(owner, name, _wrapped(before, part) if row.kind == "wrapped" else part)
-        back = (lambda: _set(owner, name, before)) if own else (lambda: _delete(owner, name))
-        return AppliedPatch(row, back, owner=owner)
-
-    def _is_for_installed(self, row: Patch) -> bool:
-        return not row.versions or version(self.package) in SpecifierSet(row.versions, prereleases=True)
-
-    def _lacks(self, row: Patch) -> RingConfigError:
-        return RingConfigError(
-            f"{row.target}: expected it in {self.package} {row.versions or self.versions}, got {self.package}"
-            f" {version(self.package)} without it; install a version that this row was written for: {row}"
-        )
+    Raises:
+        RingConfigError: the installed package has no such target.
+    """
+    changes = _apply_all(replacements, objects)
+    _note(changes, session)
+    record = getattr(session, "changes", None)
+    if record is not None:
+        known = {(change.row.target, id(change.owner)) for change in record if change.row.kind == "set"}
+        record += [
+            change
+            for change in changes
+            if change.row.owner.root not in _ENDING
+            # What was set twice is as it was before the first time.
+            and (change.row.kind != "set" or (change.row.target, id(change.owner)) not in known)
+        ]
+    return changes
 
 
 @contextmanager
-def imports_of(feature: str, package: str) -> Iterator[None]:
-    """Refuse a feature by its name where an import inside fails: the installed package lacks what it needs.
-
-    Raises:
-        RingConfigError: in place of the ImportError.
-    """
+def applied(*replacements: Any, session: Any = None, **objects: Any) -> Iterator[None]:
+    """Apply the rows inside the context only; without a session `describe` does not learn of it."""
+    changes = _apply_all(replacements, objects)
+    if session is not None:
+        _note(changes, session)
     try:
         yield
-    except ImportError as error:
-        raise RingConfigError(
-            f"{feature}: expected a version of {package} that has what it needs, got {package}"
-            f" {version(package)}: {error}; install a version that ds_ring allows, or do without {feature}"
-        ) from error
-
-
-def _wrapped(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return part(call, *args, **kwargs)
-
-    return wrapped
-
-
-def _get(owner: Any, name: str) -> Any:
-    return owner[name] if type(owner) is dict else getattr(owner, name)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if type(owner) is dict:
-        owner[name] = value
-    else:
-        setattr(owner, name, value)
-
-
-def _delete(owner: Any, name: str) -> None:
-    with suppress(AttributeError):  # somebody else has taken it away
-        delattr(owner, name)
+    finally:
+        undo(changes)
 
 
 def undo(changes: list[AppliedPatch]) -> None:
@@ -282,11 +280,205 @@ def paused(changes: Sequence[AppliedPatch]) -> Iterator[None]:
             hooks.update({key: hook for key, hook in order.items() if key in mine or key in now} | now)
 
 
-def describe(subject: Any = None) -> str:
-    """Return the rows that apply to a session and its process, by table; without a session all rows."""
-    found = _of_process | _of_subject.get(subject, set()) if subject is not None else None
-    lines = []
-    for table in _tables:
-        rows = [r for r in table.rows if found is None or (table, r.feature.partition(".")[0]) in found]
-        lines += [f"{table.package} {table.versions}", *(f"  {row}" for row in rows)] if rows else []
-    return "\n".join(lines)
+def describe(session: Any) -> str:
+    """Return the rows that apply to a session and its process, by table, in the order of application.
+
+    Rows of their features that were not applied yet come last.
+    """
+    found = _of_process | _of_session.get(session, {})
+    features = {(row.owner.table, row.main_feature) for row in found}
+    waiting = [row for table in _tables for row in table.rows if (table, row.main_feature) in features]
+    return _printed(dict.fromkeys([*found, *waiting]))
+
+
+def describe_all() -> str:
+    """Return the rows of all tables, after an import of all files that have some."""
+    import_all()
+    return _printed(row for table in _tables for row in table.rows)
+
+
+def import_all() -> None:
+    """Import the files that have rows; those for a package that is not installed are left out."""
+    for file in pkgutil.walk_packages([str(Path(__file__).parents[1])], "ds_ring."):
+        loader: Any = importlib.util.find_spec(file.name).loader  # type: ignore[union-attr]
+        if not re.search(r"\bpatch\b|\bPatchTable\b", loader.get_source(file.name)):
+            continue
+        try:
+            importlib.import_module(file.name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == "ds_ring":
+                raise
+
+
+@contextmanager
+def imports_of(feature: str, package: str) -> Iterator[None]:
+    """Refuse a feature by its name where an import inside fails: the installed package lacks what it needs.
+
+    Raises:
+        RingConfigError: in place of the ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise RingConfigError(
+            f"{feature}: expected a version of {package} that has what it needs, got {package}"
+            f" {version(package)}: {error}; install a version that ds_ring allows, or do without {feature}"
+        ) from error
+
+
+def _printed(rows: Iterable[Patch]) -> str:
+    by_table: dict[PatchTable, list[str]] = {table: [] for table in _tables}
+    for row in rows:
+        by_table[row.owner.table].append(f"  {row}")
+    return "\n".join(
+        line
+        for table, lines in by_table.items()
+        for line in ([f"{table.package} {table.versions}", *lines] if lines else [])
+    )
+
+
+def _note(changes: Sequence[AppliedPatch], session: Any) -> None:
+    found = _of_process if session is None else _of_session.setdefault(session, {})
+    found.update((change.row, None) for change in changes)
+
+
+def _bound(replacement: Any) -> Iterator[BoundRows]:
+    """Yield the rows of a replacement with what they put in place."""
+    marked = replacement.func if isinstance(replacement, functools.partial) else replacement
+    if hasattr(marked, "patch_rows"):
+        yield replacement if isinstance(replacement, BoundRows) else BoundRows(marked.patch_rows, replacement)
+        return
+    # In the order in which the bases and the class define them.
+    names = dict.fromkeys(name for kind in reversed(type(replacement).__mro__) for name in vars(kind))
+    methods = [name for name in names if hasattr(getattr(type(replacement), name, None), "patch_rows")]
+    assert methods, f"{replacement!r}: expected what `patch` decorates, got none of it"
+    for method in (getattr(replacement, name) for name in methods):
+        yield BoundRows(method.patch_rows, method)
+
+
+def _apply_all(replacements: Iterable[Any], objects: Mapping[str, Any]) -> list[AppliedPatch]:
+    changes: list[AppliedPatch] = []
+    try:
+        for bound in itertools.chain.from_iterable(map(_bound, replacements)):
+            for row in bound.patch_rows:
+                is_given = row.owner.class_name is None or row.owner.root in objects
+                if is_given and _is_for_installed(row):
+                    changes.append(_apply(row, bound.value, objects))
+    except BaseException:
+        undo(changes)
+        raise
+    return changes
+
+
+def _apply(row: Patch, value: Any, objects: Mapping[str, Any]) -> AppliedPatch:
+    if row.kind == "registered":
+        back = value()
+        return AppliedPatch(row, back if callable(back) else lambda: None)
+    name = row.name
+    try:
+        owner = row.owner.find(objects)
+        before = None if row.kind in ("added", "hook") else _get(owner, name)
+    except (ImportError, AttributeError, KeyError):
+        raise _lacks(row) from None
+    if row.kind == "hook":
+        options = {} if row.stage == "in_backward" else dict.fromkeys(("with_kwargs", *row.options), True)
+        handle = getattr(owner, _HOOKS[row.stage])(value, **options)
+        return AppliedPatch(row, handle.remove, handle, owner)
+    own = name in (owner if type(owner) is dict else vars(owner))
+    # or a property that can be set
+    own = own or name == "__class__" or hasattr(getattr(type(owner), name, None), "__set__")
+    _set(owner, name, _wrapped(before, value) if row.kind == "wrapped" else value)
+    back = (lambda: _set(owner, name, before)) if own else (lambda: _delete(owner, name))
+    return AppliedPatch(row, back, owner=owner)
+
+
+def _wrapped(call: Any, part: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return part(call, *args, **kwargs)
+
+    return wrapped
+
+
+def _get(owner: Any, name: str) -> Any:
+    return owner[name] if type(owner) is dict else getattr(owner, name)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if type(owner) is dict:
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _delete(owner: Any, name: str) -> None:
+    with suppress(AttributeError):  # somebody else has taken it away
+        delattr(owner, name)
+
+
+def _is_there(row: Patch) -> bool:
+    """Return whether the installed package has the target; raises the errors of looking for it."""
+    owner, name = row.owner, row.name
+    if owner.class_name is None:
+        found = owner.find({})
+        if row.kind != "added":
+            _get(found, name)
+        return True
+    if not owner.class_name:
+        return True
+    kind = pkgutil.resolve_name(owner.class_name)
+    # Objects have what their class has, or what a method of it assigns.
+    assigned = re.compile(rf"self\.{name}\b[^=\n]*=").search
+    sources = (inspect.getsource(one) for one in kind.__mro__[:-1])
+    return not name or row.kind == "added" or hasattr(kind, name) or any(map(assigned, sources))
+
+
+def _is_for_installed(row: Patch) -> bool:
+    package = row.owner.table.package
+    return not row.versions or version(package) in SpecifierSet(row.versions, prereleases=True)
+
+
+def _lacks(row: Patch) -> RingConfigError:
+    table = row.owner.table
+    return RingConfigError(
+        f"{row.target}: expected it in {table.package} {row.versions or table.versions}, got {table.package}"
+        f" {version(table.package)} without it; install a version that this row was written for: {row}"
+    )
+
+
+class FeatureTable(PatchTable):
+    """A table whose rows stand in one list, and take their replacements from features by name."""
+
+    def __init__(
+        self, package: str, versions: str, rows: Sequence[tuple[Any, ...]], classes: Mapping[str, str]
+    ) -> None:
+        super().__init__(package, versions)
+        for target, *others in rows:
+            path, name = (target, "") if target in classes else target.rpartition(".")[::2]
+            class_name = classes.get(path, classes.get(path.partition(".")[0]))
+            self.rows.append(Patch(Owner(self, path, class_name), name, *others))
+
+    def apply(self, features: Mapping[str, Any], session: Any = None, **objects: Any) -> list[AppliedPatch]:
+        """Apply the rows of `features`, whose attributes are named like the rows' stages."""
+        return apply(*self._of_given(features, objects), session=session, **objects)
+
+    @contextmanager
+    def applied(self, features: Mapping[str, Any], session: Any = None, **objects: Any) -> Iterator[None]:
+        """Apply them inside the context only."""
+        with applied(*self._of_given(features, objects), session=session, **objects):
+            yield
+
+    def _of_given(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[BoundRows]:
+        return [
+            BoundRows((row,), getattr(features[row.feature], row.stage))
+            for row in self.rows
+            if row.feature in features and (row.owner.class_name is None or row.owner.root in objects)
+        ]
+
+
+def feature_row(
+    target: str, stage: str, kind: str, feature: str, reason: str,
+    versions: str = "", when: str = "", options: tuple[str, ...] = (),
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return a row of a `FeatureTable`."""
+    return target, stage, kind, feature, reason, versions, when, options

@@ -19,7 +19,7 @@ SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
 METHODS = {
     "forward": ["RingUse", "FirstBatch", "in_engine"],
     "backward": ["RingUse", "in_engine"],
-    "_backward_prologue": ["around_backward"],
+    "_backward_prologue": ["refuse_direct_backward"],
     "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "in_engine"],
     "save_checkpoint": ["save_checkpoint", "Settled", "in_engine"],
     "load_checkpoint": ["load_checkpoint", "in_engine"],
@@ -98,7 +98,7 @@ def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         patch.undo()
 
 
-def test_layers_stand_in_the_order_of_the_table(rank_pool: Any, tmp_path: Path) -> None:
+def test_patches_of_an_engine_have_their_order(rank_pool: Any, tmp_path: Path) -> None:
     found = rank_pool(2).run(describe, str(tmp_path))[0]
     assert found["methods"] == METHODS
     assert (found["before"], found["after"]) == (BEFORE, AFTER)
@@ -108,3 +108,8 @@ def test_layers_stand_in_the_order_of_the_table(rank_pool: Any, tmp_path: Path) 
     for row in ("(monitor)", "(first_batch)", "(run_report)", "(evaluation)"):
         assert row not in found["plain"], found["plain"]
     assert "deepspeed.initialize (enable)" in found["plain"] and "engine.ring (session)" in found["plain"]
+    wrapped = [line.split()[2:4] for line in found["full"].splitlines() if " engine.step " in line]
+    assert wrapped == [
+        ["engine.step", f"({name}):"]
+        for name in ("first_batch", "monitor", "run_report", "settled", "culprits")
+    ]

@@ -552,7 +552,10 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "rank hop origin": summary_of_a_plan,
     "rank 1, forward": is_a_picture("the command before it prints one like it, and is read"),
     # ds_ring/integrations/README.md
-    '.venv/bin/python -c "from ds_ring.contrib': tables_of_changes,
+    '@patch(ENGINE, "step"': only_reads(
+        "run_report.py's; tests/unit/integrations/test_adapter.py applies such"
+    ),
+    '.venv/bin/python -c "from ds_ring.integrations': tables_of_changes,
 }
 
 # Numbers of a measurement's kind that are none, by the words that their row or paragraph begins with.

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
+from ds_ring.integrations.adapter import BoundRows, applied, patch
 from ds_ring.integrations.checkpoint.compatible import deepspeed_errors_typed, require_loadable
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -47,17 +48,31 @@ from ds_ring.integrations.checkpoint.manifest import (
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.resize import ranks_of, stage_of
 from ds_ring.integrations.checkpoint.save import BackgroundSave, save_checkpoint
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.limits import Limit, Timeouts
 
 log = logging.getLogger(__name__)
+
+
+_SEALED = "sealed checkpoints, one decision of all ranks; DeepSpeed's method is called inside"
+_save = patch(
+    ENGINE, "save_checkpoint", stage="around_save", kind="replaced", feature="checkpoint", reason=_SEALED
+)
+_load = patch(
+    ENGINE, "load_checkpoint", stage="around_load", kind="replaced", feature="checkpoint", reason=_SEALED
+)
+_universal = patch(
+    DEEPSPEED.given("engine._config", "deepspeed.runtime.config.DeepSpeedConfig"),
+    "load_universal_checkpoint", stage="around_load", kind="set", feature="checkpoint.universal",
+    reason="a folder is loaded as what it is",
+)  # fmt: skip
 
 
 def guard_checkpoints(
     engine: DeepSpeedEngine,
     attempt: Attempt | None = None,
     limit: Limit = Timeouts().limit("checkpoint"),  # noqa: B008  # an immutable value
-) -> SimpleNamespace:
+) -> list[BoundRows]:
     """Return save.py's save_checkpoint and the load_checkpoint below as methods of an engine.
 
     `attempt` is that of `FolderLocks`, `limit` that of a save in the background.
@@ -71,7 +86,7 @@ def guard_checkpoints(
     under_way, damaged = BackgroundSave(limit), set[Path]()
     save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way, damaged=damaged)
     load = partial(load_checkpoint, under_way=under_way, damaged=damaged)
-    return SimpleNamespace(around_save=MethodType(save, engine), around_load=MethodType(load, engine))
+    return [_save.to(MethodType(save, engine)), _load.to(MethodType(load, engine))]
 
 
 # [Note: damage or changes] A crash or a disk leaves files that are missing, short or changed, or a torn
@@ -118,7 +133,6 @@ def load_checkpoint(
     if engine.zero_optimization_partition_weights() and not load_optimizer_states:
         _require_latest(Path(load_dir), chosen)
     universal = any(together(lambda: is_universal(Path(load_dir, chosen))))
-    kind = {"checkpoint.universal": SimpleNamespace(around_load=universal)}
     folder, optimizer = Path(load_dir, chosen), load_optimizer_states and not load_module_only
     _require_loadable(
         engine, folder,
@@ -127,7 +141,7 @@ def load_checkpoint(
     )  # fmt: skip
     typed = nullcontext() if custom_load_fn else deepspeed_errors_typed(folder, engine, optimizer)
     # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
-    with typed, weights_only_below(Path(load_dir)), DEEPSPEED.applied(kind, engine=engine):
+    with typed, weights_only_below(Path(load_dir)), applied(_universal.to(universal), engine=engine):
         if optimizer:
             _require_size(engine, folder, universal)
         path, client_state = type(engine).load_checkpoint(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from numpy._core import multiarray
 
 from ds_ring.errors import RingCheckpointError
+from ds_ring.integrations.adapter import applied, patch
 from ds_ring.integrations.checkpoint.manifest import open_regular
 from ds_ring.integrations.checkpoint.stand_ins import NotAllowed, read_legacy, read_zip
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
@@ -126,17 +127,20 @@ def _name_of(safe_global: Any) -> str:
     return f"{safe_global.__module__}.{safe_global.__qualname__}"
 
 
+@patch(
+    DEEPSPEED.imported("torch"), "load", stage="around_load", feature="checkpoint.weights_only",
+    reason="weights_only=True for every file of the checkpoint, whoever calls it",
+)  # fmt: skip
+def _load_restricted(inside: str, load: Callable[..., Any], f: Any, *args: Any, **options: Any) -> Any:
+    if isinstance(f, str | os.PathLike) and Path(os.path.abspath(f)).is_relative_to(inside):
+        require_stand_ins(Path(f))
+        options["weights_only"] = True
+    return load(f, *args, **options)
+
+
 @contextmanager
 def weights_only_below(root: Path) -> Iterator[None]:
     """Restrict `torch.load` to `weights_only=True` for files below `root`, whatever its caller says."""
-    inside = os.path.abspath(root)
-
-    def restricted(load: Callable[..., Any], f: Any, *args: Any, **options: Any) -> Any:
-        if isinstance(f, str | os.PathLike) and Path(os.path.abspath(f)).is_relative_to(inside):
-            require_stand_ins(Path(f))
-            options["weights_only"] = True
-        return load(f, *args, **options)
-
-    load = {"checkpoint.weights_only": SimpleNamespace(around_load=restricted)}
-    with torch.serialization.safe_globals(_ALLOWED), DEEPSPEED.applied(load):
+    restricted = partial(_load_restricted, os.path.abspath(root))
+    with torch.serialization.safe_globals(_ALLOWED), applied(restricted):
         yield

@@ -25,7 +25,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.config.json_text import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
+from ds_ring.integrations.adapter import applied, patch
 from ds_ring.integrations.checkpoint.compatible import training_of
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -52,7 +52,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     write_manifest,
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.limits import Limit
 
 log = logging.getLogger(__name__)
@@ -378,17 +378,30 @@ class _Writes:
 
     def watching(self, engine: DeepSpeedEngine) -> AbstractContextManager[None]:
         """Record what is written. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
-        features = {
-            "checkpoint.files": SimpleNamespace(around_save=self._save),
-            "checkpoint.script": SimpleNamespace(
-                around_save=lambda copy, path: self._try(path, _copy_scripts, copy, path, self.folder)
-            ),
-            "checkpoint.swapped": SimpleNamespace(
-                around_save=lambda copy, *args, **options: self._try(str(args[1]), copy, *args, **options)
-            ),
-        }
-        return DEEPSPEED.applied(features, engine=engine)
+        return applied(self, engine=engine)
 
+    @patch(
+        ENGINE, "_copy_recovery_script", stage="around_save", feature="checkpoint.script",
+        reason="its error must not leave the other ranks in DeepSpeed's barrier",
+    )  # fmt: skip
+    def _save_script(self, copy: Callable[..., Any], path: str) -> Any:
+        return self._try(path, _copy_scripts, copy, path, self.folder)
+
+    @patch(
+        DEEPSPEED.imported("shutil"), "copytree", stage="around_save", feature="checkpoint.swapped",
+        reason="DeepSpeed copies swapped-out tensors by it; its error must not leave the others in a barrier",
+    )  # fmt: skip
+    def _save_swapped(self, copy: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return self._try(str(args[1]), copy, *args, **options)
+
+    @patch(
+        DEEPSPEED.given(
+            "engine.checkpoint_engine",
+            "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine",
+        ),
+        "save", stage="around_save", feature="checkpoint.files",
+        reason="knows which files were written; keeps an error until all ranks hear of it",
+    )  # fmt: skip
     def _save(self, write: Callable[..., Any], state_dict: Any, path: str) -> Any:
         if Path(path).is_relative_to(self.folder):
             self.paths[Path(path).relative_to(self.folder).as_posix()] = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -20,9 +20,9 @@ from ds_ring.config.section import RingConfig
 from ds_ring.health.joining import join_monitor
 from ds_ring.health.monitor.failure_detector import Fault
 from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
-from ds_ring.integrations.adapter import AppliedPatch
+from ds_ring.integrations.adapter import AppliedPatch, apply, patch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -31,6 +31,7 @@ T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
 _named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
 _hooked: list[AppliedPatch] = []  # once for a process
+_SETTLED = "waits until all messages have arrived, since the result lasts"
 
 
 # [Note: outside the ring]
@@ -56,7 +57,7 @@ def join_job(config: RingConfig | None) -> Watch | None:
     if watch is not None:
         watch.judge_collectives("ds_ring.initialize", timeouts.limit("start"))
         if not _hooked:
-            _hooked.extend(DEEPSPEED.apply({"culprit_at_exit": SimpleNamespace(at_exit=_print_culprit)}))
+            _hooked.extend(apply(_print_culprit))
         _named_at_exit.add(watch)
     return watch
 
@@ -78,11 +79,16 @@ class Settled:
     def __init__(self, engine: Any, mesh: RingMesh) -> None:
         self._engine, self._mesh = engine, mesh
 
+    @patch(ENGINE, "step", stage="around_step", feature="settled", reason=_SETTLED)
     def around_step(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._engine.is_gradient_accumulation_boundary():
             self._mesh.settle()
         return step(*args, **kwargs)
 
+    @patch(
+        ENGINE, "save_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict",
+        stage="around_save", feature="settled", reason=_SETTLED,
+    )  # fmt: skip
     def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         self._mesh.settle()
         return save(*args, **kwargs)
@@ -95,6 +101,13 @@ _OF_CHECKPOINTS = {
 }  # fmt: skip
 
 
+# The outermost patch: a rank's failure is named whatever was called.
+@patch(
+    ENGINE, "forward", "backward", "step", "allreduce_gradients", "save_checkpoint", "load_checkpoint",
+    "save_16bit_model", "save_fp16_model", "module_state_dict", "load_module_state_dict",
+    "get_global_grad_norm", "destroy",
+    stage="around_call", feature="culprits", reason="raises RingPeerError in place of a broken connection",
+)  # fmt: skip
 def in_engine(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a method of the engine as `name_culprit` does; others may wait for this rank as long as it takes.
 
@@ -128,6 +141,10 @@ def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
     return None if fault is None or fault.rank == watch.rank else fault
 
 
+@patch(
+    DEEPSPEED.imported("sys"), "excepthook", stage="at_exit", feature="culprit_at_exit",
+    reason="names the culprit before the traceback",
+)  # fmt: skip
 def _print_culprit(
     before: Callable[..., object],
     kind: type[BaseException],

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -25,9 +24,10 @@ from torch import Tensor, nn
 
 from ds_ring.config.json_text import SECTION
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.batch import IGNORE, cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
 from ds_ring.integrations.deepspeed.initialize import initialize, leave_shm_out
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.outputs import Gather, is_number, whole_output
@@ -62,8 +62,7 @@ def enable() -> None:
     if deepspeed.initialize is _initialize_whole:
         return
     _refuse_to_be_late()
-    part = SimpleNamespace(at_enable=_initialize_whole, around_init=_refuse_unread_section)
-    DEEPSPEED.apply({"enable": part})
+    apply(_initialize_whole, _refuse_unread_section)
     leave_shm_out()
     if find_spec("accelerate") is not None:
         from ds_ring.integrations.trainers.accelerate import enable_accelerate
@@ -111,6 +110,10 @@ def _made_before() -> str:
     return ""
 
 
+@patch(
+    DEEPSPEED.imported("deepspeed"), "initialize", stage="at_enable", kind="replaced", feature="enable",
+    reason="scripts and trainers that know nothing of a ring call it",
+)  # fmt: skip
 @functools.wraps(initialize)
 def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
@@ -125,13 +128,18 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             " batches, and smaller rings get theirs from engine.ring.loader; set it to false"
         )
     whole = WholeBatches(engine.ring, engine.module)
-    DEEPSPEED.apply({"whole_batches": whole}, engine.ring, engine=engine, module=engine.module)
+    apply(whole, session=engine.ring, engine=engine, module=engine.module)
     _of_modules[engine] = _of_modules[engine.module] = whole
     if loader is not None:
         loader.shard_batch = dict  # batches stay as they are: the engine shards them
     return engine, optimizer, loader, scheduler
 
 
+@patch(
+    DEEPSPEED.imported("deepspeed.runtime.engine.DeepSpeedEngine"), "__init__", stage="around_init",
+    feature="enable",
+    reason="an earlier `from deepspeed import initialize` would leave the section unread: raises",
+)  # fmt: skip
 def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, **kwargs: Any) -> None:
     """Refuse a section that no ring has read: `from deepspeed import initialize` before `enable()`."""
     if SECTION in (getattr(kwargs.get("config_class"), "_param_dict", None) or {}):
@@ -141,6 +149,12 @@ def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, 
             " its own tokens; call ds_ring.enable() before you import the name"
         )
     start(engine, *args, **kwargs)
+
+
+_whole_patch = partial(
+    patch, feature="whole_batches", when="ds_ring.enable()",
+    reason="shards whole batches and gathers the outputs",
+)  # fmt: skip
 
 
 # [Note: what a script sees]
@@ -168,6 +182,9 @@ class WholeBatches:
         self._nested = 0  # calls of the outermost module inside its call
         self._outermost: tuple[nn.Module, BatchSharding, bool, Tensor | None] | None = None
 
+    # A Trainer evaluates the module without the engine; the outer of two calls does the work.
+    @_whole_patch(MODULE, stage="before_forward", options=("prepend",))
+    @_whole_patch(ENGINE, stage="before_forward", options=("prepend",))
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -195,6 +212,8 @@ class WholeBatches:
         rest = {key: x for key, x in given.items() if key not in batch and key not in _BORDERS}
         return (), rest | {key: x for key, x in local.items() if self._takes(key)}
 
+    @_whole_patch(MODULE, stage="after_forward", options=("always_call",))
+    @_whole_patch(ENGINE, stage="after_forward", options=("always_call",))
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Gather the outputs of the call that sharded the batch."""
         if self._outermost is None or self._outermost[0] is not module:

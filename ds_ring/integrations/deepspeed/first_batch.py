@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import deepspeed
@@ -25,8 +24,9 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingVerifyError
+from ds_ring.integrations.adapter import applied, apply, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.layer_patterns import LayerPatterns
@@ -38,6 +38,18 @@ log = logging.getLogger(__name__)
 ComparedKind = Literal["layer", "logits", "loss", "gradient"]
 _NAMED = 8  # differences in the message
 _AGAIN = "again"  # a verdict: the loss scale of fp16 was too large, the next step is looked at
+_LAYER = DEEPSPEED.given("layer", "torch.nn.Module")
+_patch = partial(patch, when="verify_first_batch")
+_records_layer = _patch(
+    _LAYER, stage="after_forward", feature="first_batch.layers", reason="outputs by layer"
+)
+_notes_gradient = _patch(
+    DEEPSPEED.given("tensor", "torch.Tensor"), stage="in_backward", feature="first_batch.gradients",
+    reason="what the training loop made of the loss and the logits",
+)  # fmt: skip
+_step_patch = partial(
+    _patch, ENGINE, feature="first_batch", reason="records the first step and compares it with one process"
+)
 _FLOOR = 1e-2  # of the root mean square of all gradients' norms
 
 
@@ -141,6 +153,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     outputs: dict[str, Tensor] = {}
     apart = _modules_of_encoders(model)
 
+    @_records_layer
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.ndim == 3 and first.is_floating_point():
@@ -152,8 +165,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 # Rotary embeddings (Granite SWA) have no parameters; one row of theirs can serve all samples.
                 if id(layer) in apart or next(layer.parameters(), None) is None:
                     continue
-                part = SimpleNamespace(after_forward=partial(record, f"{path}.{name}"))
-                stack.enter_context(DEEPSPEED.applied({"first_batch.layers": part}, layer=layer))
+                stack.enter_context(applied(partial(record, f"{path}.{name}"), layer=layer))
         yield outputs
 
 
@@ -316,18 +328,21 @@ def arguments_for(
     return given | {"use_cache": False}
 
 
+@_patch(
+    _LAYER, stage="before_forward", feature="first_batch.masks",
+    reason="models inside a module get no padding mask, on the copy of one process",
+)  # fmt: skip
+def _drop_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args, kwargs | {"attention_mask": None} if "attention_mask" in kwargs else kwargs
+
+
 @contextmanager
 def without_masks(alone: nn.Module) -> Iterator[None]:
     """Take padding masks from the models inside meanwhile, as a ring does: the module around them has one."""
-
-    def drop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args, kwargs | {"attention_mask": None} if "attention_mask" in kwargs else kwargs
-
     with ExitStack() as stack:
         for part in alone.modules():
             if part is not alone and _is_of_transformers(part):
-                hook = {"first_batch.masks": SimpleNamespace(before_forward=drop)}
-                stack.enter_context(DEEPSPEED.applied(hook, layer=part))
+                stack.enter_context(applied(_drop_mask, layer=part))
         yield
 
 
@@ -393,6 +408,7 @@ class FirstBatch:
         refuse_dropout(self.model)
         self._alone = skeleton(self.model)
 
+    @_step_patch("forward", stage="around_forward")
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._done or not (self.engine.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
@@ -405,11 +421,12 @@ class FirstBatch:
         # What the training loop makes of the results shows in the backward pass.
         for name, result in (("loss", loss), ("logits", None if logits is loss else logits)):
             if result is not None and result.requires_grad:
-                note = SimpleNamespace(in_backward=partial(seen.gradients.__setitem__, name))
-                DEEPSPEED.apply({"first_batch.gradients": note}, self.session, tensor=result)
+                note = _notes_gradient.to(partial(seen.gradients.__setitem__, name))
+                apply(note, session=self.session, tensor=result)
         self._forwards.append(seen)
         return output
 
+    @_step_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._done and self.engine.is_gradient_accumulation_boundary():
             with self._patience():

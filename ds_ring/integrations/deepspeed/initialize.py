@@ -14,7 +14,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -29,21 +28,23 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error, wait_for_ranks
-from ds_ring.integrations.adapter import imports_of
+from ds_ring.integrations.adapter import apply, imports_of, patch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.checkpoint.manifest import attempt_in
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, rendezvous_settings, resolve_auto
 from ds_ring.integrations.deepspeed.culprits import Settled, in_engine, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
 from ds_ring.integrations.deepspeed.refusals import (
     RingUse,
-    only_evaluates,
+    divides_twice,
+    refuse_checkpoints,
     refuse_direct_backward,
     refuse_features,
     refuse_to_pickle,
+    refuse_training,
     without_optimizer,
 )
 from ds_ring.integrations.deepspeed.run_report import (
@@ -165,14 +166,12 @@ def initialize(
             dist_init_required=dist_init_required, collate_fn=collate_fn,
             config=deepspeed_config if trains else without_optimizer(deepspeed_config),
         )  # fmt: skip
-        features = _features(engine, session, attached, trains)
-        if wrapper is not None:
-            features["wrapper"] = wrapper
         if first_batch is not None:
-            first_batch.engine, features["first_batch"] = engine, first_batch
-        DEEPSPEED.apply(features, session, engine=engine)
+            first_batch.engine = engine
+        patches = _patches_of(engine, session, attached, wrapper, first_batch, trains)
+        apply(*patches, session=session, engine=engine)
         for module in {engine.module, *(one.model for one in attached)}:
-            DEEPSPEED.apply({"pickled": features["pickled"]}, session, module=module)
+            apply(refuse_to_pickle, session=session, module=module)
         if sizes is not None:
             dtype = next(engine.module.parameters()).dtype
             name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
@@ -186,7 +185,7 @@ def initialize(
             collate_fn=collate_fn,
         )
         loader.on_batch = engine.tput_timer.start  # as DeepSpeed's: the timer covers loading, too
-        DEEPSPEED.apply({"loader": SimpleNamespace(at_initialize=loader)}, session, engine=engine)
+        apply(_training_dataloader.to(loader), session=session, engine=engine)
     if watch is not None:
         watch.judge_collectives("the training script", ring_config.timeouts.limit("step"))
     return engine, engine_optimizer, loader, scheduler
@@ -200,50 +199,82 @@ def end_sessions_on(model: torch.nn.Module) -> None:
             session.end("its model was given to a later engine")
 
 
-def _features(
-    engine: DeepSpeedEngine, session: RingSession, attached: list[Any], trains: bool
-) -> dict[str, Any]:
-    """Return what the rows of engine.py ask for, by feature."""
-    features: dict[str, Any] = {
-        "session": SimpleNamespace(at_initialize=session, before_forward=partial(_find_sharding, session)),
-        "ring_use": RingUse(session, engine, is_own=not attached),
-        "compile": SimpleNamespace(around_compile=partial(_compile, engine, session, attached)),
-        "settled": Settled(engine, session.mesh),
-        "pickled": SimpleNamespace(around_save=refuse_to_pickle),
-        "end": SimpleNamespace(around_call=partial(_destroy, session)),
-    }
+_session_patch = partial(patch, ENGINE, feature="session")
+_ring = _session_patch(
+    "ring", stage="at_initialize", kind="added", reason="the session; finds where each batch lies"
+)
+_training_dataloader = patch(
+    ENGINE, "training_dataloader", stage="at_initialize", kind="set", feature="loader",
+    reason="each rank reads its tokens", when="training_data is given",
+)  # fmt: skip
+_compiled_call = patch(
+    MODULE, "_compiled_call_impl", stage="around_compile", kind="set", feature="compile.graph",
+    reason="a graph of the ring ends with the engine", when='engine.compile(backend="ds_ring") was called',
+)  # fmt: skip
+_shm = patch(
+    DEEPSPEED.imported("deepspeed.ops.__compatible_ops__"), "deepspeed_shm_comm", stage="at_initialize",
+    kind="set", feature="gloo", when="the device is the CPU",
+    reason="its build takes two minutes and needs ninja; gloo serves without it",
+)  # fmt: skip
+
+
+def _patches_of(
+    engine: DeepSpeedEngine,
+    session: RingSession,
+    attached: list[Any],
+    wrapper: Any,
+    first_batch: FirstBatch | None,
+    trains: bool,
+) -> list[Any]:
+    """Return the patches of an engine, from the inside out."""
+    patches: list[Any] = [_ring.to(session), partial(_find_sharding, session), wrapper]
+    patches += [RingUse(session, engine, is_own=not attached), first_batch]
+    patches.append(partial(_compile, engine, session, attached))
     if session.config.monitor:
-        features["monitor"] = RingMonitor(engine, session)
+        patches.append(RingMonitor(engine, session))
     speeds = session.config.rank_speeds
     if speeds == "measured":
-        features["rank_speeds"] = MeasuredSpeeds(engine, session)
+        patches.append(MeasuredSpeeds(engine, session))
     elif speeds is not None:
         session.set_speeds(tuple(speeds))
     mark_ring()
     if trains:
-        features |= report_steps(engine, session) | refuse_direct_backward(engine)
+        patches.append(report_steps(engine, session))
+        patches += [partial(refuse_direct_backward, engine)] if divides_twice(engine) else []
     else:
-        features |= only_evaluates(engine)
+        patches.append(refuse_training)
     if engine.checkpoint_engine is not None:
-        features["checkpoint"] = guard_checkpoints(
+        patches += guard_checkpoints(
             engine, attempt_in(attempt_folder()), session.mesh.timeouts.limit("checkpoint")
         )
+    elif not trains:  # ZeRO 3
+        patches.append(refuse_checkpoints)
+    patches += [Settled(engine, session.mesh), partial(_destroy, session)]
     if session.mesh.watch is not None:
-        features["culprits"] = SimpleNamespace(around_call=partial(in_engine, session.mesh))
-    return features
+        patches.append(partial(in_engine, session.mesh))
+    return [*(one for one in patches if one is not None), refuse_to_pickle]
 
 
+@patch(ENGINE, "destroy", stage="around_call", feature="end", reason="takes the ring off the model")
 def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
     destroy()
     session.end("engine.destroy() was called")
 
 
+@_session_patch(
+    stage="before_forward",
+    reason="the session; finds where each batch lies; engine.compile compiles only the model",
+)
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     session.check_at_work()
     if not session.batches.is_off:
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
 
+@patch(
+    ENGINE, "compile", stage="around_compile", feature="compile",
+    reason='backend="ds_ring" gets the session; DeepCompile and a second backend are refused',
+)  # fmt: skip
 def _compile(
     engine: DeepSpeedEngine,
     session: RingSession,
@@ -280,8 +311,7 @@ def _compile(
         backend = backend_of(session)
         for one in attached:
             one.rewritten = True
-        graph = {"compile.graph": SimpleNamespace(around_compile=None)}
-        DEEPSPEED.apply(graph, session, module=engine.module)
+        apply(_compiled_call.to(None), session=session, module=engine.module)
     compile_model(backend, *args, **kwargs)
 
 
@@ -350,7 +380,7 @@ def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, 
 def leave_shm_out() -> None:
     """Let gloo carry DeepSpeed's collectives on the CPU, without building an operator for it."""
     if get_accelerator().device_name() == "cpu":
-        DEEPSPEED.apply({"gloo": SimpleNamespace(at_initialize=False)})
+        apply(_shm.to(False))
         log.info("deepspeed_shm_comm is not built: gloo carries DeepSpeed's collectives on the CPU")
 
 

@@ -17,7 +17,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +36,7 @@ from torch.utils.data import (
 )
 
 from ds_ring.errors import RingConfigError, RingMismatchError, RingShapeError, shown
+from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch, pad_value
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, part_of
@@ -165,6 +165,13 @@ class DrawnBatches(Order):
         return _from(_turns(self._batches, self._turns), self.first)
 
 
+_order = patch(
+    DEEPSPEED.given("sampler", "torch.utils.data.RandomSampler"), "generator", stage="in_loader", kind="set",
+    feature="one_order", reason="all ranks draw one order",
+    when="the batch sampler of a given DataLoader has none",
+)  # fmt: skip
+
+
 class BatchTurns(DrawnBatches):
     """Yield this replica's turns of somebody's batch sampler: every data_size-th batch, or all of them."""
 
@@ -176,8 +183,7 @@ class BatchTurns(DrawnBatches):
         self.generator: torch.Generator = torch.Generator() if given is None else given
         self._reseeded = given is None
         if given is None and hasattr(sampler, "generator"):  # without one each rank would draw its own order
-            order = SimpleNamespace(in_loader=self.generator)
-            DEEPSPEED.apply({"one_order": order}, sampler=sampler)
+            apply(_order.to(self.generator), sampler=sampler)
         self._began = self._restored = self.generator.get_state() if given is not None else None
 
     def __iter__(self) -> Iterator[list[int]]:

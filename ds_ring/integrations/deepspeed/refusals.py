@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,9 @@ from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingShapeError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
 from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
@@ -98,23 +100,27 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
         raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
 
 
-def refuse_direct_backward(engine: Any) -> dict[str, Any]:
-    """Return the feature that refuses `loss.backward()` where DeepSpeed would divide gradients twice."""
-    # With accumulation at ZeRO 1 and 2 they come out divided by its steps twice, with or without a ring; ZeRO
-    # 0 refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
-    steps, stage = engine.gradient_accumulation_steps(), engine.zero_optimization_stage()
-    if steps == 1 or stage not in (1, 2):
-        return {}
+def divides_twice(engine: Any) -> bool:
+    """Return whether DeepSpeed divides the gradients of a direct `loss.backward()` twice by its steps."""
+    # With or without a ring. ZeRO 0 refuses such a call, ZeRO 3 and `engine.backward(loss)` are right.
+    return engine.gradient_accumulation_steps() > 1 and engine.zero_optimization_stage() in (1, 2)
 
-    def around_backward(prologue: Callable[[], None]) -> None:
-        if not engine._running_engine_backward:
-            raise RingConfigError(
-                f"loss.backward(): expected engine.backward(loss), got a direct call at ZeRO {stage} with"
-                f" gradient_accumulation_steps {steps}; DeepSpeed would divide the gradients by {steps} twice"
-            )
-        prologue()
 
-    return {"direct_backward": SimpleNamespace(around_backward=around_backward)}
+@patch(
+    ENGINE, "_backward_prologue", stage="around_backward", feature="direct_backward", versions="<0.20",
+    when="ZeRO 1 or 2 accumulates gradients",
+    reason="DeepSpeed divides the gradients of a direct loss.backward() by the accumulated steps twice:"
+    " raises",
+)  # fmt: skip
+def refuse_direct_backward(engine: Any, prologue: Callable[[], None]) -> None:
+    """Refuse `loss.backward()` where `divides_twice`."""
+    if not engine._running_engine_backward:
+        steps = engine.gradient_accumulation_steps()
+        raise RingConfigError(
+            f"loss.backward(): expected engine.backward(loss), got a direct call: DeepSpeed would divide the"
+            f" gradients by gradient_accumulation_steps {steps} twice at ZeRO 1 and 2"
+        )
+    prologue()
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -174,6 +180,11 @@ def _model_features(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
                 )
 
 
+_PICKLED = "hooks of a ring cannot be pickled or copied: raises a typed error"
+
+
+@patch(ENGINE, "__reduce_ex__", stage="around_save", kind="replaced", feature="pickled", reason=_PICKLED)
+@patch(MODULE, "__reduce_ex__", stage="around_save", kind="replaced", feature="pickled", reason=_PICKLED)
 def refuse_to_pickle(*_: object) -> NoReturn:
     """Refuse `torch.save(module)`, pickle and deepcopy of a module with the hooks of a ring."""
     raise RingConfigError(
@@ -198,23 +209,31 @@ def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
     return config | {"zero_optimization": {"stage": 0}}
 
 
-def only_evaluates(engine: Any) -> dict[str, Any]:
-    """Return the features that make what needs an optimizer raise a typed error, on every rank alike."""
+_NO_OPTIMIZER = "DeepSpeed fails an assertion: raises a typed error"
+_NO_CHECKPOINTS = "DeepSpeed has no checkpoints there: raises a typed error"
+_evaluation_patch = partial(patch, ENGINE, feature="evaluation", reason=_NO_OPTIMIZER, when="no optimizer")
+_files_patch = partial(
+    patch, ENGINE, feature="no_checkpoints", reason=_NO_CHECKPOINTS, when="ZeRO 3 without an optimizer"
+)
 
-    def refuse(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
-        raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {_ADD_ONE}")
 
-    def refuse_files(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
-        raise RingCheckpointError(
-            f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
-            " (load_module_only=True leaves its states), or load the weights into the model before"
-            " ds_ring.initialize"
-        )
+@_evaluation_patch("backward", stage="around_backward")
+@_evaluation_patch("step", stage="around_step")
+@_evaluation_patch("scale", stage="around_call")
+def refuse_training(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+    """Refuse a method of an engine that has no optimizer, on every rank alike."""
+    raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {_ADD_ONE}")
 
-    found = {"evaluation": SimpleNamespace(around_backward=refuse, around_step=refuse, around_call=refuse)}
-    if engine.checkpoint_engine is None:  # ZeRO 3
-        found["no_checkpoints"] = SimpleNamespace(around_save=refuse_files, around_load=refuse_files)
-    return found
+
+@_files_patch("save_checkpoint", stage="around_save")
+@_files_patch("load_checkpoint", stage="around_load")
+def refuse_checkpoints(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
+    """Refuse checkpoints of an engine that has no optimizer at ZeRO 3."""
+    raise RingCheckpointError(
+        f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
+        " (load_module_only=True leaves its states), or load the weights into the model before"
+        " ds_ring.initialize"
+    )
 
 
 class RingUse:
@@ -227,6 +246,11 @@ class RingUse:
     def __init__(self, session: RingSession, engine: Any, is_own: bool) -> None:
         self._session, self._engine, self._is_own, self._seen = session, engine, is_own, set[bool]()
 
+    @patch(
+        ENGINE, "forward", stage="around_forward", feature="ring_use",
+        reason="raises if no ring pass ran in the first forward, or plain attention over this rank's tokens"
+        " did",
+    )  # fmt: skip
     def around_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return self._checked(forward, *args, **kwargs)
@@ -241,6 +265,10 @@ class RingUse:
                 " (or a position table is shorter than the sequence)"
             ) from error
 
+    @patch(
+        ENGINE, "backward", stage="around_backward", feature="ring_use",
+        reason="a batch without labels has no loss: raises a typed error",
+    )  # fmt: skip
     def around_backward(self, backward: Callable[..., Any], loss: Any, *args: Any, **kwargs: Any) -> Any:
         check_loss("engine.backward", loss)
         return backward(loss, *args, **kwargs)

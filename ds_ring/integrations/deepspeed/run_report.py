@@ -54,6 +54,8 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.health.watch import LateNotice, Watch, log_late
+from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.deepspeed.engine import ENGINE
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.ring.trace import Span, Trace
@@ -78,6 +80,19 @@ MOST_LINES = 4000  # some 500 KB
 _LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
 _LINK_SECONDS = 10.0  # between two steps whose hops are timed
 _IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
+
+_monitor_patch = partial(
+    patch, ENGINE, feature="monitor", when="monitor",
+    reason="writes Ring/* events after an optimizer step; counts training passes only",
+)  # fmt: skip
+_speeds_patch = partial(
+    patch, ENGINE, feature="rank_speeds", when='"rank_speeds": "measured"',
+    reason="deals out work by the time that the hops of each rank take",
+)  # fmt: skip
+_report_patch = partial(
+    patch, ENGINE, feature="run_report", when="a run folder is named",
+    reason="writes this rank's latest figures to the folder of the run",
+)  # fmt: skip
 
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process that train
 _reports: weakref.WeakSet[_Report] = weakref.WeakSet()
@@ -112,6 +127,7 @@ class RingMonitor:
         self._started_s: float | None = None  # of the monotonic clock; None until training goes on
         session.mesh.traces.append(self._trace)
 
+    @_monitor_patch(stage="before_forward")
     def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
         """Begin to measure time with the first training pass of a step."""
         self._spans = len(self._trace.spans)
@@ -120,6 +136,7 @@ class RingMonitor:
         elif self._started_s is None:
             self._started_s = time.monotonic()
 
+    @_monitor_patch(stage="after_forward")
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count the tokens of a training pass; forget the spans of another one."""
         if self._engine.module.training:
@@ -127,6 +144,7 @@ class RingMonitor:
         else:
             del self._trace.spans[self._spans :]
 
+    @_monitor_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         engine, steps = self._engine, self._engine.global_steps
         result = step(*args, **kwargs)
@@ -162,11 +180,13 @@ class MeasuredSpeeds:
         self._pairs = 0.0  # that this rank's attention computes in the step's training batches
         session.mesh.traces.append(self._trace)
 
+    @_speeds_patch(stage="after_forward")
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Count the pairs of a training pass."""
         if self._engine.module.training:
             self._pairs += self._session.work_here()
 
+    @_speeds_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         engine, session, steps = self._engine, self._session, self._engine.global_steps
         result = step(*args, **kwargs)
@@ -289,17 +309,15 @@ def step_under_way() -> int | None:
     return max(steps) + 1 if steps else None
 
 
-def report_steps(engine: Any, session: RingSession) -> dict[str, Any]:
-    """Return the feature that writes this rank's latest figures after its optimizer steps, at most twice a
-    second; none without a run folder.
-    """
+def report_steps(engine: Any, session: RingSession) -> _Report | None:
+    """Return what writes this rank's latest figures after its steps; None without a run folder."""
     _engines.add(engine)
     folder = attempt_folder()
     if folder is None:
-        return {}
+        return None
     report = _Report(engine, session, folder)
     _reports.add(report)
-    return {"run_report": report}
+    return report
 
 
 @atexit.register
@@ -339,6 +357,7 @@ class _Report:
         self._links: list[dict[str, Any]] = []
         self._times, self._own_trace = False, Trace(session.mesh.ring_rank)
 
+    @_report_patch(stage="before_forward")
     def before_forward(self, engine: Any, args: Any, kwargs: Any) -> None:
         self._take_loss()
         if self._awaits_loss:
@@ -355,6 +374,7 @@ class _Report:
             if self._times and mesh.trace is None:
                 mesh.traces.append(self._own_trace)
 
+    @_report_patch(stage="after_forward")
     def after_forward(self, engine: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if engine.module.training and self._tokens is not None:
             try:
@@ -362,6 +382,7 @@ class _Report:
             except RingShapeError:  # no sharded batch: how many tokens these are is the script's own affair
                 self._tokens = None
 
+    @_report_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         steps, trace = self._engine.global_steps, self._session.mesh.trace
         # Before the step, since the monitor of the section clears its spans in it.

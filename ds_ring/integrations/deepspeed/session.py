@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +25,7 @@ from torch.utils.data import Dataset
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.integrations.adapter import AppliedPatch, describe, undo
+from ds_ring.integrations.adapter import AppliedPatch, apply, describe, patch, undo
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
     LABEL_KEYS,
@@ -121,16 +120,19 @@ class StopRequest:
         """Handle the signals from here on, if this is the main thread: Python allows no others to."""
         if self._listens or threading.current_thread() is not threading.main_thread():
             return
-
-        def note(*_: object) -> None:
-            self.came = True  # no lock and no logging: this may interrupt either
-
-        def handle_signals() -> None:
-            for number in SIGNALS:
-                signal.signal(number, note)
-
         self._listens = True
-        DEEPSPEED.apply({"stop_request": SimpleNamespace(at_exit=handle_signals)})
+        apply(self)
+
+    @patch(
+        DEEPSPEED.imported("signal"), "signal", stage="at_exit", kind="registered", feature="stop_request",
+        reason="SIGTERM and SIGUSR1: leave after a step", when="engine.ring.should_stop() was called",
+    )  # fmt: skip
+    def _handle_signals(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.came = True  # no lock and no logging: this may interrupt either
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,33 +30,97 @@ from torch.utils.data import IterableDataset, RandomSampler
 from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.trainers.adapter import ACCELERATE
+from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.integrations.trainers.transformers import BACKEND, enable_trainer, write_ring_ranks
 
 AUTO = "auto"
 
+# enable() applies the patches of classes for good, once a process; those of objects are applied where
+# accelerate makes the object.
+ACCELERATE = PatchTable("accelerate", ">=1.15")
+_ACCELERATOR = ACCELERATE.given("accelerator", "accelerate.Accelerator")
+_PARALLEL = ACCELERATE.given("parallel", "accelerate.parallelism_config.ParallelismConfig")
+_SAMPLER = ACCELERATE.given("sampler", "accelerate.data_loader.SeedableRandomSampler")
+_LOADER = ACCELERATE.given("loader", "accelerate.data_loader.DataLoaderShard")
+_SCHEDULER = ACCELERATE.given("scheduler", "accelerate.scheduler.AcceleratedScheduler")
+_OPERATIONS = ACCELERATE.imported("accelerate.utils.operations")
+_parallelism = {
+    name: patch(
+        _PARALLEL, name, stage="at_enable", kind="set", feature=f"parallelism.{name}",
+        reason="no other parallelism is left to accelerate", when=f'{name[:2]}_backend="ds_ring"',
+    )
+    for name in ("sp_size", "sp_backend", "cp_size", "cp_backend")
+}  # fmt: skip
+_ring_ranks = patch(
+    _PARALLEL, "ring_ranks", stage="at_enable", kind="added", feature="parallelism.ranks",
+    reason="the ranks of a sequence", when='sp_backend="ds_ring" or cp_backend="ds_ring"',
+)  # fmt: skip
+_own_samples = patch(
+    ACCELERATE.given("accelerator.dataloader_config", "accelerate.utils.DataLoaderConfiguration"),
+    "dispatch_batches", stage="around_init", kind="set", feature="own samples",
+    reason="each rank reads its samples",
+)  # fmt: skip
+_replicas = patch(
+    _ACCELERATOR, "__class__", stage="around_init", kind="set", feature="replicas",
+    reason="num_processes, process_index, prepare_data_loader, reduce and _prepare_deepspeed count data"
+    " replicas",
+)  # fmt: skip
+_generator = patch(
+    _SAMPLER, "generator", stage="in_loader", kind="set", feature="one order",
+    reason="one order on all ranks", when="it has none and there is one replica",
+)  # fmt: skip
+_seed = patch(
+    _SAMPLER, "initial_seed", stage="in_loader", kind="set", feature="one order.seed",
+    reason="one order on all ranks", when="accelerate seeds the sampler by itself",
+)  # fmt: skip
+_stream = patch(
+    _LOADER, "base_dataloader", stage="in_loader", kind="set", feature="last batch",
+    reason="counts the samples of its last batch, as accelerate's dispatcher does",
+    when="the data set is iterable",
+)  # fmt: skip
+_remainder = patch(
+    _LOADER, "remainder", stage="in_loader", kind="set", feature="last batch.samples",
+    reason="their number: gather_for_metrics leaves out what fills a batch up",
+    when="the data set is iterable and was read to its end",
+)  # fmt: skip
+_counted_samples = patch(
+    ACCELERATE.given("shard", "accelerate.data_loader.IterableDatasetShard"), "dataset", stage="in_loader",
+    kind="set", feature="last batch.counted", reason="counts its samples",
+    when="the data set is iterable and there are several replicas",
+)  # fmt: skip
+_scheduler_replicas = patch(
+    _SCHEDULER, "replicas", stage="at_initialize", kind="added", feature="number of replicas",
+    reason="the steps of one call of step",
+)  # fmt: skip
+_scheduler_class = patch(
+    _SCHEDULER, "__class__", stage="at_initialize", kind="set", feature="scheduler",
+    reason="steps once for each replica",
+)  # fmt: skip
+
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    parts = {
-        "ring": _start, "backend": _with_gloo, "tensors": _gathered, "objects": _gathered_objects,
-        "seeds": _ReplicaState, "parallelism": _with_ring,
-    }  # fmt: skip
-    ACCELERATE.apply({name: SimpleNamespace(at_enable=part) for name, part in parts.items()})
+    apply(_start, _with_gloo, _gathered, _gathered_objects, _ReplicaState, _with_ring)
 
 
+@patch(
+    ACCELERATE.imported("accelerate.parallelism_config.ParallelismConfig"), "__post_init__",
+    stage="at_enable", feature="parallelism",
+    reason='takes out the ranks of the backend "ds_ring", which accelerate does not know',
+)  # fmt: skip
 def _with_ring(check: Callable[[Any], None], parallel: Any) -> None:
     """Take the ranks of `sp_backend="ds_ring"` or `cp_backend="ds_ring"` out of what accelerate checks."""
-    features = {}
-    for axis in ("sp", "cp"):
-        if getattr(parallel, f"{axis}_backend") == BACKEND:
-            ranks = getattr(parallel, f"{axis}_size") or 1
-            values = {f"{axis}_size": 1, f"{axis}_backend": None, "ranks": ranks}
-            features = {f"parallelism.{name}": SimpleNamespace(at_enable=x) for name, x in values.items()}
-    ACCELERATE.apply(features, parallel=parallel)
+    for size, backend in (("sp_size", "sp_backend"), ("cp_size", "cp_backend")):
+        if getattr(parallel, backend) == BACKEND:
+            ranks = _ring_ranks.to(getattr(parallel, size) or 1)
+            apply(_parallelism[size].to(1), _parallelism[backend].to(None), ranks, parallel=parallel)
     check(parallel)
 
 
+@patch(
+    ACCELERATE.imported("accelerate.Accelerator"), "__init__", stage="at_enable", feature="ring",
+    reason="puts every Accelerator on a ring; raises without DeepSpeed and our section",
+)  # fmt: skip
 def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
     start(accelerator, *args, **kwargs)
     plugin, parallel = getattr(accelerator.state, "deepspeed_plugin", None), accelerator.parallelism_config
@@ -89,11 +152,8 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     # The copy that from_pretrained reads at ZeRO 3 needs a number, too.
     for one in (config, getattr(getattr(plugin, "dschf", None), "config", config)):
         one[SP_KEY] = ring.sequence_parallel_size
-    features = {
-        "own samples": SimpleNamespace(around_init=False),
-        "replicas": SimpleNamespace(around_init=_class_of(type(accelerator))),  # type: ignore[arg-type]
-    }
-    ACCELERATE.apply(features, accelerator=accelerator)
+    replicas = _replicas.to(_class_of(type(accelerator)))  # type: ignore[arg-type]
+    apply(_own_samples.to(False), replicas, accelerator=accelerator)
     if "transformers.trainer" in sys.modules:  # it makes an Accelerator of its own
         enable_trainer()
     if "trl.models.utils" in sys.modules:
@@ -102,6 +162,10 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
         enable_distillation()
 
 
+@patch(
+    ACCELERATE.imported("accelerate.state.PartialState"), "_prepare_backend", stage="at_enable",
+    feature="backend", reason="accelerate 1.15 knows DeepSpeed on accelerators only: gloo on CPUs",
+)  # fmt: skip
 def _with_gloo(
     choose: Callable[..., tuple[str | None, Any]], state: PartialState, *args: Any, **kwargs: Any
 ) -> tuple[str | None, Any]:
@@ -119,6 +183,10 @@ def _sequence_ranks() -> int:
     return 1 if plugin is None else int(plugin.deepspeed_config.get(SP_KEY, 1))
 
 
+@patch(
+    _OPERATIONS, "_gpu_gather", stage="at_enable", feature="tensors",
+    reason="gathers each data replica once, for whoever imported gather",
+)  # fmt: skip
 def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
     """Gather tensors over the data replicas, each once."""
     ranks = _sequence_ranks()
@@ -130,11 +198,19 @@ def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
     return recursively_apply(first_of_sequence, gather(tensor), error_on_other_type=True)
 
 
+@patch(
+    _OPERATIONS, "_gpu_gather_object", stage="at_enable", feature="objects",
+    reason="gathers each data replica once, for whoever imported gather_object",
+)  # fmt: skip
 def _gathered_objects(gather: Callable[[Any], Any], objects: Any) -> Any:
     """Gather lists over the data replicas, each once."""
     return gather([] if PartialState().process_index % _sequence_ranks() else objects)
 
 
+@patch(
+    ACCELERATE.imported("accelerate.utils.random"), "AcceleratorState", stage="at_enable", kind="replaced",
+    feature="seeds", reason="set_seed(device_specific=True) gives the ranks of a sequence one seed",
+)  # fmt: skip
 class _ReplicaState(AcceleratorState):  # type: ignore[misc]
     """Number the data replicas for `set_seed(device_specific=True)`: ranks of a sequence sample alike."""
 
@@ -173,13 +249,11 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         if self.num_processes == 1 and draws and sampler.generator is None:
             # With more replicas accelerate keeps their orders equal; one replica has several ranks here.
             seed = broadcast_object_list([int(torch.empty((), dtype=torch.int64).random_().item())])
-            order = SimpleNamespace(in_loader=torch.Generator().manual_seed(seed[0]))
-            ACCELERATE.apply({"one order": order}, sampler=sampler)
+            apply(_generator.to(torch.Generator().manual_seed(seed[0])), sampler=sampler)
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         sampler = get_sampler(prepared)
         if isinstance(sampler, SeedableRandomSampler):  # its seed is what this rank's generator began with
-            seed = SimpleNamespace(in_loader=broadcast_object_list([sampler.initial_seed])[0])
-            ACCELERATE.apply({"one order.seed": seed}, sampler=sampler)
+            apply(_seed.to(broadcast_object_list([sampler.initial_seed])[0]), sampler=sampler)
         if isinstance(prepared, DataLoaderShard) and isinstance(prepared.dataset, IterableDataset):
             _count_last_batch(prepared)
         return prepared
@@ -188,11 +262,8 @@ class _OnARing(Accelerator):  # type: ignore[misc]
         prepared: tuple[Any, ...] = super()._prepare_deepspeed(*args)
         for one in prepared:
             if type(one) is AcceleratedScheduler:
-                features = {
-                    "number of replicas": SimpleNamespace(at_initialize=self.num_processes),
-                    "scheduler": SimpleNamespace(at_initialize=_Scheduler),
-                }
-                ACCELERATE.apply(features, scheduler=one)
+                replicas = _scheduler_replicas.to(self.num_processes)
+                apply(replicas, _scheduler_class.to(_Scheduler), scheduler=one)
         return prepared
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -205,12 +276,12 @@ class _OnARing(Accelerator):  # type: ignore[misc]
 def _count_last_batch(loader: Any) -> None:
     """Let a loader of a stream say how many samples its last batch has, for `gather_for_metrics`."""
     base = loader.base_dataloader
-    features = {"last batch": SimpleNamespace(in_loader=_LastBatch(base, loader))}
+    patches = [_stream.to(_LastBatch(base, loader))]
     if isinstance(base.dataset, IterableDatasetShard):  # one of several replicas
         if base.num_workers:
             return  # they read the samples, and accelerate says that the caller has to know their number
-        features["last batch.counted"] = SimpleNamespace(in_loader=_Counted(base.dataset.dataset))
-    ACCELERATE.apply(features, loader=loader, shard=base.dataset)
+        patches.append(_counted_samples.to(_Counted(base.dataset.dataset)))
+    apply(*patches, loader=loader, shard=base.dataset)
 
 
 class _LastBatch:
@@ -229,8 +300,7 @@ class _LastBatch:
         samples = find_batch_size(batch)
         if isinstance(shard, IterableDatasetShard):  # fills the last batch of all replicas up
             samples = shard.dataset.number % (shard.batch_size * shard.num_processes)
-        found = SimpleNamespace(in_loader=samples or 0)
-        ACCELERATE.apply({"last batch.samples": found}, loader=self._loader)
+        apply(_remainder.to(samples or 0), loader=self._loader)
 
 
 class _Counted:

@@ -9,14 +9,34 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.adapter import undo
-from ds_ring.integrations.trainers.adapter import TRAINER
+from ds_ring.integrations.adapter import PatchTable, applied, apply, patch, undo
+
+TRAINER = PatchTable("transformers", ">=5")
+_ARGUMENTS = TRAINER.given("arguments", "transformers.TrainingArguments")
+_OF_TRAINER = TRAINER.given("trainer", "transformers.trainer.Trainer")
+_trainer_patch = partial(
+    patch, TRAINER.imported("transformers.trainer.Trainer"), stage="at_enable",
+    when="transformers.trainer is imported",
+)  # fmt: skip
+_world_size = patch(
+    _ARGUMENTS, "__class__", stage="around_init", kind="set", feature="generation batch",
+    reason="world_size counts data replicas when TRL reads it for the size of its generation batch",
+    when="TRL samples from the model; taken back when it was read",
+)  # fmt: skip
+_flops_share = patch(
+    _OF_TRAINER, "current_flos", stage="around_call", kind="set", feature="flops.share",
+    reason="this rank's share of its replica's operations", when="they are added",
+)  # fmt: skip
+_loader_arguments = patch(
+    _ARGUMENTS, "__class__", stage="around_call", kind="set", feature="loaders.arguments",
+    reason="world_size and process_index count data replicas; taken back when the loader is made",
+)  # fmt: skip
 
 BACKEND = "ds_ring"  # of ParallelismConfig
 _PRODUCT = "train_batch_size"
@@ -49,9 +69,14 @@ def write_ring_ranks(json: dict[str, Any], parallel: Any) -> None:
 
 def enable_trainer_config() -> None:
     """Let DeepSpeed work out train_batch_size: TrainingArguments would multiply by all ranks."""
-    TRAINER.apply({"JSON of Trainer": SimpleNamespace(at_enable=_without_product)})
+    apply(_without_product)
 
 
+@patch(
+    TRAINER.imported("transformers.integrations.deepspeed.HfTrainerDeepSpeedConfig"),
+    "trainer_config_process", stage="at_enable", feature="JSON of Trainer",
+    reason="train_batch_size is by replicas; refuses other engines that sample for TRL",
+)  # fmt: skip
 def _without_product(process: Callable[..., None], json: Any, args: Any, *others: Any, **kwargs: Any) -> None:
     product, ranks = "auto", 1
     write_ring_ranks(json.config, getattr(args, "parallelism_config", None))
@@ -94,30 +119,37 @@ def _count_replicas(args: Any, ranks: int) -> None:
         return int(arguments.world_size) // ranks
 
     counting = type(kind.__name__, (kind,), {"world_size": property(world_size)})
-    changes = TRAINER.apply({"generation batch": SimpleNamespace(around_init=counting)}, arguments=args)
+    changes = apply(_world_size.to(counting), arguments=args)
 
 
 @functools.cache
 def enable_trainer() -> None:
     """Replace what Trainer works out from the number of processes; once, when it has been imported."""
-
-    def batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
-        return total(trainer, args) // int(trainer.accelerator.sequence_ranks)
-
-    features = {
-        "batch size": batch_size, "only the loss": _reading_the_loss, "flops": _of_each_replica,
-        "evaluation steps": _counting_steps, "loaders": _with_loaders_of_replicas,
-    }  # fmt: skip
-    TRAINER.apply({name: SimpleNamespace(at_enable=part) for name, part in features.items()})
+    apply(_batch_size, _reading_the_loss, _of_each_replica, _counting_steps, _with_loaders_of_replicas)
 
 
+@_trainer_patch(
+    "get_total_train_batch_size", feature="batch size", reason="divides by the ranks of a sequence"
+)
+def _batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
+    return total(trainer, args) // int(trainer.accelerator.sequence_ranks)
+
+
+@_trainer_patch(
+    "store_flos", feature="flops",
+    reason="adds the operations of all ranks, each of which has counted its sequence's whole batch",
+)  # fmt: skip
 def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
     """Add up the operations of a ring's ranks to those of its replica: each has counted the whole batch."""
     share = trainer.current_flos / trainer.accelerator.sequence_ranks
-    TRAINER.apply({"flops.share": SimpleNamespace(around_call=share)}, trainer=trainer)
+    apply(_flops_share.to(share), trainer=trainer)
     store(trainer)
 
 
+@_trainer_patch(
+    "_get_dataloader", feature="loaders",
+    reason="ranks of a sequence read the samples of one replica (batch_rebalance); their workers draw alike",
+)  # fmt: skip
 def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Make a loader whose sampler and workers' seeds are those of this rank's replica."""
     replicas, kind = trainer.accelerator, type(trainer.args)
@@ -125,26 +157,37 @@ def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any
         "world_size": property(lambda _: replicas.num_processes),
         "process_index": property(lambda _: replicas.process_index),
     }
-    counting = {"loaders.arguments": SimpleNamespace(around_call=type(kind.__name__, (kind,), counts))}
-    with TRAINER.applied(counting, arguments=trainer.args):
+    with applied(_loader_arguments.to(type(kind.__name__, (kind,), counts)), arguments=trainer.args):
         return make(trainer, *args, **kwargs)
 
 
+@_trainer_patch(
+    "evaluate", "predict", feature="evaluation steps",
+    reason="counts the steps of an evaluation by processes",
+)  # fmt: skip
 def _counting_steps(evaluate: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Evaluate; the steps of the logs are those of replicas."""
-
-    def by_replica(
-        speeds: Callable[..., Any], name: str, start: float, num_samples: Any = None, **counts: Any
-    ) -> Any:
-        if num_samples is not None and "num_steps" in counts:
-            batch = trainer.args.eval_batch_size * trainer.accelerator.num_processes
-            counts["num_steps"] = math.ceil(num_samples / batch)
-        return speeds(name, start, num_samples=num_samples, **counts)
-
-    with TRAINER.applied({"evaluation steps.speeds": SimpleNamespace(around_call=by_replica)}):
+    with applied(partial(_speeds_by_replica, trainer)):
         return evaluate(trainer, *args, **kwargs)
 
 
+@patch(
+    TRAINER.imported("transformers.trainer"), "speed_metrics", stage="around_call",
+    feature="evaluation steps.speeds", reason="counts them by replicas; taken back after the evaluation",
+)  # fmt: skip
+def _speeds_by_replica(
+    trainer: Any, speeds: Callable[..., Any], name: str, start: float, num_samples: Any = None, **counts: Any
+) -> Any:
+    if num_samples is not None and "num_steps" in counts:
+        batch = trainer.args.eval_batch_size * trainer.accelerator.num_processes
+        counts["num_steps"] = math.ceil(num_samples / batch)
+    return speeds(name, start, num_samples=num_samples, **counts)
+
+
+@_trainer_patch(
+    "prediction_step", feature="only the loss",
+    reason="an evaluation that reads nothing but the loss gathers no logits",
+)  # fmt: skip
 def _reading_the_loss(
     predict: Callable[..., Any],
     trainer: Any,
@@ -158,10 +201,15 @@ def _reading_the_loss(
     # Trainer walks over all outputs before it drops them: logits would be gathered.
     if not prediction_loss_only:
         return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
-
-    def alone(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = compute_loss(*args, **kwargs)
-        return (found[0], {}) if isinstance(found, tuple) else found
-
-    with TRAINER.applied({"only the loss.call": SimpleNamespace(around_loss=alone)}, trainer=trainer):
+    with applied(_loss_alone, trainer=trainer):
         return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)
+
+
+@patch(
+    _OF_TRAINER, "compute_loss", stage="around_loss", feature="only the loss.call",
+    reason="leaves out all but the loss; taken back after the step",
+    when="an evaluation reads nothing but the loss",
+)  # fmt: skip
+def _loss_alone(compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    found = compute_loss(*args, **kwargs)
+    return (found[0], {}) if isinstance(found, tuple) else found

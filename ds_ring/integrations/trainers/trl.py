@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import PatchTable, applied, apply, patch
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS
 from ds_ring.integrations.deepspeed.enable import whole_batches_of
 from ds_ring.integrations.deepspeed.outputs import LocalOutput
-from ds_ring.integrations.trainers.adapter import TRL
 from ds_ring.schedule.layout import Layout
 
+TRL = PatchTable("trl", ">=1.16")
+_BASE = TRL.given("base", "transformers.PreTrainedModel")
+_BASE_FEATURE = "redirection.base"
 _FOUND = "found"
 _IMAGES = ("pixel", "image", "spatial_shapes", "token_type_ids")  # in the names of what goes with images
 _NOT_OF_BACKBONES = (*LABEL_KEYS, "num_items_in_batch")
@@ -46,7 +49,7 @@ class _Output(LocalOutput):
 @functools.cache
 def enable_distillation() -> None:
     """Replace the redirection of forward passes; once, when TRL has been imported."""
-    TRL.apply({"redirection": SimpleNamespace(at_enable=_Distillation().redirected)})
+    apply(_Distillation())
 
 
 class _Distillation:
@@ -56,6 +59,12 @@ class _Distillation:
         self._batch: dict[str, Tensor] = {}  # the student's, while its loss is computed
         self._layout: Layout | None = None
 
+    @patch(
+        TRL.imported("trl.models.utils._ForwardRedirection"), "__call__", stage="at_enable",
+        feature="redirection", when="trl.models.utils is imported",
+        reason="runs the loss of a distillation in a forward pass of its batch, which a ring can cut; calls"
+        " the original without a ring",
+    )  # fmt: skip
     def redirected(
         self,
         call: Callable[..., Any],
@@ -114,24 +123,36 @@ def _passed(
 ) -> tuple[Any, ...]:
     """Return what `compute` makes of this rank's part of a whole batch, inside a forward pass."""
     model = next(one for one in module.modules() if isinstance(one, PreTrainedModel))
-
-    def forward(**given: Any) -> _Output:
-        local = {key: value for key, value in given.items() if value is not None}
-        of_backbone = {key: value for key, value in local.items() if key not in _NOT_OF_BACKBONES}
-
-        def longer(_: nn.Module, __: Any, ___: Any, output: Any) -> BaseModelOutput:
-            # TRL drops the last token, which predicts none; here the labels were shifted before the cut.
-            longer_BSH = nn.functional.pad(output.last_hidden_state, (0, 0, 0, 1))
-            return BaseModelOutput(last_hidden_state=longer_BSH)
-
-        base = SimpleNamespace(before_forward=lambda *_: ((), of_backbone), after_forward=longer)
-        with TRL.applied({"redirection.base": base}, base=model.base_model):
-            return _Output({_FOUND: compute(local)})
-
-    inside = SimpleNamespace(around_forward=forward)
-    with TRL.applied({"redirection.model": inside}, model=model):
+    with applied(partial(_compute_inside, model, compute), model=model):
         found: tuple[Any, ...] = getattr(wrapper(**batch), _FOUND)
     return found
+
+
+@patch(
+    TRL.given("model", "transformers.PreTrainedModel"), "forward", stage="around_forward", kind="replaced",
+    feature="redirection.model", reason="computes that loss; taken back after the pass",
+)  # fmt: skip
+def _compute_inside(
+    model: PreTrainedModel, compute: Callable[[dict[str, Any]], tuple[Any, ...]], **given: Any
+) -> _Output:
+    local = {key: value for key, value in given.items() if value is not None}
+    of_backbone = {key: value for key, value in local.items() if key not in _NOT_OF_BACKBONES}
+    with applied(partial(_local_tokens, of_backbone), _a_token_more, base=model.base_model):
+        return _Output({_FOUND: compute(local)})
+
+
+@patch(
+    _BASE, stage="before_forward", feature=_BASE_FEATURE, options=("prepend",),
+    reason="gives the backbone this rank's tokens; taken back after the pass",
+)  # fmt: skip
+def _local_tokens(of_backbone: dict[str, Any], *_: Any) -> tuple[tuple[()], dict[str, Any]]:
+    return (), of_backbone
+
+
+@patch(_BASE, stage="after_forward", feature=_BASE_FEATURE, reason="a token more, which TRL drops")
+def _a_token_more(_: nn.Module, __: Any, ___: Any, output: Any) -> BaseModelOutput:
+    # TRL drops the last token, which predicts none; here the labels were shifted before the cut.
+    return BaseModelOutput(last_hidden_state=nn.functional.pad(output.last_hidden_state, (0, 0, 0, 1)))
 
 
 def _batch_of(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:

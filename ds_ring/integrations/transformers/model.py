@@ -7,7 +7,8 @@ transformers is imported.
 
 from __future__ import annotations
 
-from ds_ring.integrations.adapter import Patch, PatchTable
+from ds_ring.integrations.adapter import FeatureTable as PatchTable
+from ds_ring.integrations.adapter import feature_row as Patch
 
 # Functions of modeling files by which layers pass a state on, or look back a few tokens (recurrent.py).
 RECURRENT_FUNCTIONS = (
@@ -49,16 +50,6 @@ TABLE = PatchTable(
         Patch(
             "transformers.AttentionMaskInterface", "at_import", "registered", "mask function",
             'attn_implementation="ds_ring"',
-        ),
-        Patch(
-            "transformers.modeling_flash_attention_utils._flash_attention_forward", "at_enable", "wrapped",
-            "ring_flash_attn", "computes FlashAttention on the ring",
-            when="ring_flash_attn.substitute_hf_flash_attn was called",
-        ),
-        Patch(
-            "transformers.AttentionInterface", "at_enable", "registered", "ring_flash_attn.name",
-            '"flash_attention_2" calls the function above',
-            when="ring_flash_attn.substitute_hf_flash_attn was called",
         ),
         *(
             Patch(
@@ -128,16 +119,6 @@ TABLE = PatchTable(
         Patch(
             "model.loss_function", "around_loss", "replaced", "loss guard",
             "calls the function before it; refuses a mean over local tokens and labels that are not shifted",
-        ),
-        Patch(
-            "model", "before_forward", "hook", "wrapper",
-            "cuts whole sequences, if the module around the model reads across tokens",
-            when="a module of one's own is around the model", options=("prepend",),
-        ),
-        Patch(
-            "model", "after_forward", "hook", "wrapper",
-            "gathers the outputs, if the module around the model reads across tokens",
-            when="a module of one's own is around the model", options=("always_call",),
         ),
         Patch(
             "model", "before_forward", "hook", "generation",
@@ -331,3 +312,4 @@ TABLE = PatchTable(
         "config": "transformers.PreTrainedConfig",
     },
 )  # fmt: skip
+MODEL = TABLE.given("model", _PRETRAINED)

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,17 +23,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.batch import cache_in, pad_value
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.token_flow import TokenFlow
 from ds_ring.integrations.transformers.attached import Attached
 from ds_ring.integrations.transformers.families import pools_the_last_token
-from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.model import MODEL
 from ds_ring.ops.shard import gather_sequence, shard_sequence
 
 log = logging.getLogger(__name__)
+
+_module_patch = partial(
+    patch, feature="wrapper", when="a module of one's own has a transformers model inside",
+    reason="a module that reads across tokens beside its transformers model gets whole sequences",
+)  # fmt: skip
+_before_module = _module_patch(MODULE, stage="before_forward")
+_after_module = _module_patch(MODULE, stage="after_forward", options=("always_call",))
+_model_patch = partial(patch, MODEL, feature="wrapper", when="a module of one's own is around the model")
+_before_model = _model_patch(
+    stage="before_forward", options=("prepend",),
+    reason="cuts whole sequences, if the module around the model reads across tokens",
+)  # fmt: skip
+_after_model = _model_patch(
+    stage="after_forward", options=("always_call",),
+    reason="gathers the outputs, if the module around the model reads across tokens",
+)  # fmt: skip
 
 _ITEMS, _MASK = "num_items_in_batch", "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds", "position_ids")
@@ -94,24 +111,27 @@ class WrappedModel:
             session.needs.real_tokens = True
 
         # Functions, since a copy of the model copies bound methods and all that they hold.
+        @_before_module
         def before(*call: Any) -> Any:
             return self._before(*call)
 
+        @_after_module
         def after(*call: Any) -> Any:
             return self._after(*call)
 
+        @_before_model
         def enter(*call: Any) -> Any:
             return self._enter(*call)
 
+        @_after_model
         def leave(*call: Any) -> Any:
             return self._leave(*call)
 
-        hooks = {"wrapper": SimpleNamespace(before_forward=before, after_forward=after)}
-        DEEPSPEED.apply(hooks, session, module=module)
-        hooks = {"wrapper": SimpleNamespace(before_forward=enter, after_forward=leave)}
+        apply(before, after, session=session, module=module)
         for model in inner:
-            TABLE.apply(hooks, session, model=model)
+            apply(enter, leave, session=session, model=model)
 
+    @_module_patch(ENGINE, stage="before_forward")
     def before_forward(
         self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:

@@ -1,8 +1,9 @@
-"""The table of changes to other packages: order, errors, undoing and what is printed."""
+"""Patches of other packages: order, errors, undoing and what is printed."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -10,106 +11,195 @@ import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations import adapter
-from ds_ring.integrations.adapter import Patch, PatchTable, describe, paused, undo
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED
+from ds_ring.integrations.adapter import PatchTable, applied, apply, describe, patch, paused, undo
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the tables of a test away from the real ones."""
+def table(monkeypatch: pytest.MonkeyPatch) -> PatchTable:
+    """A table, away from the real ones."""
     monkeypatch.setattr(adapter, "_tables", [])
+    monkeypatch.setattr(adapter, "_of_process", {})
+    return PatchTable("torch", ">=2")
 
 
-@pytest.mark.usefixtures("tables")
-def test_every_target_exists_in_the_installed_packages() -> None:
-    DEEPSPEED.check()
-    for lost in ("engine.stepped", "engine.checkpoint_engine.saved", "deepspeed.initialise"):
-        row = Patch(lost, "around_step", "wrapped", "one", "a renamed target")
-        with pytest.raises(
-            RingConfigError, match=f"{lost}: expected it in deepspeed >=0.19.8,<0.20, got deepspeed"
-        ):
-            PatchTable("deepspeed", DEEPSPEED.versions, (*DEEPSPEED.rows, row), DEEPSPEED.classes).check()
+def row(owner: adapter.Owner, *names: str, feature: str = "one", **others: Any) -> adapter.Rows:
+    return patch(owner, *names, feature=feature, **{"stage": "around_forward", "reason": "a", **others})
 
 
-def part(said: list[str], word: str) -> Any:
-    def around(call: Any, *args: Any) -> Any:
-        said.append(word)
+class Around:
+    """Note each call under a name."""
+
+    def __init__(self, noted: list[str], name: str) -> None:
+        self.noted, self.name = noted, name
+
+    def around(self, call: Any, *args: Any) -> Any:
+        self.noted.append(self.name)
         return call(*args)
 
-    def hook(*_: Any) -> None:
-        said.append(word)
-
-    return SimpleNamespace(around_forward=around, before_forward=hook, after_forward=hook, at_enable={})
+    def hook(self, *_: Any) -> None:
+        self.noted.append(self.name)
 
 
-def table(*rows: Patch) -> PatchTable:
-    return PatchTable("torch", ">=2", rows, {"model": "torch.nn.Module", "any": ""})
+def test_every_target_exists_in_the_installed_packages() -> None:
+    adapter.import_all()
+    checked = [one for one in adapter._tables if find_spec(one.package) is not None]
+    for one in checked:
+        one.check()
+    assert {"deepspeed", "transformers"} <= {one.package for one in checked}
 
 
-@pytest.mark.usefixtures("tables")
-def test_rows_run_in_the_order_of_the_table_and_are_taken_back() -> None:
-    made = table(
-        Patch("model.forward", "around_forward", "wrapped", "inner", "a"),
-        Patch("model", "before_forward", "hook", "second", "b"),
-        Patch("model", "before_forward", "hook", "first", "b", options=("prepend",)),
-        Patch("model", "after_forward", "hook", "second", "b"),
-        Patch("model.forward", "around_forward", "wrapped", "outer", "c", when="asked"),
-        Patch("any", "before_forward", "hook", "inner", "an object that is not given"),
+def test_a_target_that_the_installed_package_lacks_is_one_error_that_names_it() -> None:
+    engine_class = "deepspeed.runtime.engine.DeepSpeedEngine"
+    for make, name in (
+        (lambda table: table.given("engine", engine_class), "stepped"),
+        (lambda table: table.given("engine.checkpoint_engine", engine_class), "saved"),
+        (lambda table: table.imported("deepspeed"), "initialise"),
+    ):
+        made = PatchTable("deepspeed", "<1")
+        adapter._tables.remove(made)
+        row(owner := make(made), name, reason="a renamed target")
+        with pytest.raises(
+            RingConfigError, match=rf"{owner.path}\.{name}: expected it in deepspeed <1, got deepspeed"
+        ):
+            made.check()
+
+
+def test_replacements_are_applied_in_the_order_of_the_call_and_taken_back(table: PatchTable) -> None:
+    module, other = table.given("model", "torch.nn.Module"), table.given("any")
+    model, noted, session = torch.nn.Identity(), list[str](), torch.nn.Identity()
+
+    class Hooks(Around):
+        @row(module, feature="second", stage="before_forward", reason="b")
+        @row(module, feature="second", stage="after_forward")
+        def both(self, *_: Any) -> None:
+            self.hook()
+
+        @row(other, feature="second", stage="before_forward", reason="an object that is not given")
+        def around(self, *_: Any) -> None:
+            raise AssertionError
+
+    prepended = row(module, feature="first", stage="before_forward", options=("prepend",))
+    inner = row(module, "forward", feature="inner")
+    outer = row(module, "forward", feature="outer", reason="c", when="asked")
+    changes = apply(
+        inner.to(Around(noted, "inner").around),
+        Hooks(noted, "second"),
+        prepended.to(Around(noted, "first").hook),
+        outer.to(Around(noted, "outer").around),
+        session=session,
+        model=model,
     )
-    model, said, subject = torch.nn.Identity(), list[str](), torch.nn.Identity()
-    features = {name: part(said, name) for name in ("outer", "second", "first", "inner")}
-    changes = made.apply(features, subject, model=model)
-    assert model(3) == 3 and said == ["first", "second", "outer", "inner", "second"]
-    named = [line.split()[2] for line in describe(subject).splitlines()[1:]]
-    assert named == ["model.forward", "model", "model", "model", "model.forward", "any"]
-    assert describe(torch.nn.Identity()) == "" and "(outer): c; if asked" in describe()
+    assert model(3) == 3 and noted == ["first", "second", "outer", "inner", "second"]
+    printed = [line.split()[2:4] for line in describe(session).splitlines()[1:]]
+    assert printed == [
+        ["model.forward", "(inner):"], ["model", "(second):"], ["model", "(second):"], ["model", "(first):"],
+        ["model.forward", "(outer):"], ["any", "(second):"],
+    ]  # fmt: skip
+    assert describe(torch.nn.Identity()) == "" and "(outer): c; if asked" in describe(session)
     undo(changes)
-    said.clear()
-    assert model(3) == 3 and said == [] and "forward" not in vars(model)
+    noted.clear()
+    assert model(3) == 3 and noted == [] and "forward" not in vars(model)
 
 
-@pytest.mark.usefixtures("tables")
-def test_hooks_are_paused_and_what_others_do_to_theirs_meanwhile_stays() -> None:
-    made = table(Patch("model", "before_forward", "hook", "ours", "a"))
-    model, said = torch.nn.Identity(), list[str]()
-    handles = {"before": model.register_forward_pre_hook(part(said, "before").before_forward)}
-    changes = made.apply({"ours": part(said, "ours")}, model=model)
-    handles["after"] = model.register_forward_pre_hook(part(said, "after").before_forward)
+def test_what_is_decorated_may_be_a_function_a_partial_of_it_a_class_or_a_later_function(
+    table: PatchTable,
+) -> None:
+    module = table.given("model", "torch.nn.Module")
+
+    @row(module, "forward")
+    def scaled(factor: int, forward: Any, x: int) -> int:
+        return factor * int(forward(x))
+
+    @row(module, "kind", stage="at_enable", kind="added")
+    class Kind:
+        pass
+
+    later = row(module, "training", stage="at_enable", kind="set")
+
+    def registered() -> Any:
+        names.append("made")
+        return lambda: names.append("taken back")
+
+    model, names = torch.nn.Identity(), list[str]()
+    register = row(module, "register", stage="at_enable", kind="registered").to(registered)
+    changes = apply(partial(scaled, 5), Kind, later.to(None), register, model=model)
+    assert model(3) == 15 and model.kind is Kind and model.training is None and names == ["made"]
+    undo(changes)
+    assert model(3) == 3 and not hasattr(model, "kind") and model.training and names == ["made", "taken back"]
+
+    @later
+    def made_later() -> None: ...
+
+    with applied(made_later, model=model):
+        assert model.training is made_later
+    with pytest.raises(AssertionError, match="expected what `patch` decorates"):
+        apply(len)
+
+
+def test_hooks_are_paused_and_what_others_do_to_theirs_meanwhile_stays(table: PatchTable) -> None:
+    ours = row(table.given("model", "torch.nn.Module"), stage="before_forward")
+    model, noted = torch.nn.Identity(), list[str]()
+    handles = {"before": model.register_forward_pre_hook(Around(noted, "before").hook)}
+    changes = apply(ours.to(Around(noted, "ours").hook), model=model)
+    handles["after"] = model.register_forward_pre_hook(Around(noted, "after").hook)
     with paused(changes):
-        assert model(3) == 3 and said == ["before", "after"]
+        assert model(3) == 3 and noted == ["before", "after"]
         handles["before"].remove()
-        model.register_forward_pre_hook(part(said, "new").before_forward)
-    said.clear()
-    assert model(3) == 3 and said == ["ours", "after", "new"]
+        model.register_forward_pre_hook(Around(noted, "new").hook)
+    noted.clear()
+    assert model(3) == 3 and noted == ["ours", "after", "new"]
 
 
-@pytest.mark.usefixtures("tables")
-def test_a_row_without_its_target_is_one_error_that_names_it_and_changes_nothing() -> None:
-    rows = (
-        Patch("model.forward", "around_forward", "wrapped", "one", "a"),
-        Patch("model.forwards", "around_forward", "wrapped", "one", "a renamed method"),
-    )
+def test_of_patches_without_a_target_none_is_applied(table: PatchTable) -> None:
+    module = table.given("model", "torch.nn.Module")
+    there = row(module, "forward")
+    lost = row(module, "forwards", reason="a renamed method")
     model = torch.nn.Identity()
     with pytest.raises(
         RingConfigError, match=r"model\.forwards: expected it in torch >=2, got torch 2\."
     ) as e:
-        table(*rows).apply({"one": part([], "")}, model=model)
+        apply(there.to(Around([], "").around), lost.to(Around([], "").around), model=model)
     assert "a renamed method" in str(e.value) and "forward" not in vars(model)
     with pytest.raises(RingConfigError, match=r"model\.forwards: expected"):
-        table(*rows).check()
-    for lost in ("torch.no_such_function", "torch.no_such_module.load", "no_such_package.load"):
-        with pytest.raises(RingConfigError, match=lost):
-            table(Patch(lost, "at_enable", "set", "one", "b")).check()
-    table(rows[0], Patch("model.training", "at_enable", "set", "one", "assigned by __init__")).check()
-    table(Patch("torch.gone", "at_enable", "set", "one", "b", versions="<2")).check()  # of other versions
+        table.check()
+    for path, name in (
+        ("torch", "no_such_function"),
+        ("torch.no_such_module", "load"),
+        ("no_such_package", "load"),
+    ):
+        table.rows.clear()
+        row(table.imported(path), name, stage="at_enable", kind="set")
+        with pytest.raises(RingConfigError, match=f"{path}.{name}"):
+            table.check()
+    table.rows.clear()
+    row(module, "training", stage="at_enable", kind="set", reason="assigned by __init__")
+    row(table.imported("torch"), "gone", stage="at_enable", kind="set", versions="<2")  # of other versions
+    table.check()
+    changes = apply(row(table.imported("torch"), "gone", versions="<2").to(len))
+    assert changes == []
 
 
-@pytest.mark.usefixtures("tables")
-def test_a_function_of_a_module_is_replaced_inside_the_context_only() -> None:
-    before, rows = torch.load, (Patch("torch.load", "around_load", "replaced", "one", "a"),)
-    with table(*rows).applied({"one": SimpleNamespace(around_load=len)}):
+def test_a_function_of_a_module_is_replaced_inside_the_context_only(table: PatchTable) -> None:
+    before = torch.load
+    load = row(table.imported("torch"), "load", stage="around_load", kind="replaced")
+    with applied(load.to(len)):
         assert torch.load is len
     assert torch.load is before
-    with table(*rows).applied({"one": SimpleNamespace(around_load=len)}, subject := torch.nn.Identity()):
-        assert "torch.load" in describe(subject)
+    with applied(load.to(len), session=(session := torch.nn.Identity())):
+        assert "torch.load" in describe(session)
     assert torch.load is before
+
+
+def test_the_printed_tables_have_the_rows_of_all_files() -> None:
+    printed = adapter.describe_all()
+    for line in (
+        "around_step     wrapped    engine.step (monitor): writes Ring/* events",
+        "around_load     wrapped    torch.load (checkpoint.weights_only)",
+        "at_enable       registered diffusers.models.attention_dispatch._AttentionBackendRegistry.register",
+        "at_enable       wrapped    transformers.modeling_flash_attention_utils._flash_attention_forward",
+    ):
+        assert line in printed
+    rows = [one for table in adapter._tables for one in table.rows]
+    assert (
+        len(rows) == len(set(rows)) == len(printed.splitlines()) - sum(bool(t.rows) for t in adapter._tables)
+    )
