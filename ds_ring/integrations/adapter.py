@@ -447,12 +447,19 @@ def _lacks(row: Patch) -> RingConfigError:
 
 
 class FeatureTable(PatchTable):
-    """A table whose rows stand in one list, and take their replacements from features by name."""
+    """A table whose rows stand in lists, and take their replacements from features by name.
+
+    For transformers, until its rows are decorators. `feature_row`, imported as Patch, makes such a row.
+    """
 
     def __init__(
         self, package: str, versions: str, rows: Sequence[tuple[Any, ...]], classes: Mapping[str, str]
     ) -> None:
         super().__init__(package, versions)
+        self.add(rows, classes)
+
+    def add(self, rows: Sequence[tuple[Any, ...]], classes: Mapping[str, str]) -> None:
+        """Append rows, with the classes of their objects."""
         for target, *others in rows:
             path, name = (target, "") if target in classes else target.rpartition(".")[::2]
             class_name = classes.get(path, classes.get(path.partition(".")[0]))
