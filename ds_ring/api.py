@@ -32,20 +32,14 @@ from torch.nn.functional import pad
 
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.decode.replicated_op import attend_replicated
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
 from ds_ring.ops.context import RingContext, context_for, context_of, refuse
+from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of, refusing_handle
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import (
-    attend,
-    attend_compiled,
-    attend_replicated,
-    context_of_call,
-    handle_of,
-    refusing_handle,
-)
 from ds_ring.schedule.layout import Layout, PairLayout
 
 

@@ -63,7 +63,8 @@ UPWARD = {
     ("comm.streams", "ring.trace"),
     ("ops.context", "layers.latents.kernel"),
     ("ops.context", "transports.pull.signals"),
-    ("ops.ring_op", "decode.replicated"),
+    ("api", "decode.replicated_op"),
+    ("ops.frontend", "layers.latents.latent_op"),
     ("ops.ring_op", "layers.latents.kernel"),
     ("ops.ring_op", "memory.saved_results"),
     ("ops.ring_op", "transports.all_gather"),
@@ -82,7 +83,8 @@ IMPORTERS = {
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
-    "ops.ring_op": {"comm.exchange", "ring.merge"},  # the all-to-all; the accumulators' dtype
+    "ops.ring_op": {"comm.exchange", "ring.merge"},  # tells of a failure; the accumulators' dtype
+    "ops.ulysses": {"comm.exchange"},  # the all-to-all
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
     "layers.selection.select": {"comm.exchange", "kernels", "ring.merge"},
     "kernels.flex": {"kernels.block_mask"},
@@ -107,6 +109,7 @@ IMPORTERS = {
 PASSES = {"ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible"}
 MAY_IMPORT_A_PASS = {
     "ops.ring_op",
+    "decode.replicated_op",
     "simulation.rank",
 }  # for real ranks, and for virtual ones
 
@@ -563,7 +566,7 @@ OWN_OBJECTS = {
         "memory.saved_results",
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
-    ("ops.context", "function"): "a function of ours, which it marks for torch.compile",
+    ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
     ("comm.mesh", "weakref.finalize(mesh.use, _drop, watch, mesh.use.groups)"): "its own finalizer",
     ("contrib.diffusers", "name"): "the member of an enumeration that it makes",
     ("comm.groups", "options"): "of a process group that is being made",

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ds_ring import Causal, RingMesh, make_layout
+from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import latent_attention_op, ring_attention_op
+from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 OPTIONS: dict[str, Any] = {

@@ -37,7 +37,7 @@ from ds_ring.errors import RingError, RingMeshError
 from ds_ring.masks.catalog import Dilated
 from ds_ring.ops.context import context_for, context_of
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import _pass_of
+from ds_ring.ops.ring_op import pass_of
 from ds_ring_launcher import cli as ds_ring_cli
 
 LLAMA_8B = [
@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-        out, lse = _pass_of(q, k, v, context_of(handle)).forward(q, k, v)
+        out, lse = pass_of(q, k, v, context_of(handle)).forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.handle = handle
         return out
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        made = _pass_of(q, k, v, context_of(ctx.handle), grads[0])
+        made = pass_of(q, k, v, context_of(ctx.handle), grads[0])
         return (*made.backward(grads[0], q, k, v, out, lse), None)
 
 

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import _pass_of
+from ds_ring.ops.ring_op import pass_of
 from ds_ring.ring.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring_launcher.run.local_ranks import run_ranks
 
@@ -120,9 +120,9 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
         def work() -> list[torch.Tensor]:
             """The operator's own Python body: forward, then backward."""
             q, k, v = (torch.empty(shape) for _ in range(3))
-            out, lse = _pass_of(q, k, v, context).forward(q, k, v)
+            out, lse = pass_of(q, k, v, context).forward(q, k, v)
             grad = torch.empty(shape)
-            return [out, lse, grad, *_pass_of(q, k, v, context, grad).backward(grad, q, k, v, out, lse)]
+            return [out, lse, grad, *pass_of(q, k, v, context, grad).backward(grad, q, k, v, out, lse)]
 
         with FakeTensorMode():
             return fake_memory_peak(work)

@@ -32,7 +32,7 @@ from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import why_not_an_operand
 from ds_ring.ops.context import refuse
-from ds_ring.ops.ring_op import attend_compiled, refusing_handle
+from ds_ring.ops.frontend import attend_compiled, refusing_handle
 from ds_ring.schedule.layout import Layout
 
 _MOST_FEATURES = 1 << 20

@@ -18,7 +18,7 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import makes_kept_tensors
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
 from ds_ring.ops.checks import why_not_an_operand, why_not_transformed
-from ds_ring.ops.context import never_traced
+from ds_ring.ops.handles import never_traced
 from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.layout import Layout
 

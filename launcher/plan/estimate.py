@@ -19,7 +19,7 @@ from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 # Ulysses: a forward pass exchanges q, k and v for all tokens of some heads, and out back
-# (ops/ring_op.py); a backward pass does the same with the gradients. A rank sends (U -
+# (ops/ulysses.py); a backward pass does the same with the gradients. A rank sends (U -
 # 1) / U of what it has (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is
 # computed meanwhile.
 

@@ -120,7 +120,7 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
 
     import ds_ring
 
-    counts, pass_of = [0, 0], autograd._pass_of
+    counts, pass_of = [0, 0], autograd.pass_of
 
     def counting(*operands: Any, **more: Any) -> Any:  # the gradient of out is the fifth
         counts[len(operands) > 4] += 1
@@ -133,11 +133,11 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(2, 1, 3))[0]
     ids = torch.arange(TOKENS)[None]
-    autograd._pass_of = counting
+    autograd.pass_of = counting
     try:
         engine.backward(engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids})).loss)
     finally:
-        autograd._pass_of = pass_of
+        autograd.pass_of = pass_of
     return counts
 
 

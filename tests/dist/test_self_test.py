@@ -86,7 +86,7 @@ def not_at_all(parts: list[Tensor], x: Tensor) -> None:
 @contextmanager
 def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator[None]:
     """Put the all-gather, done in some way, in the place of the ring pass; the options still say "ring"."""
-    real = autograd._pass_of
+    real = autograd.pass_of
 
     def pass_of(q: Tensor, k: Tensor, v: Tensor, context: RingContext, *more: Any, **named: Any) -> Any:
         made = real(q, k, v, context, *more, **named)
@@ -107,11 +107,11 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
         return torch.stack(everybody[dist.get_rank()]).sum(0)
 
     if gather is not None:
-        autograd._pass_of = pass_of
+        autograd.pass_of = pass_of
     try:
         yield
     finally:
-        autograd._pass_of = real
+        autograd.pass_of = real
 
 
 def told(rank: int, world_size: int, gather: Any, options: Options, whole: bool) -> list[dict[str, Any]]:

@@ -19,15 +19,16 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
+from ds_ring.integrations.compile.placed_op import Placed
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.ops.context import RingContext, context_for, new_handle, object_of, operator, refusing_context
+from ds_ring.ops.context import RingContext, context_for, refusing_context
+from ds_ring.ops.handles import new_handle, object_of, operator
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import Placed
 from ds_ring.schedule.layout import Layout
 
 Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]

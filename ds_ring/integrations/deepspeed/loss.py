@@ -15,7 +15,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
 from ds_ring.memory.tiled import DeferredLogits
-from ds_ring.ops.context import new_handle, object_of, operator
+from ds_ring.ops.handles import new_handle, object_of, operator
 
 
 class RingLoss(NamedTuple):

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from ds_ring.api import RingAttention
 from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
@@ -47,7 +48,6 @@ from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.ring_op import replicated_attention_op
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.grid import Grid
 

@@ -41,18 +41,15 @@ from ds_ring.layers.scan.sequence_runs import (
 from ds_ring.masks.catalog import Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.ops.checks import why_not_an_operand
-from ds_ring.ops.context import (
-    check_layout,
+from ds_ring.ops.context import check_layout, count_forward_pass, kept, refuse
+from ds_ring.ops.handles import (
     constant,
     constant_in_graphs,
-    count_forward_pass,
-    kept,
     never_traced,
     new_handle,
     number_of,
     object_of,
     operator,
-    refuse,
 )
 from ds_ring.schedule.layout import Layout
 

@@ -51,16 +51,8 @@ from ds_ring.ops.checks import (
     why_not_an_operand,
     why_not_transformed,
 )
-from ds_ring.ops.context import (
-    RingContext,
-    check_layout,
-    context_for,
-    context_of,
-    count_forward_pass,
-    never_traced,
-    operator,
-    refuse,
-)
+from ds_ring.ops.context import RingContext, check_layout, context_for, context_of, count_forward_pass, refuse
+from ds_ring.ops.handles import never_traced, operator
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import register, sinks_gradient
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_

@@ -28,7 +28,8 @@ from ds_ring.layers.selection.select import ring_select, selected_attention
 from ds_ring.masks.catalog import Before, Documents, SlidingWindow
 from ds_ring.masks.tiles import IntArray
 from ds_ring.ops.checks import check_heads, check_keys, check_tensors, why_not_an_operand
-from ds_ring.ops.context import check_layout, never_traced, refuse
+from ds_ring.ops.context import check_layout, refuse
+from ds_ring.ops.handles import never_traced
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.layout import BlockLayout, Layout
 

@@ -31,8 +31,8 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
+from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import attend
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
 from ds_ring.transports.reproducible import TreeSum
 from tests.dist.harness import RankPool

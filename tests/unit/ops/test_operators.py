@@ -10,9 +10,10 @@ import torch
 
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
+from ds_ring.integrations.compile.placed_op import Placed
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import Placed, _packed, _unpacked
+from ds_ring.ops.ulysses import _packed, _unpacked
 
 
 def registered() -> list[str]:

@@ -1,0 +1,260 @@
+"""Run the calls behind `ring_attention` and `RingAttention`.
+
+An eager call carries its context, and a refused one raises at once, after the other ranks were told. A
+compiled call carries a handle ([Note: handles in compiled code]), and a refused one the handle of a context
+whose calls raise.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
+from ds_ring.layers.latents.latent_op import latent_attention_op
+from ds_ring.masks.catalog import (
+    Causal,
+    Chunked,
+    Dilated,
+    DilatedWindow,
+    Full,
+    PrefixLM,
+    Sinks,
+    SlidingWindow,
+)
+from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
+from ds_ring.masks.pattern import Intersection, Pattern, Union
+from ds_ring.ops.checks import why_not_an_operand, why_not_this_derivative
+from ds_ring.ops.context import RingContext, context_for, context_of, refuse, refusing_context
+from ds_ring.ops.handles import constant, constant_in_graphs, is_constant, number_of
+from ds_ring.ops.options import Options
+from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
+from ds_ring.ops.ulysses import with_ulysses
+from ds_ring.schedule.layout import Layout
+
+Settings = tuple[Any, ...]  # the first options of `Options`, in order
+
+
+# Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
+# compiled code]. Others are handed over as objects.
+_MADE_OF: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (Causal, ()),
+    (Full, ()),
+    (SlidingWindow, ("window", "causal")),
+    (DilatedWindow, ("window", "rate", "causal")),
+    (Sinks, ("sinks", "causal")),
+    (Chunked, ("chunk", "causal")),
+    (PrefixLM, ("prefix",)),
+    (Dilated, ("segment_lengths", "dilation_rates", "causal", "head_offsets")),
+    (Intersection, ("first", "second")),
+    (Union, ("first", "second")),
+    (Softcap, ("cap",)),
+    (Alibi, ("slopes",)),
+)
+_PARTS, _OBJECT = "ds_ring parts", "ds_ring object"
+
+
+def described(value: Any, objects: list[Any]) -> Any:
+    """Return a pattern or a score_mod as constants; what is none is put into `objects`. Traced by Dynamo."""
+    for kind, names in _MADE_OF:
+        if type(value) is kind:
+            return (_PARTS, kind, *[described(getattr(value, name), objects) for name in names])
+    if type(value) is MaskMod and value.made_in_a_graph:
+        objects.append(value.function)
+        return (_PARTS, MaskMod, (_OBJECT, len(objects) - 1), value.is_known_causal)
+    if isinstance(value, tuple):
+        return tuple([described(one, objects) for one in value])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return constant(value)
+    objects.append(value)
+    return _OBJECT, len(objects) - 1
+
+
+def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
+    """Return what `described` was given."""
+    if isinstance(value, tuple) and value[:1] == (_PARTS,):
+        return value[1](*(_made_again(one, objects) for one in value[2:]))
+    if isinstance(value, tuple) and value[:1] == (_OBJECT,):
+        found = objects[value[1]]
+        lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
+        if lost:
+            kind = type(found).__name__
+            raise RingConfigError(
+                f"{kind}: expected one that is made outside of the compiled function, got one that is made"
+                f" inside, whose attributes torch.compile does not hand over; make the {kind} before the call"
+            )
+        return found
+    if isinstance(value, tuple) and not is_constant(value):
+        return tuple(_made_again(one, objects) for one in value)
+    return number_of(value)
+
+
+def context_of_call(
+    pattern: Pattern,
+    layout: Layout | str,
+    mesh: RingMesh,
+    settings: Settings,
+    score_mod: ScoreFunction | None,
+) -> RingContext:
+    """Return the context of an eager call; refused arguments raise on all ranks."""
+    check_mesh(mesh)
+    key: tuple[Any, ...] = ()
+    found: RingContext | None = None
+    with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
+        if score_mod is None:
+            key = (pattern, layout, settings, tuple(map(type, settings)))  # the types tell 1 from True
+            found = mesh.recent.get(key)
+    if found is None:
+        try:
+            found = _made_context(pattern, layout, mesh, settings, score_mod)
+        except RingError as error:
+            refuse(mesh, error)
+        # Functions are not kept here: the values that they captured may change.
+        if key and not pattern.masks:
+            mesh.recent[key] = found
+    return found
+
+
+def _made_context(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    score_mod: ScoreFunction | None, keeps_functions: bool = False,
+) -> RingContext:  # fmt: skip
+    """Return the context of these arguments, or raise the RingError that refuses one of them."""
+    mod = None if score_mod is None else ScoreMod.lookup(score_mod)
+    options = Options(*settings, score_mod=mod)  # type: ignore[misc]
+    return context_for(pattern, layout, mesh, options, keeps_functions)
+
+
+def handle_of(
+    pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    score_mod: ScoreFunction | None, why_not: str | None,
+) -> int:  # fmt: skip
+    """Return the handle of a call, in a function that torch.compile traces.
+
+    `why_not` says why the call cannot be honoured, if it is known already.
+    """
+    objects: list[Any] = []
+    asked = described(pattern, objects), described(score_mod, objects)
+    return _handle_of(*asked, layout, mesh, tuple([constant(x) for x in settings]), why_not, *objects)
+
+
+@constant_in_graphs
+def _handle_of(
+    pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: Settings,
+    why_not: str | None, *objects: Any,
+) -> int:  # fmt: skip
+    check_mesh(mesh)
+    try:
+        if why_not is not None:
+            raise RingConfigError(why_not)
+        asked = _made_again(pattern, objects)
+        numbers = tuple(map(number_of, settings))
+        mod = _made_again(score_mod, objects)
+        context = _made_context(asked, layout, mesh, numbers, mod, keeps_functions=True)
+    except RingError as error:
+        context = refusing_context(mesh, error)
+    context.in_a_graph = True
+    return context.handle
+
+
+@constant_in_graphs
+def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
+    """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
+    context = refusing_context(mesh, error(why))
+    context.in_a_graph = True
+    return context.handle
+
+
+@constant_in_graphs
+def differentiable(handle: int) -> int:
+    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
+    context = context_of(handle)
+    why = why_not_this_derivative() or _why_not_this_gradient(context)
+    return handle if why is None else refusing_handle(context.mesh, why)
+
+
+def _why_not_this_gradient(context: RingContext) -> str | None:
+    mod = context.options.score_mod
+    return None if mod is None else mod.why_not_this_gradient()
+
+
+@constant_in_graphs
+def refuse_call(handle: int, why: str) -> NoReturn:
+    refuse(context_of(handle).mesh, RingShapeError(why))
+
+
+def check_operands(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object,
+    up: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Refuse what the operator's body would not get to see, for all ranks to hear."""
+    optional = {"sinks": sinks, "up_projection": up}
+    for name, x in {"q": q, "k": k, "v": v, **optional}.items():
+        why = None if x is None and name in optional else why_not_an_operand(name, x)
+        if why is not None:
+            refuse_call(handle, why)
+    if not isinstance(return_lse, bool):
+        refuse_call(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
+
+
+def check_eager(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object,
+    up: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Do the checks of a compiled call; ordinary dense tensors pass at once."""
+    usual = return_lse is True or return_lse is False
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    for x in given if up is None else (*given, up):
+        usual = usual and type(x) is Tensor and x.layout is torch.strided
+        usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
+    if not usual:
+        check_operands(q, k, v, context.handle, sinks, return_lse, up)
+    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        why = why_not_this_derivative()
+        if why is not None:  # functorch would raise before the operator's body
+            refuse(context.mesh, RingConfigError(why))
+    why = _why_not_this_gradient(context)
+    if why is not None:
+        refuse(context.mesh, RingConfigError(why))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool,
+    up: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse). Eager."""
+    check_eager(context, q, k, v, sinks, return_lse, up)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if up is not None:
+            return latent_attention_op(q, k, v, up, context.handle, sinks)
+        # By the operator if a transform, a mode or a subclass must see one node.
+        if sees_plain((q, k, v, sinks)):
+            return EagerAttention.apply(q, k, v, context, sinks)
+        return ring_attention_op(q, k, v, context.handle, sinks)
+
+    where = context.handle, context.mesh.ulysses_size
+    return with_ulysses(run, q, k, v, *where, return_lse, latents=up is not None)
+
+
+def attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool,
+    up: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """Do what `attend` does, in a function that torch.compile traces."""
+    handle = differentiable(handle)
+    check_operands(q, k, v, handle, sinks, return_lse, up)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        if up is not None:
+            return latent_attention_op(q, k, v, up, handle, sinks)
+        return ring_attention_op(q, k, v, handle, sinks)
+
+    return with_ulysses(run, q, k, v, handle, ulysses_size, return_lse, latents=up is not None)

@@ -1,0 +1,88 @@
+"""Find the Python objects behind the integers that a compiled graph carries.
+
+One table maps handles to objects. It holds weak references, so somebody else keeps an object alive: a context
+is kept by its mesh. Owns also what marks a function or an operator for torch.compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Each operator of ds_ring: opaque to torch.compile, and never captured in a CUDA graph.
+# torch 2.11 takes a sequence of tags only.
+operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+
+
+def new_handle(owner: object) -> int:
+    """Return the integer by which an operator finds this object."""
+    handle = next(_handles)
+    _objects[handle] = owner
+    return handle
+
+
+def object_of(handle: int, kind: type[T]) -> T:
+    """Return the object behind a handle."""
+    found = _objects.get(handle)
+    assert isinstance(found, kind), (
+        f"{kind.__name__} {handle} is gone: its mesh, model or batch was dropped before this call"
+    )
+    return found
+
+
+# [Note: handles in compiled code]
+# torch.compile runs a function marked `assume_constant_result` while it traces and keeps the result, here the
+# integer by which the operator finds pattern, layout, mesh and options. It guards the arguments: numbers and
+# texts by value, objects that come from outside by identity. An object that the traced code itself makes is
+# handed over without its attributes, so that nothing may be wrapped into an object before such a call: it
+# would arrive with its defaults.
+def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
+    """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_HEX = "hexadecimal number"  # says that a text is a number
+
+
+def constant(value: Any) -> Any:
+    """Return a number as something that torch.compile takes for a constant; anything else as it is."""
+    # Dynamo makes a number symbolic, at its second value or before. A symbol is no constant; its text is.
+    most = 2**53 if isinstance(value, int) else 1e300
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and -most < value < most:
+        return _HEX, float(value).hex(), isinstance(value, int)
+    return value
+
+
+def is_constant(value: object) -> bool:
+    """Return whether it is a number that `constant` has written as a text."""
+    return isinstance(value, tuple) and len(value) == 3 and value[0] == _HEX
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that `constant` has written as a text; anything else as it is."""
+    if not is_constant(value):
+        return value
+    number = float.fromhex(value[1])
+    return int(number) if value[2] else number
+
+
+def never_traced(function: F) -> F:
+    """Set the flags of `torch.compiler.disable`: a graph ends before the call, under fullgraph with an error.
+
+    For functions whose tables depend on the layout, or that call a function of the user for each tile.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    why = f"ds_ring.{function.__name__} runs eagerly: call it outside of the graph, or without fullgraph=True"
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    return function

@@ -1,0 +1,125 @@
+"""Trade tokens for heads by all-to-all, around the ring (Jacobs et al. 2023, DeepSpeed Ulysses).
+
+Owns the differentiable all-to-all as the operator `ds_ring::swap_heads_tokens`. The U ranks of a Ulysses
+group hold consecutive parts of one ring shard; before the pass each gets the whole shard of H / U heads,
+after it everything goes back. Like every operator that sends, it agrees with all ranks of the sequence
+first; the checks of q, k and v are made here, before they are taken apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.exchange import Exchange
+from ds_ring.errors import RingError
+from ds_ring.ops.context import context_of
+from ds_ring.ops.handles import operator
+
+HEADS, TOKENS = 1, 2
+
+
+class Swap(NamedTuple):
+    """One of the four all-to-alls of a step: which dimensions it splits and joins, its gradient's name."""
+
+    split_dim: int
+    join_dim: int
+    gradient: str
+
+
+# Two operations under five names: ranks agree on the name, so swaps of two places in a step cannot meet.
+_SWAPS = {
+    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+    "Ulysses of q and latents": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+    "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
+    "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
+    "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
+}
+
+
+@operator("ds_ring::swap_heads_tokens")
+def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    """Run the all-to-all of that name, for each of some [B, H, S, D]."""
+    context, refused = context_of(handle), None
+    mesh, swap = context.mesh, _SWAPS[name]
+    with mesh.in_call():
+        latents = name == "Ulysses of q and latents"
+        if latents or name == "Ulysses of q, k, v":  # what comes after them was made by this package
+            try:
+                q, k, v = tensors
+                context.check(q, k, v, parts=mesh.ulysses_size, latents=latents)
+            except RingError as error:
+                refused = error
+        context.agree(name, tensors[0], tensors[-1], refused)
+        # A sequence of one rank has none; its all-to-all hands the parts back.
+        exchange = context.exchange or Exchange(mesh)
+        parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
+        received = exchange.all_to_all([_packed(one) for one in zip(*parts, strict=True)], mesh.ulysses_group)
+        from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
+        return [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
+
+
+# [Note: packets]
+# All tensors of a place go in one message to each rank: an all-to-all costs its latency once and not three
+# times. They may differ in dtype, so a packet is bytes, and wider elements stand first: each is aligned.
+def _order(tensors: Sequence[Tensor]) -> list[int]:
+    return sorted(range(len(tensors)), key=lambda index: -tensors[index].element_size())
+
+
+def _packed(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat([parts[index].contiguous().view(-1).view(torch.uint8) for index in _order(parts)])
+
+
+def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of the tensors in a packet, with the shapes and dtypes of `like`."""
+    if len(like) == 1:
+        return [packet]
+    sizes = [like[index].nbytes for index in _order(like)]
+    found = dict(zip(_order(like), packet.split(sizes), strict=True))
+    return [found[index].view(x.dtype).view(x.shape) for index, x in enumerate(like)]
+
+
+@swap_op.register_fake
+def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
+    size, swap = context_of(handle).mesh.ulysses_size, _SWAPS[name]
+    shapes = [list(x.shape) for x in tensors]
+    for shape in shapes:
+        shape[swap.split_dim] //= size
+        shape[swap.join_dim] *= size
+    return [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
+
+
+def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: list[Tensor]) -> None:
+    ctx.name, ctx.handle = inputs[1:]
+
+
+def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
+    return swap_op(grads, _SWAPS[ctx.name].gradient, ctx.handle), None, None
+
+
+swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
+
+
+def with_ulysses(
+    run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, handle: int,
+    ulysses_size: int, return_lse: bool, latents: bool = False,
+) -> Any:  # fmt: skip
+    """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile."""
+    if ulysses_size == 1:
+        out, lse = run(q, k, v)
+        return (out, lse) if return_lse else out
+    name = "Ulysses of q, k, v"
+    if latents:  # every rank needs those of all tokens: an all-to-all of copies
+        name = "Ulysses of q and latents"
+        # what is no latent is refused there
+        k, v = (x.expand(-1, ulysses_size, -1, -1) if x.shape[1:-2] == (1,) else x for x in (k, v))
+    out, lse = run(*swap_op([q, k, v], name, handle))
+    if not return_lse:
+        return swap_op([out], "Ulysses of out", handle)[0]
+    out, lse = swap_op([out, lse.unsqueeze(-1)], "Ulysses of out", handle)
+    return out, lse.squeeze(-1)
