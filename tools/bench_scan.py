@@ -32,7 +32,7 @@ from torch import Tensor
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.recurrent_parts import wrap_functions
+from ds_ring.integrations.transformers.variants.recurrent.layers import wrap_functions
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.tiles import IntArray

@@ -181,7 +181,8 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
             make_form(form, plain, getattr(config, "pad_token_id", None) or 0, causal) for form in forms
         ]
         if batches and (not reports or reports[-1].result == "exact"):
-            reports += _compared(on_rings[documents], alone, batches, head, own, request.stage, told)
+            fresh = copy.deepcopy(alone)  # Recurrent Gemma keeps states, which cannot be copied
+            reports += _compared(on_rings[documents], fresh, batches, head, own, request.stage, told)
     order = {form: number for number, form in enumerate(request.forms)}
     return sorted(reports, key=lambda report: order[report.form])
 
@@ -197,7 +198,7 @@ def _compared(
 ) -> list[ModelReport]:
     """Run some forms of a batch through one engine, and each on one process."""
     told = told | {"section": section}
-    untouched = copy.deepcopy(alone)  # Recurrent Gemma keeps states, which cannot be copied
+    untouched = copy.deepcopy(alone)
     on_ring, fault = _on_the_ring(model, batches, head, section, stage)
     reports: list[ModelReport] = []
     for number, given in enumerate(batches):

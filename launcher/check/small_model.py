@@ -27,8 +27,7 @@ from ds_ring.config.json_text import read_object
 from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
-from ds_ring.integrations.transformers.checks import uses_interface, works_as_is
-from ds_ring.integrations.transformers.written_out import family_of
+from ds_ring.integrations.transformers.checks import bypasses_interface, uses_interface, works_as_is
 
 from .small_images import ConfigValues, shrink_images
 
@@ -419,7 +418,7 @@ def section_for(model: PreTrainedModel, head: str) -> dict[str, Any]:
     kind = type(model)
     if head == "image-text":  # the attention is that of the language part
         return {"pattern": {"causal": True}}
-    as_is = family_of(model) is None and not uses_interface(kind) and works_as_is(kind)
+    as_is = not bypasses_interface(model) and not uses_interface(kind) and works_as_is(kind)
     causal = head == "seq2seq-lm" or (head != "masked-lm" and not _is_encoder(model.config))
     return {"pattern": {"causal": causal}} | ({"attention": "as_is"} if as_is else {})
 

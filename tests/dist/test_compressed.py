@@ -23,10 +23,10 @@ from ds_ring import (
     make_layout,
     shard_sequence,
 )
+from ds_ring.integrations.adapter import apply
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers import compressed
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.variants import compressed
 from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.layers.selection.select import TotalOrder
 from ds_ring.masks.layer_patterns import LayerPatterns
@@ -188,12 +188,11 @@ def compressor_errors(rank: int, world_size: int, kind: str) -> dict[str, float]
                 layer = SimpleNamespace(compressor=made, config=SimpleNamespace(_attn_implementation=NAME))
                 entries: Any = compressed.CompressedEntries(layer)
                 if kind == "CSA":
-                    select = {"compressed entries.scorer": SimpleNamespace(around_forward=entries.select)}
-                    TABLE.apply(select, scorer=made.indexer.scorer)
+                    apply(entries, scorer=made.indexer.scorer)
                 entries.note(made, (), {compressed.SHARDING: sharding})
                 given = [shard_sequence(x, **places) for x in (hidden, queries, positions)]
                 given[0].requires_grad_()
-                got, mask = entries(*given, None, 0)
+                got, mask = entries.compress(*given, None, 0)
                 assert mask is None and got.shape[2] == blocks.local_tokens
                 whole = torch.nn.functional.pad(grad, (0, 0, 0, blocks.tokens - count))
                 got.backward(shard_sequence(whole, blocks, mesh=mesh, dim=2))

@@ -282,7 +282,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
     from ds_ring.integrations.deepspeed.packing import group_rows
     from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.score_terms import around_bias
+    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
     from ds_ring.masks.layer_patterns import LayerPatterns
 
     family, causal, padded = BIASED[name]
@@ -340,7 +340,7 @@ def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     from ds_ring.integrations.deepspeed.batch import SHARDING
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
     from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
-    from ds_ring.integrations.transformers.score_terms import around_bias
+    from ds_ring.integrations.transformers.variants.relative_bias import around_bias
     from ds_ring.masks.layer_patterns import LayerPatterns
 
     module = biased_module("t5", causal=True)

@@ -40,7 +40,7 @@ RECURRENT = """
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
     rwkv xlstm qwen4_exp_text glm5_next_text
 """
-# ds_ring/integrations/transformers/written_out.py
+# ds_ring/integrations/transformers/variants/eager_attention.py
 WRITTEN_OUT = """
     bloom mpt gptj gpt_neo codegen xglm biogpt falcon stablelm gpt_neox_japanese megatron-bert rembert roformer
     openai-gpt xlm nemotron
@@ -209,7 +209,7 @@ def test_a_family_is_exact_or_refused(rank_pool, row):
             assert report.result == "refused" and reason in report.reason, report
 
 
-# One for each wrapper of recurrent_parts.py that no family of DAY, and no generation of the day, runs.
+# One for each wrapper of variants/recurrent/ that no family of DAY, and no generation of the day, runs.
 OTHER_RECURRENCES: dict[str, dict[str, Any]] = {
     "mamba2": {"time_step_limit": [0.5, 0.8]},  # steps are cut off on both sides
     **{family: {} for family in ("falcon_mamba", "minimax", "recurrent_gemma", "rwkv", "zaya")},
@@ -237,18 +237,19 @@ def with_a_lost_payload(rank: int, world_size: int) -> list[ModelReport]:
 
 def with_other_keys(rank: int, world_size: int, family: str) -> list[ModelReport]:
     """Choose the second best key, or block, of each query instead of the best one."""
-    from ds_ring.integrations.transformers import indexed
+    from ds_ring.integrations.transformers import selection
+    from ds_ring.integrations.transformers.variants import indexed_blocks
 
-    select = indexed.ring_select
+    select = selection.ring_select
 
     def careless(scores: Any, k: int, *args: Any, **kwargs: Any) -> Any:
         return select(scores, k + 1, *args, **kwargs)[..., 1:]
 
-    indexed.ring_select = careless
+    selection.ring_select = indexed_blocks.ring_select = careless
     try:
         return checked(rank, world_size, CheckRequest(family))
     finally:
-        indexed.ring_select = select
+        selection.ring_select = indexed_blocks.ring_select = select
 
 
 def with_features_of_others(rank: int, world_size: int) -> list[ModelReport]:

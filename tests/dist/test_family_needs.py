@@ -131,7 +131,7 @@ def on_a_ring(
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     masked = FAMILIES[family][0] == "MaskedLM"
     ring_size = world_size // ulysses_size
@@ -209,7 +209,7 @@ def sdpa_as_is(rank: int, world_size: int, family: str) -> Result:
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.compile.backend import backend_of
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     torch._dynamo.reset()
     config = RingConfig(ring_size=world_size, layout="zigzag", attention="as_is")
@@ -260,7 +260,7 @@ def own_head(rank: int, world_size: int) -> Result:
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     config = RingConfig(ring_size=world_size, layout="zigzag", pattern={"causal": False})
     mesh = RingMesh.from_world(world_size)

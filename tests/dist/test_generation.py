@@ -155,6 +155,7 @@ CASES = {
     "windows in some layers, and sinks": Case(2, ("greedy", "beams"), "gpt-oss"),
     "dynamic rotary embedding": Case(4, ("greedy", "padded on the left"), "dynamic rotary embedding"),
     "learned positions": Case(4, ("greedy",), "GPT-2"),
+    "positions that the model numbers by itself": Case(2, ("greedy",), "bart"),
     "experts": Case(2, ("greedy",), "Mixtral"),
     "windows in some layers, sinks": Case(2, ("greedy", "padded on the left"), "gpt_oss"),
     "values of another width": Case(2, ("greedy",), "deepseek_v3"),

@@ -140,7 +140,7 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     config = RingConfig(ring_size=world_size // ulysses_size, ulysses_size=ulysses_size, layout=layout)
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
@@ -179,7 +179,7 @@ def patches_encoded(rank: int, world_size: int, name: str) -> tuple[int, int]:
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     config, mesh = RingConfig(ring_size=world_size), RingMesh.from_world(world_size)
     session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)

@@ -20,7 +20,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAInde
 
 from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.integrations.transformers import indexed
+from ds_ring.integrations.transformers.variants import indexed_blocks
 from ds_ring.layers.selection.select import TotalOrder
 from ds_ring.layers.sparse import attention as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed
@@ -107,7 +107,7 @@ def on_the_ring(mesh: RingMesh, kind: str, packed: bool, name: str) -> Tensor:
     hidden, cos, sin = (shard_sequence(x, layout, mesh=mesh, dim=1, pad_value=float("nan")) for x in inputs())
     with torch.no_grad():
         second: Any = cos if kind.startswith("glm5") else (cos, sin)  # there, what queries are made of
-        compute = getattr(indexed, kind.partition(",")[0])
+        compute = getattr(indexed_blocks, kind.partition(",")[0])
         chosen = compute(made(kind), sharding, hidden, second)
     chosen = chosen.unsqueeze(1) if chosen.dim() == 3 else chosen
     every = gather_sequence(chosen, layout, mesh=mesh, dim=2)

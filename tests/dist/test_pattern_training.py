@@ -153,7 +153,7 @@ def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     config = RingConfig(ring_size=world_size, pattern=pattern)
     mesh = RingMesh.from_world(world_size)
@@ -222,7 +222,7 @@ def losses_of(
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.errors import RingError
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     pattern, found = {"documents": "document_ids" in batch}, []
     for ring_size, ulysses_size in ((1, 1), (2, 1), (4, 1), (2, 2)):

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_select, selected_attention
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.transformers.model import RECURRENT_FUNCTIONS, RECURRENT_METHODS
+from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.scan.scan import neighbours_of
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.ring.trace import measure_cpu_memory
@@ -293,8 +293,8 @@ def mixing_types() -> list[str]:
     """Types of transformers whose modeling file has a layer that is not softmax attention over all keys."""
     root, found = Path(transformers.__file__).parent / "models", []
     words = (
-        *RECURRENT_FUNCTIONS,
-        *(name.partition(".")[0] for name in RECURRENT_METHODS),
+        *FUNCTIONS,
+        *(name.partition(".")[0] for name in METHODS),
         "Indexer(nn.Module)",
     )
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -125,7 +125,7 @@ def session_of(world_size: int, layout: str, packed: bool, attention: str = "rin
 def on_a_ring(
     rank: int, world_size: int, family: str, layout: str, packed: bool, checkpointing: bool
 ) -> Result:
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     session = session_of(world_size, layout, packed)
     model = build(family, "ds_ring", checkpointing)
@@ -151,7 +151,7 @@ def compiled_on_a_ring(
     """As `engine.compile` compiles it with the session's backend or another, or torch.compile with options."""
     from ds_ring import make_layout
     from ds_ring.integrations.compile.backend import backend, backend_of
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     torch._dynamo.reset()
     attention = "ring" if route == "another backend" else "as_is"

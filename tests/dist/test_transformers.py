@@ -67,7 +67,7 @@ def on_a_ring(rank: int, world_size: int, family: str, layout: str) -> Result:
     from ds_ring.comm.mesh import RingMesh
     from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attention import attach
+    from ds_ring.integrations.transformers.attach import attach
 
     config = RingConfig(ring_size=world_size, layout=layout)
     mesh = RingMesh.from_world(world_size)

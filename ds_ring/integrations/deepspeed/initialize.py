@@ -151,7 +151,7 @@ def initialize(
         attached: list[Any] = []  # transformers is optional: where it is not imported, no model is one of its
         if _has_part_of_transformers(model):
             with imports_of("a model of transformers", "transformers"):
-                from ds_ring.integrations.transformers.attention import attach
+                from ds_ring.integrations.transformers.attach import attach
                 from ds_ring.integrations.transformers.wrappers import wrapped_model
             attached = list(attach(model, session))
             wrapper = wrapped_model(model, session, attached)
@@ -327,7 +327,7 @@ def _configurations(
     check_monitor(ring_config.monitor, deepspeed_config)
     if _has_part_of_transformers(model):
         with imports_of("a model of transformers", "transformers"):
-            from ds_ring.integrations.transformers.attention import check_model
+            from ds_ring.integrations.transformers.attach import check_model
         check_model(model, ring_config)
     return ring_config, deepspeed_config
 

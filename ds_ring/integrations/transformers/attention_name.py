@@ -71,10 +71,10 @@ def _choose_or_refuse(
 ) -> str:
     # A class that does not support the name: Falcon raises a KeyError, others ignore it.
     if requested_attention == NAME:
-        from ds_ring.integrations.transformers.checks import bypasses, uses_interface
+        from ds_ring.integrations.transformers.checks import bypass_error, uses_interface
 
         if not uses_interface(type(model)):
-            raise bypasses(type(model))
+            raise bypass_error(type(model))
     return choose(model, requested_attention, *args, **kwargs)
 
 

@@ -8,6 +8,7 @@ every rank raises them.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,20 +16,21 @@ from torch import nn
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.compressed import compresses
-from ds_ring.integrations.transformers.indexed import selects_blocks, selects_keys
-from ds_ring.integrations.transformers.recurrent_parts import (
-    attends_recurrently,
-    convolves_locally,
-    file_is_recurrent,
-    is_recurrent,
+from ds_ring.integrations.transformers.variants import variants
+from ds_ring.integrations.transformers.variants.variant import (
+    CONVOLUTION,
+    INTERFACE,
+    POSITIONS,
+    STATE,
+    TWO_SEQUENCES,
+    Request,
 )
-from ds_ring.integrations.transformers.written_out import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+UNMODIFIED = "sdpa"  # the attention that the backend "ds_ring" rewrites in a graph
 THROUGH_SHARD_BATCH = (
     "take the batch from the loader of ds_ring.initialize or from engine.ring.shard_batch(batch)"
 )
@@ -75,12 +77,22 @@ def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> N
             )
 
 
+def refuse_other_inputs(name: str, given: Mapping[str, Any]) -> None:
+    """Refuse a second sequence, and images, which some models put in front of each rank's tokens."""
+    for key in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
+        if given.get(key) is not None:
+            raise RingConfigError(
+                f"{name}: expected one sequence of tokens, got {key} beside it, which a ring does not cut;"
+                " leave it out, or embed it yourself and pass inputs_embeds through engine.ring.shard_batch"
+            )
+
+
 def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse dropout, mask tensors and extra terms of the scores."""
     if dropout:
         raise RingConfigError(
             f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
-            " model's configuration (elsewhere it is fine; T5 has one number for all, so set `dropout` of"
+            " model's configuration (elsewhere it is fine; where it has one number for all, set `dropout` of"
             " its attention modules)"
         )
     if mask is not None:
@@ -101,39 +113,13 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
             )
 
 
-# By model type, what a model that writes its attention out does with other tokens.
-_OTHERWISE = {
-    "cpmant": "it puts a prompt in front of the tokens it is given, and learns a bias for each distance",
-    "deberta": "its scores have terms of learned relative positions, whose tables need a gradient",
-    "deberta-v2": "its scores have terms of learned relative positions, whose tables need a gradient",
-    "mpnet": "its scores have a learned bias for each distance, whose table needs a gradient",
-    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
-    "reformer": "it sorts tokens into buckets by random projections, and attends within chunks of them",
-    "xlnet": "it adds scores of learned relative positions, for which it shifts the scores of all keys",
-}
-
 # Which models a ring can run at all: known from the class and the configuration, before any call.
 
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_LOCAL_LAYERS = {"mlp", "moe"}  # they mix no tokens
-_RECURRENT_LAYERS = {
-    "linear_attention",
-    "conv",
-    "hybrid",
-    "hybrid_sliding",
-}  # recurrent_parts.py knows theirs
-_INDEXED_LAYERS = {"indexed_attention", "minimax_m3_sparse"}
-_COMPRESSED_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention"}
-# By model type, what an encoder-decoder does with other tokens; of the others no test compares any.
-_PAIRS_OTHERWISE = {
-    "fsmt": "its attention is written out with tokens before samples, and makes a mask of its own",
-    "led": "its encoder attends within windows that it cuts out of the tokens it is given",
-    "longt5": "its encoder attends within blocks that it cuts out of the tokens it is given",
-    "nllb-moe": "its experts take as many tokens of the sequence as they have room for",
-    "pegasus_x": "its encoder attends within blocks that it cuts out of the tokens it is given",
-    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
-    "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
-}
+_PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "mlp", "moe"}
+OWN_TOKENS = (
+    "so each rank would see its own tokens only; use an attention-only model such as Llama, Qwen, Mistral or"
+    " GPT-NeoX"
+)
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
 # Settings that no property of the class shows: what the setting does with other tokens, and the value that
@@ -145,109 +131,63 @@ _SETTINGS: dict[str, tuple[str, str]] = {
 }
 
 
-def check_class(model: PreTrainedModel, as_is: bool = False) -> None:
+def check_class(model: PreTrainedModel, request: Request) -> None:
     """Refuse models that mix tokens otherwise than by attention, or number them by themselves.
 
-    Args:
-        model: a transformers model.
-        as_is: its attention is left to the backend "ds_ring", which needs no attention interface.
+    Raises:
+        RingConfigError, RingPatternError: a variant refuses the model, or none covers what it needs.
     """
-    name, config = type(model).__name__, model.config.get_text_config()
-    family = None if as_is else family_of(model)
-    pair = getattr(model.config, "is_encoder_decoder", False)
-    if pair and family is None:
-        unknown = "no test compares it with one process"
-        if model.main_input_name != "input_ids":
-            unknown = f"its encoder reads {model.main_input_name} and not tokens"
-        why = _PAIRS_OTHERWISE.get(model.config.model_type, unknown)
-        raise RingConfigError(
-            f"{name} cannot run on a ring: it is an encoder-decoder, and {why}; use BART, Marian or T5, say,"
-            " or call ds_ring.ring_attention with key_layout in a model of your own"
-        )
-    if config.model_type in _OTHERWISE:
-        raise RingConfigError(
-            f"{name} cannot run on a ring: {_OTHERWISE[config.model_type]}, so each rank would see its own"
-            " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
-        )
-    is_known = family is not None
-    if family and family.positions not in ("", *(type(part).__name__ for part in model.modules())):
-        raise RingConfigError(
-            f"{name} cannot run on a ring: it numbers its tokens otherwise than by {family.positions}, and a"
-            " rank knows its own tokens only; choose these positions in the configuration of the model"
-            " (TrOCR: use_learned_position_embeddings)"
-        )
-    if not is_known and not uses_interface(type(model)) and not (as_is and works_as_is(type(model))):
-        raise bypasses(type(model))
-    recurrent = any(map(is_recurrent, model.modules()))
-    types = list(getattr(model.config, "layer_types", None) or ())
-    layers = set(types) - _ATTENTION_LAYERS - _LOCAL_LAYERS
-    of_types: dict[str, list[nn.Module]] = {}
-    for type_, layer in zip(types, _layers(model), strict=False):
-        of_types.setdefault(type_, []).append(layer)
-    layers -= {
-        one
-        for one in layers & _RECURRENT_LAYERS
-        if all(any(map(is_recurrent, layer.modules())) for layer in of_types.get(one, [model]))
-    }
-    # Keys that an indexer selects: those of which the ring can read the formula.
-    indexed = [
-        part
-        for part in model.modules()
-        if isinstance(getattr(part, "indexer", None), nn.Module) and not hasattr(part, "compress_rate")
-    ]
-    if indexed and all(selects_keys(one) or selects_blocks(one) for one in indexed) and not as_is:
-        layers -= _INDEXED_LAYERS
-    compressing = not as_is and any(map(compresses, model.modules()))
-    if compressing:
-        layers -= _COMPRESSED_LAYERS
-    named = ", ".join(sorted(layers))
-    reasons = {
-        f"its layers {named} mix tokens otherwise than by a fixed pattern of attention": bool(layers),
-        # The state of DeepSeek V4's cache holds keys that were compressed.
-        "it carries a recurrent state from token to token": model._is_stateful
-        and not (recurrent or compressing),
-        "it takes no position_ids": not recurrent and not is_known and not takes_positions(type(model)),
-        "it convolves tokens": any(
-            convolves_locally(part) for layer in _layers(model) for part in layer.modules()
-        ),
-    }
-    for reason, applies in reasons.items():
-        if applies:
-            raise RingConfigError(
-                f"{name} cannot run on a ring: {reason}, so each rank would see its own"
-                " tokens only; use an attention-only model such as Llama, Qwen, Mistral or GPT-NeoX"
-            )
-    if as_is and getattr(config, "alibi", False):
-        raise RingConfigError(
-            f"{name} cannot run on a ring: config.alibi adds a distance to each score, which ring attention"
-            " does not compute; use a model with rotary or learned positions"
-        )
-    draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
-    if draws and config.attention_type == "block_sparse":
-        raise RingConfigError(
-            f'{name} cannot run on a ring: config.attention_type "block_sparse" draws blocks of keys at'
-            ' random for each length, and a rank knows its own tokens only; set it to "original_full", if'
-            " that is your model (up to 1024 tokens BigBird takes it by itself)"
-        )
-    if config.model_type == "doge" and (as_is or config.is_moe):
-        what = (
-            "config.is_moe: its router takes the scores of an expert from two tokens, one in each half of the"
-            " batch, so no token is routed by itself; set is_moe to False, if that is your model"
-            if config.is_moe
-            else "its layers add learned terms of keys to the scores, which the backend does not; set"
-            ' "attention": "ring" in the section, and build it without attn_implementation'
-        )
-        raise RingConfigError(f"{name} cannot run on a ring: {what}")
+    as_is, covered = request.as_is, set[str]()
+    for variant in variants():
+        variant.refuse(model, request)
+        covered |= variant.covers(model, as_is)
+    kind, needs = type(model), needs_of(model) - covered
+    if INTERFACE in needs and not (as_is and works_as_is(kind)):
+        raise bypass_error(kind)
+    layers = ", ".join(sorted(needs - {INTERFACE, *_REASONS}))
+    reasons = (
+        [f"its layers {layers} mix tokens otherwise than by a fixed pattern of attention"] if layers else []
+    )
+    reasons += [reason for need, reason in _REASONS.items() if need in needs]
+    if reasons:
+        raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}")
+    config = model.config.get_text_config()
     for key, (what, value) in _SETTINGS.items():
         if getattr(config, key, None):
-            raise RingConfigError(
-                f"{name} cannot run on a ring: config.{key} {what}, and a rank knows its own tokens only;"
-                + (
-                    f" set config.{key} to {value}, if that is your model"
-                    if value != "none"
-                    else " use another model"
-                )
-            )
+            advice = f"set config.{key} to {value}, if that is your model"
+            advice = "use another model" if value == "none" else advice
+            raise cannot_run(model, f"config.{key} {what}, and a rank knows its own tokens only; {advice}")
+
+
+_REASONS = {
+    TWO_SEQUENCES: "it is an encoder-decoder, which is not known to be exact",
+    STATE: "it carries a recurrent state from token to token",
+    POSITIONS: "it takes no position_ids",
+    CONVOLUTION: "it convolves tokens",
+}
+
+
+def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
+    """Return the error of a model that a ring does not compute."""
+    return RingConfigError(f"{type(model).__name__} cannot run on a ring: {reason}")
+
+
+def needs_of(model: PreTrainedModel) -> set[str]:
+    """Return what a model needs of a variant, beside softmax over the keys of a pattern."""
+    kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
+    convolves = (
+        isinstance(child, nn.Conv1d) and child.kernel_size != (1,)
+        for layer in layers_of(model)
+        for child in layer.modules()
+    )
+    needs = {
+        INTERFACE: not uses_interface(kind),
+        TWO_SEQUENCES: getattr(model.config, "is_encoder_decoder", False),
+        STATE: model._is_stateful,
+        POSITIONS: not takes_positions(kind),
+        CONVOLUTION: any(convolves),
+    }
+    return layers - _PLAIN_LAYERS | {need for need, applies in needs.items() if applies}
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -263,13 +203,11 @@ def check_adapters(model: nn.Module) -> None:
                 )
 
 
-def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
+def bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:
     """Return the error of a class that has no attention interface; it says what works instead."""
-    if getattr(kind.config_class, "model_type", None) in FAMILIES:
-        instead = (
-            "What works with it: build it without attn_implementation, and start with"
-            " ds_ring.initialize(model=...), which computes its attention on the ring"
-        )
+    advice = next(filter(None, (variant.advice(kind) for variant in variants())), None)
+    if advice is not None:
+        instead = f"What works with it: {advice}"
     elif works_as_is(kind):
         instead = (
             'What works with it: build it with attn_implementation=\'sdpa\', set "attention": "as_is" in the'
@@ -283,12 +221,14 @@ def bypasses(kind: type[PreTrainedModel]) -> RingConfigError:
     )
 
 
+def bypasses_interface(model: PreTrainedModel) -> bool:
+    """Return whether a variant computes the attention of a model whose class does not take the name."""
+    return any(INTERFACE in variant.covers(model, as_is=False) for variant in variants())
+
+
 def uses_interface(kind: type[PreTrainedModel]) -> bool:
     """Return whether all attention of a class goes through transformers' attention interface."""
-    # Models with states do not set the flag, though their attention layers use the interface.
-    return kind._supports_attention_backend or (
-        file_is_recurrent(kind) and (kind._can_set_attn_implementation() or attends_recurrently(kind))
-    )
+    return kind._supports_attention_backend or any(variant.uses_interface(kind) for variant in variants())
 
 
 def works_as_is(kind: type[PreTrainedModel]) -> bool:
@@ -301,7 +241,7 @@ def takes_positions(kind: type[PreTrainedModel]) -> bool:
     return "position_ids" in inspect.signature(kind.forward).parameters
 
 
-def _layers(model: PreTrainedModel) -> nn.ModuleList:
+def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of the language model, without those of an image encoder (which may convolve)."""
     base = getattr(model, model.base_model_prefix, model)
     layers = getattr(base, "layers", getattr(base, "blocks", None))

@@ -1,6 +1,6 @@
 """What families of models need beside the ring's attention: pooled tokens, router losses, a guarded loss.
 
-`attached.py` puts the hooks on a model that has the need.
+`model_adapter.py` installs the hooks on a model that has the need.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespac
     return SimpleNamespace(before_forward=before, after_forward=after_score)
 
 
-def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> None:
-    """Refuse what a head made of this rank's tokens alone."""
+def check_outputs(
+    model: PreTrainedModel, output: Any, local_tokens: int, others: tuple[str, ...] = ()
+) -> None:
+    """Refuse what a head made of this rank's tokens alone; `others` are outputs of other tokens."""
     if isinstance(output, Tensor | tuple):
         raise RingConfigError(
             f"{type(model).__name__}: expected a ModelOutput, got {type(output).__name__}, in which the loss"
@@ -84,7 +86,7 @@ def check_outputs(model: PreTrainedModel, output: Any, local_tokens: int) -> Non
         if (
             not isinstance(value, Tensor)
             or value.ndim < 2
-            or name in ("image_hidden_states", "encoder_last_hidden_state")  # of this rank's other tokens
+            or name in ("image_hidden_states", *others)
             or (name == "logits" and pools_the_last_token(model))
         ):
             continue

@@ -42,10 +42,9 @@ from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.compressed import compresses
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
-from ds_ring.integrations.transformers.recurrent_parts import is_recurrent, passes_no_state_to_a_cache
+from ds_ring.integrations.transformers.variants import variants
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
@@ -152,7 +151,7 @@ class Generation:
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
             name = cache_name(self.signature.parameters)
-            has_states = any(map(is_recurrent, self.model.modules()))
+            has_states = any(variant.has_states(self.model) for variant in variants())
             given[name] = _cache_class()(
                 self.mesh.ring_rank, self.mesh.ring_size,
                 self.model.config.get_text_config(decoder=True) if has_states else None,
@@ -167,9 +166,6 @@ class Generation:
     def _check(self, asked: dict[str, Any], settings: Any, rewritten: bool) -> None:
         name = f"{type(self.model).__name__}.generate"
         mode = settings.get_generation_mode(asked.get("assistant_model"))
-        stateless = sorted(
-            {type(one).__name__ for one in self.model.modules() if passes_no_state_to_a_cache(one)}
-        )
         cache, config = cache_in(asked), self.model.config.get_text_config()
         modules = [one for one in self.model.modules() if one.training]
         only_in_training = [
@@ -187,8 +183,6 @@ class Generation:
             and not makes_such_masks(self.model, "sliding_attention")
         )
         faults = {
-            "expected a model of one sequence, got an encoder-decoder, whose cache of two sequences does not"
-            " stay on the ring": config.is_encoder_decoder,
             "expected attention of the model's own, got one that the backend has rewritten": rewritten,
             "expected evaluation mode, or training without dropout and checkpointing, got training with"
             f" {' and '.join(only_in_training)}: call engine.eval(), or leave that out (in TRL"
@@ -201,10 +195,6 @@ class Generation:
             " would forget tokens; set it to None": only_the_cache_slides,
             f"expected no cache of another kind, got {type(cache).__name__}": cache is not None
             and not isinstance(cache, _cache_class()),
-            f"expected layers whose states transformers' cache holds, got {', '.join(stateless)}, which no"
-            " cache on a ring carries from the prompt to the next token": bool(stateless),
-            "expected attention to tokens alone, got layers that attend to compressed entries, which a ring's"
-            " cache lacks": any(map(compresses, self.model.modules())),
             "expected no cache_implementation, got one: keys and values stay on the ring": bool(
                 settings.cache_implementation
             ),
@@ -212,9 +202,10 @@ class Generation:
                 settings.output_hidden_states or settings.output_attentions
             ),
         }
-        for fault, applies in faults.items():
-            if applies:
-                raise RingConfigError(f"{name}: {fault}; {_OFF}")
+        found = [variant.refuse_generation(self.model) for variant in variants()]
+        found += [fault for fault, applies in faults.items() if applies]
+        for fault in filter(None, found):
+            raise RingConfigError(f"{name}: {fault}; {_OFF}")
 
     def before(self, given: dict[str, Any]) -> dict[str, Any] | None:
         """Return the arguments of a forward pass of a generation, for this rank; None for any other pass."""

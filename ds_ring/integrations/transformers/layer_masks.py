@@ -42,12 +42,12 @@ class LayerMask:
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
     sharding: BatchSharding | None = None  # of the batch, where a layer cannot be told by a keyword argument
-    ndim: ClassVar[int] = 0  # Falcon adds its alibi to a mask of four dimensions, and to the scores as well
+    ndim: ClassVar[int] = 0  # some models add a bias to a mask of four dimensions, and to the scores as well
 
     def __getitem__(self, index: Any) -> LayerMask:
         """Return the mask itself for a slice of everything: Gemma 3n and 4 slice by logits_to_keep, 0.
 
-        And for head 0, which DeepSeek-V3.2 hands to its indexer: a layer's mask is the same for all heads.
+        And for head 0: a layer's mask is the same for all heads.
         """
         parts = index if isinstance(index, tuple) else (index,)
         whole = [isinstance(one, slice) and one in (slice(None), slice(0, None)) for one in parts]
@@ -56,7 +56,7 @@ class LayerMask:
         raise _used_as_tensor(f"selects {index} of it")
 
     def to(self, *_: Any, **__: Any) -> LayerMask:
-        """Return the mask itself: MPT asks for truth values."""
+        """Return the mask itself: some models ask for truth values."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -167,8 +167,8 @@ def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
-def said_by_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
-    """Return what a layer that got no mask says by its arguments: [Note: what a layer says].
+def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
+    """Return the pattern of a layer that got no mask, by its arguments: [Note: what a layer says].
 
     Raises:
         RingPatternError: a window that nobody can read.
@@ -186,18 +186,23 @@ def said_by_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
     return SlidingWindow(int(window))
 
 
-def pattern_in(module: nn.Module, sharding: BatchSharding, said: Pattern | None) -> Pattern:
-    """Return who attends to whom in a layer that says `said`, documents apart.
+def pattern_in(module: nn.Module, sharding: BatchSharding, model_pattern: Pattern | None) -> Pattern:
+    """Return which query attends to which key in a layer, documents apart.
+
+    Args:
+        module: the layer.
+        sharding: of the batch, with the JSON's pattern.
+        model_pattern: the pattern that the model gives the layer; None if it hides all keys.
 
     Raises:
         RingPatternError: the layer hides all, or contradicts the JSON.
     """
     name, config = type(module).__name__, getattr(module, "config", None)
-    if said is None:
+    if model_pattern is None:
         raise RingPatternError(f"{name}: expected a window of at least 1 token, got a mask that hides all")
     mixed = len(set(getattr(config, "layer_types", None) or ())) > 1
     try:
-        return sharding.pattern_of(said, getattr(module, "layer_idx", None), mixed)
+        return sharding.pattern_of(model_pattern, getattr(module, "layer_idx", None), mixed)
     except RingPatternError as error:
         raise RingPatternError(f"{name}: {error}") from None
 
@@ -218,9 +223,9 @@ def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, .
     )
 
 
-def narrowest_beside(said: tuple[Pattern, ...], given: Pattern) -> int:
+def narrowest_layer(layers: tuple[Pattern, ...], given: Pattern) -> int:
     """Return the shortest window or chunk of the layers that the JSON's pattern has not; 2^62 for none."""
-    narrow = (one for one in said if isinstance(one, SlidingWindow | Chunked) and not covers(given, one))
+    narrow = (one for one in layers if isinstance(one, SlidingWindow | Chunked) and not covers(given, one))
     widths = (one.window if isinstance(one, SlidingWindow) else one.chunk for one in narrow)
     return min(widths, default=1 << 62)
 

@@ -1,4 +1,4 @@
-"""What a model computes from the positions of the whole batch: position ids, rotary length, query scale.
+"""What a model computes from the positions of the whole batch: position ids and rotary length.
 
 RoBERTa-like models number tokens from `padding_idx + 1` and leave padding out. Any other model must use the
 position ids that it is given.
@@ -23,11 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, undo
-from ds_ring.integrations.deepspeed.batch import SHARDING, Batch
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches
+from ds_ring.integrations.deepspeed.batch import Batch
+from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
-from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.ops.context import refuse
 
 _FROM_IDS = "create_position_ids_from_input_ids"
@@ -184,48 +182,3 @@ def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
         return tuple(part[..., :-1, :] for part in output)
 
     return SimpleNamespace(before_forward=before, after_forward=after)
-
-
-class QueryScale:
-    """Scale the queries of one layer of Llama 4 with temperature tuning, in place of the layer.
-
-    A layer without rotary embedding multiplies each query by 1 + attn_scale * log(1 + floor((p + 1) /
-    floor_scale)), and counts p from the first token that it is given.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self._sharding: BatchSharding | None = None
-        self._off: list[AppliedPatch] = []
-
-    def before_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Switch the layer's own scaling off."""
-        sharding = kwargs.get(SHARDING)
-        if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
-            raise RingConfigError(
-                f"{type(self._module).__name__}: config.attn_temperature_tuning scales queries by their place"
-                " in the sequence, which a compiled model is not told; do not compile it, or set it to False,"
-                " if that is your model"
-            )
-        # New tokens of a generation are on every rank: the layer scales them right.
-        if not isinstance(sharding, CachedSharding):
-            self._sharding = sharding
-            off = {"query scale.off": SimpleNamespace(around_forward=False)}
-            self._off = self._off or TABLE.apply(off, scaling=self._module)
-
-    def scaled(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], queries_BSE: Tensor
-    ) -> Tensor:
-        """Return the projected queries [B, S, H * D], scaled as the layer would do it."""
-        if self._sharding is None:
-            return queries_BSE
-        positions_S = self._sharding.with_slots(queries_BSE.device).slots
-        assert positions_S is not None
-        steps_S = torch.floor((positions_S.float() + 1.0) / self._module.floor_scale)
-        scale_S = torch.log1p(steps_S) * self._module.attn_scale + 1.0
-        return (queries_BSE * scale_S[:, None]).to(queries_BSE.dtype)
-
-    def after_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Switch the layer's own scaling on again: without a ring the layer scales by itself."""
-        self._sharding = None
-        undo(self._off)

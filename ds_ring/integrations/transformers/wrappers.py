@@ -29,9 +29,9 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.token_flow import TokenFlow
-from ds_ring.integrations.transformers.attached import Attached
 from ds_ring.integrations.transformers.families import pools_the_last_token
 from ds_ring.integrations.transformers.model import MODEL
+from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 from ds_ring.ops.shard import gather_sequence, shard_sequence
 
 log = logging.getLogger(__name__)
@@ -344,7 +344,9 @@ class WrappedModel:
         return _mapped(output, whole)
 
 
-def wrapped_model(module: nn.Module, session: RingSession, attached: list[Attached]) -> WrappedModel | None:
+def wrapped_model(
+    module: nn.Module, session: RingSession, attached: list[ModelAdapter]
+) -> WrappedModel | None:
     """Return what calls a module that is no transformers model itself but has some inside; None without."""
     models = [one.model for one in attached]
     if not models or session.mesh.sequence_size == 1:

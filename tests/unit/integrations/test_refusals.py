@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,23 +33,29 @@ from ds_ring.integrations.deepspeed.refusals import RingUse
 from ds_ring.integrations.transformers import (
     attention,
     checks,
-    compressed,
-    encoder_decoders,
     families,
     generation,
     images,
-    indexed,
     layer_masks,
     long_sequence,
     positions,
-    recurrent,
     ring_cache,
-    score_terms,
     wrappers,
-    written_out,
 )
-from ds_ring.integrations.transformers.attention import attach
+from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.variants import (
+    compressed,
+    eager_attention,
+    encoder_decoder,
+    indexed,
+    indexed_blocks,
+    key_terms,
+    query_scale,
+    relative_bias,
+)
+from ds_ring.integrations.transformers.variants.recurrent import scan
+from ds_ring.integrations.transformers.variants.variant import Request
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.schedule.layout import make_layout
@@ -58,8 +65,9 @@ from tests.unit.integrations.transformers.test_attention import session_of
 Given = Any
 IDS = torch.ones(2, 4, dtype=torch.int64)
 IMAGES = batch.ImageNeeds(3, frozenset(), None)
-check_pair: Any = encoder_decoders.check_pair
-decoder_ids_of: Any = encoder_decoders.decoder_ids_of
+check_pair: Any = encoder_decoder.check_pair
+decoder_ids_of: Any = encoder_decoder.decoder_ids_of
+REQUEST = Request(RingConfig(ring_size=2))
 ON = SimpleNamespace(config=SimpleNamespace(_attn_implementation=NAME))
 
 
@@ -151,13 +159,13 @@ def chosen_by(current: Any, pattern: Any = None) -> Any:
     self: Any = SimpleNamespace(_layer=ON, _sharding=current, _indexer=nn.Linear(1, 1), _mask=None)
     if pattern is not None:
         self._mask = layer_masks.LayerMask(pattern)
-    return indexed.BlockIndexedLayer._choose(self, lambda x: x, torch.zeros(1))
+    return indexed_blocks.BlockIndexedLayer.choose(self, lambda x: x, torch.zeros(1))
 
 
 def compressing(current: Any, cache: Any) -> Any:
     layer = SimpleNamespace(config=ON.config, compressor=nn.Linear(1, 1))
     self: Any = SimpleNamespace(_layer=layer, _sharding=current, _own=None)
-    return compressed.CompressedEntries.__call__(self, IDS, IDS, IDS, cache, 0)
+    return compressed.CompressedEntries.compress(self, IDS, IDS, IDS, cache, 0)
 
 
 def offloading(model: Any) -> Any:
@@ -262,7 +270,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     "another function of keys": (lambda _: torch.sin(keys()), RingConfigError, "calls sin"),
     "another attribute of keys": (lambda _: keys().grad, RingConfigError, "reads grad of its keys"),
     "keys chosen in a generation": (
-        lambda _: indexed.IndexedLayer._give_keys(
+        lambda _: indexed.IndexedLayer.give_keys(
             SimpleNamespace(_sharding=None),  # type: ignore[arg-type]
             nn.Linear(1, 1), (), {"past_key_values": 1},
         ),
@@ -270,7 +278,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         "Linear",
     ),
     "no local blocks": (
-        lambda _: indexed.minimax_m3(
+        lambda _: indexed_blocks.minimax_m3(
             SimpleNamespace(block_size=1, local_blocks=0, head_dim=2, topk_blocks=1), sharding(), IDS, (IDS,)
         ),
         RingConfigError,
@@ -281,7 +289,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         lambda _: chosen_by(sharding(Full()), Full()), RingPatternError, "expected a causal pattern"
     ),
     "a window on two sides": (
-        lambda _: layer_masks.said_by_call(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
+        lambda _: layer_masks.pattern_of_call(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
         RingPatternError,
         "expected a mask beside the two-sided",
     ),
@@ -296,22 +304,22 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         "a model whose layers can be checkpointed",
     ),
     "scaled queries that are told nothing": (
-        lambda _: positions.QueryScale(nn.Linear(1, 1)).before_forward(nn.Linear(1, 1), (), {}),
+        lambda _: query_scale.QueryScale(nn.Linear(1, 1)).before_forward(nn.Linear(1, 1), (), {}),
         RingConfigError,
         "attn_temperature_tuning",
     ),
     "no tokens for a state": (
-        lambda _: recurrent.kinds_of(
+        lambda _: scan.kinds_of(
             SimpleNamespace(pieces=[], layout="contiguous", mesh=SimpleNamespace(sequence_rank=1))  # type: ignore[arg-type]
         ),
         RingConfigError,
         "got none on rank 1",
     ),
     "a state that is passed on": (
-        lambda _: recurrent.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
+        lambda _: scan.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
     ),
     "positions by sample": (
-        lambda _: written_out._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
+        lambda _: eager_attention._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
         RingPatternError,
         "the same positions",
     ),
@@ -340,20 +348,20 @@ class Graph(nn.Module):
 
 
 def masked(**terms: Any) -> Any:
-    return attend(attention_mask=score_terms.TermsMask(None, torch.zeros(1), 1), **terms)
+    return attend(attention_mask=key_terms.TermsMask(None, torch.zeros(1), 1), **terms)
 
 
 def biased() -> Any:
-    bias = object.__new__(score_terms.RelativeBias)
+    bias = object.__new__(relative_bias.RelativeBias)
     vars(bias)["has_table"] = True
     return attend(position_bias=bias)
 
 
 def written(**scores: Any) -> Any:
     family: Any = SimpleNamespace(pattern=None, bias=None)
-    call: Any = written_out._ModuleAttention(Graph(), None, family, sharding(), None, 1)
+    call: Any = eager_attention._ModuleAttention(Graph(), None, family, sharding(), None, 1)
     q = torch.zeros(1, 4, 8)
-    return written_out.WrittenScores(call, q, q, torch.Size([1, 4, 4])), call, q
+    return eager_attention.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
 
 def tiled_head(deferring: bool = True) -> Any:
@@ -394,7 +402,7 @@ def doge(**settings: Any) -> Any:
         vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         **settings,
     )  # fmt: skip
-    return checks.check_class(transformers.DogeForCausalLM(config), as_is=not settings)
+    return checks.check_class(transformers.DogeForCausalLM(config), replace(REQUEST, as_is=not settings))
 
 
 def checkpointed() -> Any:
@@ -445,7 +453,8 @@ class Compressing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.compressor = nn.Linear(1, 1)
-        self.compressor.forward = object.__new__(compressed.CompressedEntries)  # type: ignore[assignment]
+        entries = object.__new__(compressed.CompressedEntries)
+        self.compressor.forward = entries.compress  # type: ignore[assignment]
 
 
 class Choosy(transformers.LlamaForCausalLM):
@@ -508,9 +517,9 @@ COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "terms of keys": (lambda: masked(scaling=1.0), RingConfigError, "adds a term of each key to the scores"),
     "a bias of distances": (biased, RingConfigError, "adds a learned bias of distances"),
     "written out": (
-        lambda: written_out.around_attention(ON, None, Graph(), None).around_forward(len),  # type: ignore[arg-type]
+        lambda: eager_attention.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
         RingConfigError,
-        "Graph writes its attention out",
+        "Graph computes attention in its own code",
     ),
     "a tiled loss": (lambda: starting(Graph()), RingConfigError, "a model that is not compiled"),
 }  # fmt: skip
@@ -560,7 +569,7 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an attribute of a protocol": (lambda: keys().__array__, AttributeError, "__array__"),
     "terms of keys in a generation": (
         lambda: attend(
-            attention_mask=score_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 4), 1),
+            attention_mask=key_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 4), 1),
             scaling=1.0,
             **{batch.SHARDING: cached()},
         ),
@@ -577,7 +586,9 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: attach(Choosy.small(takes=True), windowed()), RingConfigError, "but it keeps 'sdpa'"
     ),
     "no attention interface": (
-        lambda: checks.check_class(WithoutInterface(small_config("Llama"))), RingConfigError, "bypasses"
+        lambda: checks.check_class(WithoutInterface(small_config("Llama")), REQUEST),
+        RingConfigError,
+        "bypasses",
     ),
     "a cache without positions": (
         lambda: on_ring("Llama")(IDS, past_key_values=ring_cache.RingCache(0, 1)),

@@ -20,10 +20,10 @@ from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.attention import attach, check_model
-from ds_ring.integrations.transformers.indexed import IndexedLayer
-from ds_ring.integrations.transformers.latents import pays
+from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.variants.indexed import IndexedLayer
+from ds_ring.integrations.transformers.variants.latents import pays
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.schedule.grid import Grid
 from tests.dist.test_long_sequence import Largest
@@ -132,14 +132,14 @@ def test_hooks_run_in_the_order_of_the_table():
         return [hook.__qualname__.partition(".<locals>")[0] for hook in hooks.values()]
 
     before = ["generation_feature", "TiledHead.feature", "offloaded_checkpoints", "numbering_check"]
-    assert owners(model._forward_pre_hooks) == [*before, "Attached._sharding"]
-    after = ["TiledHead.feature", "numbering_check", "router_loss", "Attached._sharding"]
+    assert owners(model._forward_pre_hooks) == [*before, "ModelCall.hooks"]
+    after = ["TiledHead.feature", "numbering_check", "router_loss", "ModelCall.hooks"]
     assert owners(model._forward_hooks) == after
     said = describe(session)
     assert "hook       model (numbering): notes" in said and "score" not in said
     with session.attached[0]():
         assert not model._forward_pre_hooks and model.generate == model.generate.__self__.generate
-    assert owners(model._forward_pre_hooks) == [*before, "Attached._sharding"]
+    assert owners(model._forward_pre_hooks) == [*before, "ModelCall.hooks"]
     model(**session.shard_batch({"input_ids": IDS, "labels": IDS})).loss.backward()
     assert "numbering_check" not in owners(model._forward_pre_hooks) + owners(model._forward_hooks)
 
@@ -737,9 +737,9 @@ def test_an_indexer_that_gets_no_mask_of_its_layer_is_refused():
     _, session = attached()
     session.shard_batch({"input_ids": IDS})
     hooks = IndexedLayer(torch.nn.Identity())
-    hooks.layer.before_forward(torch.nn.Identity(), (), {SHARDING: session.batches.current})
+    hooks.note(torch.nn.Identity(), (), {SHARDING: session.batches.current})
     with pytest.raises(RingPatternError, match="got 0 masks and BatchSharding"):
-        hooks.indexer.before_forward(torch.nn.Identity(), (IDS,), {})
+        hooks.give_keys(torch.nn.Identity(), (IDS,), {})
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}

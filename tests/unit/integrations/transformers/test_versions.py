@@ -17,9 +17,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.deepspeed.batch import cache_name
-from ds_ring.integrations.transformers import generation, written_out
-from ds_ring.integrations.transformers.indexed import IndexedLayer
-from ds_ring.integrations.transformers.recurrent_parts import FUNCTIONS
+from ds_ring.integrations.transformers import generation
+from ds_ring.integrations.transformers.variants import eager_attention
+from ds_ring.integrations.transformers.variants.indexed import IndexedLayer
+from ds_ring.integrations.transformers.variants.recurrent.layers import WRAPPERS
 
 RING_CACHE = "ds_ring.integrations.transformers.ring_cache"
 
@@ -85,7 +86,7 @@ def test_an_indexer_gets_its_keys_by_its_own_name(name: str, monkeypatch: pytest
     layer.indexer = Indexer()
     hooks = IndexedLayer(layer)
     with pytest.raises(RingConfigError, match="Indexer: expected a call without a cache"):
-        hooks._give_keys(layer.indexer, (), {name: object()})
+        hooks.give_keys(layer.indexer, (), {name: object()})
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_a_wrapped_method_keeps_the_names_of_its_arguments(
         return kwargs
 
     asked = given | {name: None}
-    assert FUNCTIONS[function](original, SimpleNamespace(), **asked) == asked  # without a ring
+    assert WRAPPERS[function](original, SimpleNamespace(), **asked) == asked  # without a ring
 
 
 def test_attention_is_written_out_where_the_class_does_not_ask_the_interface() -> None:
@@ -112,16 +113,16 @@ def test_attention_is_written_out_where_the_class_does_not_ask_the_interface() -
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    assert written_out._asks_interface(LlamaAttention)
-    assert not written_out._asks_interface(WritesItOut)
+    assert eager_attention._asks_interface(LlamaAttention)
+    assert not eager_attention._asks_interface(WritesItOut)
     names = GPTJAttention.forward.__code__.co_names  # 5.24 hands it to the interface
-    assert written_out._asks_interface(GPTJAttention) == ("ALL_ATTENTION_FUNCTIONS" in names)
+    assert eager_attention._asks_interface(GPTJAttention) == ("ALL_ATTENTION_FUNCTIONS" in names)
 
 
 def test_the_slopes_of_alibi_are_the_models_own() -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = written_out._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
+    slopes = eager_attention._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
     found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
     torch.testing.assert_close(found, whole)

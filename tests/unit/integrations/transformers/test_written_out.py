@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.transformers.attention import attach, check_model
-from ds_ring.integrations.transformers.written_out import FAMILIES, family_of, parts_of
+from ds_ring.integrations.transformers.attach import attach, check_model
+from ds_ring.integrations.transformers.variants.eager_attention import FAMILIES, family_of, parts_of
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
 
 # A class that writes attention out in each version that is allowed; GPT-J does so up to 5.23.

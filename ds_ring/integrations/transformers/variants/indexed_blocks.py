@@ -1,22 +1,13 @@
-"""Attention over keys that an indexer selects, in transformers models: single keys, or blocks of them.
+"""Attention to blocks of keys that an indexer selects: Qwen 4, MiniMax M3 and GLM-5.3.
 
-Single keys are selected by DeepSeek-V3.2 and its relatives; here their own indexers meet the keys of all
-ranks. The indexer runs as it is, with its projections, norms, rotary embedding and formula; only its keys are
-replaced, by an object that stands for the keys of all ranks (`KeysOfAllRanks`). What the indexer does with
-them is noted and done again with each shard that arrives (`ring_select`). Another formula than those of
-`_NOTED` is refused by name. The positions that it returns reach `attention.py` as `indices`, which attends to
-them (`selected_attention`).
-
-Blocks are selected by Qwen 4, MiniMax M3 and GLM-5.3; here is what takes the place of such an indexer's
-forward on a ring. It computes with the indexer's own projections, norms and rotary embedding. The tokens of a
-block may lie on two ranks: the block's owner, which has its first token, gets the others by `halo`. Blocks
-begin with each document, as they do where it stands alone. `ring_select` chooses blocks, and `attention.py`
-attends to the tokens of these.
+Here is what takes the place of such an indexer's forward on a ring. It computes with the indexer's own
+projections, norms and rotary embedding. The tokens of a block may lie on two ranks: the block's owner, which
+has its first token, gets the others by `halo`. Blocks begin with each document, as they do where it stands
+alone. `ring_select` chooses blocks, and attention reads the tokens of these.
 
 transformers computes indexers without a gradient, so there is none here.
 
-Shapes: B samples, S local tokens, T tokens, n keys of a shard, H heads of an indexer, N local blocks, L
-tokens of a block, D head dim.
+Shapes: B samples, S local tokens, T tokens, H heads of an indexer, L tokens of a block, D head dim.
 """
 
 from __future__ import annotations
@@ -27,199 +18,39 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, cache_name
+from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.generation import CachedSharding
-from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, said_by_call
-from ds_ring.integrations.transformers.recurrent import in_order
-from ds_ring.layers.selection.select import ScoresFunction, ring_select, selected_attention
+from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, pattern_of_call
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.selection import (
+    attend_to_chosen,
+    joined,
+    layers_with_indexers,
+    refused_in_generation,
+)
+from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.attention import tokens_of_blocks
 from ds_ring.masks.catalog import Causal, Documents
-from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import BlockLayout
 
-# Computes some scores: of samples and of slots of this rank's queries, with some keys.
-Computation = Callable[[Any, slice, Tensor], Tensor]
-_NOTED = (torch.matmul, Tensor.matmul, torch.relu, nn.functional.relu)
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
-
-def selects_keys(module: nn.Module) -> bool:
-    """Return whether a layer attends to keys that its own indexer, or that of a layer before it, selects."""
-    indexer = getattr(module, "indexer", None)
-    if hasattr(module, "compress_rate"):  # of entries: compressed.py
-        return False
-    return isinstance(indexer, nn.Module) and hasattr(indexer, "index_topk") and not selects_blocks(module)
-
-
-class _Visible:
-    """Stand for the mask that an indexer applies to its scores: `ring_select` applies the layer's pattern."""
-
-    dtype = torch.bool
-
-    def __invert__(self) -> _Visible:
-        return self
-
-
-class KeysOfAllRanks:
-    """Stand for an indexer's keys, or for scores of them, which exist for one shard at a time.
-
-    Notes what the indexer does with them; `topk` does it.
-    """
-
-    def __init__(
-        self, select: Callable[[Computation, int], Tensor], shape: torch.Size, of: Computation
-    ) -> None:
-        self._select, self.shape, self._of = select, shape, of
-
-    def _then(self, step: Callable[[Tensor], Tensor]) -> KeysOfAllRanks:
-        return KeysOfAllRanks(self._select, self.shape, lambda *which: step(self._of(*which)))
-
-    def transpose(self, one: int, other: int) -> KeysOfAllRanks:
-        return self._then(lambda x: x.transpose(one, other))
-
-    def unsqueeze(self, dim: int) -> KeysOfAllRanks:
-        return self._then(lambda x: x.unsqueeze(dim))
-
-    def squeeze(self, dim: int) -> KeysOfAllRanks:
-        return self._then(lambda x: x.squeeze(dim))
-
-    def float(self) -> KeysOfAllRanks:
-        return self._then(lambda x: x.float())
-
-    def __mul__(self, factor: Any) -> KeysOfAllRanks:
-        if not isinstance(factor, (int, float)):
-            raise _another_formula(f"multiplies scores by {type(factor).__name__}")
-        return self._then(lambda x: x * factor)
-
-    def masked_fill(self, mask: Any, value: Any) -> KeysOfAllRanks:
-        if not isinstance(mask, _Visible):
-            raise _another_formula("masks scores by a mask of its own")
-        return self
-
-    def topk(self, k: int, dim: int = -1) -> SimpleNamespace:
-        if dim != -1:
-            raise _another_formula(f"chooses along dimension {dim}")
-        return SimpleNamespace(indices=self._select(self._of, k))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        mine = [x for x in args if isinstance(x, KeysOfAllRanks)]
-        if function not in _NOTED or any((kwargs or {}).values()) or len(mine) != 1:
-            raise _another_formula(f"calls {getattr(function, '__name__', function)}")
-        (keys,) = mine
-
-        def of(samples: Any, slots: slice, shard: Tensor) -> Tensor:
-            # Whatever else takes part belongs to this rank's queries, [B, S, ..].
-            given = (keys._of(samples, slots, shard) if x is keys else x[:, slots][samples] for x in args)
-            found: Tensor = function(*given)
-            return found
-
-        return KeysOfAllRanks(keys._select, keys.shape, of)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of Python's protocols
-            raise AttributeError(name)
-        raise _another_formula(f"reads {name} of its keys")
-
-
-def _another_formula(how: str) -> RingConfigError:
-    return RingConfigError(
-        f"indexer: expected one that scores keys as DeepSeek-V3.2 does, weights * relu(q k), got one that"
-        f" {how}, which no ring computes; use another model, or a version of transformers that ds_ring knows"
-    )
-
-
-class _Keys:
-    """Stand for the cache to which an indexer gives its keys."""
-
-    def __init__(self, sharding: BatchSharding, pattern: Pattern) -> None:
-        self._sharding, self._pattern = sharding, pattern
-
-    def update_indexer(self, keys_BSD: Tensor, layer: int) -> KeysOfAllRanks:
-        sharding, tokens = self._sharding, self._sharding.layout.tokens
-
-        def select(scores: Computation, k: int) -> Tensor:
-            return selected(sharding, self._pattern, scores, k, keys_BSD)
-
-        shape = torch.Size((*keys_BSD.shape[:2], tokens))
-        return KeysOfAllRanks(select, shape, lambda samples, slots, shard: shard)
-
-
-def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: int, keys: Tensor) -> Tensor:
-    """Return the chosen positions, int64 [B, S, k], or [B, C, S, k] where C heads choose for themselves.
-
-    Rows with documents of their own are chosen for one after the other.
-    """
-    place: dict[str, Any] = {"layout": sharding.layout, "mesh": sharding.mesh}
-    place["hop_timeout_s"] = float(sharding.config.hop_timeout_seconds)
-    if not sharding.groups:
-        return ring_select(partial(scores, slice(None)), k, keys, pattern=pattern, **place)
-    found = []
-    for group in sharding.groups:
-        rows = list(group.rows)
-        of_rows = partial(scores, rows)
-        found.append(ring_select(of_rows, k, keys[rows], pattern=pattern & group.pattern, **place))
-    return joined(sharding, found)
-
-
-def attend(
-    sharding: BatchSharding, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, scale: float | None,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return attention [B, H, S, E] over chosen positions."""
-    out: Tensor = selected_attention(
-        q, k, v, chosen, layout=sharding.layout, mesh=sharding.mesh, scale=scale, sinks=sinks,
-        hop_timeout_s=float(sharding.config.hop_timeout_seconds),
-    )  # fmt: skip
-    return out
-
-
-def _in_generation(name: str) -> RingConfigError:
-    return RingConfigError(
-        f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
-        " lies on all ranks; generate in engine.ring.off()"
-    )
-
-
-class IndexedLayer:
-    """Provide the hooks of a layer and of its indexer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer = layer
-        self._sharding: BatchSharding | None = None
-        self.layer = SimpleNamespace(before_forward=self._note)
-        self.indexer = SimpleNamespace(before_forward=self._give_keys)
-
-    def _note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The layer does not hand its arguments down to the indexer.
-        self._sharding = kwargs.get(SHARDING)
-
-    def _give_keys(
-        self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        sharding, name = self._sharding, type(indexer).__name__
-        if isinstance(sharding, CachedSharding) or cache_in(kwargs) is not None:
-            raise _in_generation(name)
-        masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
-        if not isinstance(sharding, BatchSharding) or len(masks) != 1:
-            raise RingPatternError(
-                f"{name}: expected the mask of its layer and the batch's sharding, got {len(masks)} masks and"
-                f" {type(sharding).__name__}; call the model through the engine, not compiled"
-            )
-        visible, keys = _Visible(), _Keys(sharding, pattern_in(self._layer, sharding, masks[0].pattern))
-        args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
-        kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}
-        return args, kwargs | {cache_name(inspect.signature(indexer.forward).parameters): keys}
-
+_patch = partial(
+    patch, feature="chosen blocks", when="an indexer selects blocks of keys (Qwen 4, MiniMax M3, GLM-5.3)"
+)
 
 SCORED = 2048  # tokens whose scores exist at a time
 _blocks = lru_cache(maxsize=64)(BlockLayout.of_tokens)  # the same for all layers and steps
@@ -296,11 +127,6 @@ def _rows_of(sharding: BatchSharding, size: int, whole: bool) -> list[tuple[Any,
     return [
         (list(group.rows), _BlockRows(sharding, group.documents, size, whole)) for group in sharding.groups
     ]
-
-
-def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
-    """Return [B, ...] of what was chosen for each set of documents."""
-    return in_order(chosen, [list(group.rows) for group in sharding.groups] or [[]])
 
 
 def _rotary(indexer: nn.Module) -> Callable[..., Any]:
@@ -415,11 +241,45 @@ _INDEXERS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def selects_blocks(module: nn.Module) -> bool:
-    """Return whether a layer attends to blocks of keys that its indexer selects."""
-    return type(getattr(module, "indexer", None)).__name__ in _INDEXERS
+class IndexedBlocks(Variant):
+    """Layers that attend to blocks of keys, which their indexer or that of a layer before them selects."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return type(getattr(module, "indexer", None)).__name__ in _INDEXERS
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        indexed = layers_with_indexers(model)
+        known = bool(indexed) and all(map(self.matches, indexed))
+        return {"indexed_attention", "minimax_m3_sparse"} if known and not as_is else set()
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if adapter.rewritten:
+            return
+        super().install(adapter)
+        for module in adapter.model.modules():
+            if hasattr(module, "build_attention_mask_from_topk"):
+                adapter.apply(chosen_mask, masking=module)
+
+    def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
+        layer = BlockIndexedLayer(module)
+        adapter.apply(layer, block_indexed=module, block_indexer=module.indexer)
+
+    def read(self, call: AttentionCall) -> None:
+        chosen = call.arguments.pop("block_indices", None)  # of this file, so positions
+        if isinstance(call.mask, ChosenMask):
+            chosen, call.mask = call.mask.chosen, call.mask.mask
+        call.taken["blocks"] = chosen
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        chosen = call.taken["blocks"]
+        return None if chosen is None else attend_to_chosen(call, chosen)
 
 
+@patch(
+    TABLE.given("masking"), "build_attention_mask_from_topk", stage="around_forward",
+    feature="chosen blocks.mask", reason="hands on what was chosen; calls the original without a ring",
+    when="the layer makes a mask of chosen keys (GLM-5.3)",
+)  # fmt: skip
 def chosen_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return, in place of a mask, what the indexer of a layer or of one before it chose (GLM-5.3)."""
     layer: Any = original.__self__  # type: ignore[attr-defined]
@@ -430,16 +290,18 @@ def chosen_mask(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class BlockIndexedLayer:
-    """Provide the hook of a layer, and what runs in place of its indexer's forward."""
+    """The hook of a layer, and what runs in place of its indexer's forward."""
 
     def __init__(self, layer: Any) -> None:
         self._layer, self._indexer = layer, layer.indexer
         self._sharding: BatchSharding | None = None
         self._mask: LayerMask | None = None
-        self.layer = SimpleNamespace(before_forward=self._note)
-        self.indexer = SimpleNamespace(around_forward=self._choose)
 
-    def _note(
+    @_patch(
+        TABLE.given("block_indexed", "torch.nn.Module"), stage="before_forward",
+        reason="notes the batch's sharding and the mask, which the layer does not hand down to its indexer",
+    )  # fmt: skip
+    def note(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         # The layer does not hand the sharding down to the indexer.
@@ -448,24 +310,28 @@ class BlockIndexedLayer:
         if _INDEXERS[type(self._indexer).__name__] is not qwen4:
             return args, kwargs
 
-        def told(x: Any) -> Any:
+        def with_choice(x: Any) -> Any:
             return ChosenMask(x) if isinstance(x, LayerMask) else x
 
-        return tuple(map(told, args)), {key: told(x) for key, x in kwargs.items()}
+        return tuple(map(with_choice, args)), {key: with_choice(x) for key, x in kwargs.items()}
 
-    def _choose(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    @_patch(
+        TABLE.given("block_indexer", "torch.nn.Module"), "forward", stage="around_forward",
+        reason="selects from the blocks of all ranks; calls the original without a ring",
+    )  # fmt: skip
+    def choose(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if self._layer.config._attn_implementation != NAME:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
-        if isinstance(sharding, CachedSharding):
-            raise _in_generation(name)
+        if sharding is not None and sharding.is_replicated:
+            raise refused_in_generation(name)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise RingPatternError(
                 f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
                 " through the engine, not compiled"
             )
-        said = self._mask.pattern if self._mask is not None else said_by_call(self._layer, {})
-        pattern = pattern_in(self._layer, sharding, said)
+        own = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
+        pattern = pattern_in(self._layer, sharding, own)
         if not isinstance(pattern, Causal):
             raise RingPatternError(
                 f"{name}: expected a causal pattern, with or without documents, got {pattern}: the blocks of"

@@ -2,29 +2,40 @@
 
 transformers' layers (DeepSeek V2 and V3, Kimi Linear, GLM-4 MoE Lite, LongCat and others) make keys and
 values by their method `expand_kv`, directly before they call the attention function. On a ring the method is
-replaced by a `Latents`, which hands both on as they are. The attention function asks it for the layer's own
-up-projection, and `ring_attention` expands what arrives. So a layer's projections, norms and rotary embedding
-run unchanged.
+replaced by a `Latents`, which hands both on as they are. Attention asks it for the layer's own up-projection,
+and `ring_attention` expands what arrives. So a layer's projections, norms and rotary embedding run unchanged.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.latents.kernel import check_same_for_heads
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
 _SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
+@patch(
+    TABLE.given("latent"), "expand_kv", stage="around_forward", kind="replaced", feature="latents",
+    reason="returns the latent and the rotary key, which the ring sends and expands on arrival",
+    when='"latents" in the section, and the layer has an up-projection',
+)  # fmt: skip
 class Latents:
     """Return the latent [B, 1, S, L] and the rotary key [B, 1, S, R] as they are, in place of `expand_kv`.
 
@@ -44,12 +55,36 @@ class Latents:
             return self.expanded(kv_nope, k_rot)
         return kv_nope, k_rot
 
-    def up_projection(self, like: Tensor) -> Tensor:
+    def kv_up_proj(self, like: Tensor) -> Tensor:
         """Return the layer's [H * (N + E), L], differentiable, in the dtype that its projection returns."""
         # By a call of the module, so that its hooks run (ZeRO-3 gathers weights there) and adapters count.
         units = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
         of_units: Tensor = self._layer.kv_b_proj(units)
         return of_units.t()
+
+
+class LatentAttention(Variant):
+    """Layers that project latents to keys and values, where latents are sent."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(module, "kv_b_proj")
+
+    def install(self, adapter: ModelAdapter) -> None:
+        found = {} if adapter.rewritten else latent_layers(adapter.model, adapter.session)
+        for layer, unexpanded in found.items():
+            adapter.apply(unexpanded, latent=layer)
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        latents = getattr(call.module, "expand_kv", None)
+        if not isinstance(latents, Latents):
+            return None
+        # The keys are the latent, and the values the rotary key.
+        if call.sharding.mesh.ring_size == 1 or call.sharding.is_replicated:
+            call.k_BGSD, call.v_BGSE = latents.expanded(call.k_BGSD, call.v_BGSE)
+            return call.softmax()
+        weight = latents.kv_up_proj(call.k_BGSD)
+        call.k_BGSD, call.v_BGSE = call.k_BGSD.to(weight.dtype), call.v_BGSE.to(weight.dtype)
+        return call.softmax(weight)
 
 
 def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:
@@ -63,7 +98,7 @@ def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Lat
     if asked is False or (asked == "auto" and not pays(session.mesh, session.device)):
         return found
     refused = None
-    for layer in (one for one in model.modules() if hasattr(one, "kv_b_proj")):
+    for layer in filter(LatentAttention().matches, model.modules()):
         why = why_not(layer, session)
         if why is None:
             found[layer] = Latents(layer)

@@ -1,13 +1,14 @@
-"""Models of transformers that write their attention out, or number their tokens by themselves.
+"""Models of transformers that compute attention eagerly in their own code, or number their own tokens.
 
-Such a model computes softmax(q @ k.T * scale + mask) @ v in its attention modules, not through transformers'
-attention interface. `FAMILIES` lists those that are exact on a ring, and what is particular to each.
+Such a model computes softmax(q @ k.T * scale + mask) @ v in its attention modules, and not through
+transformers' attention interface. `FAMILIES` has a row for each model type that is exact on a ring; a new
+family is a row here.
 
-[Note: attention that is written out]
-While an attention module runs, `_Operators` returns a `WrittenScores` for the product of queries and keys. It
-holds no scores: it notes what the module does to them (a scale, a bias, a mask), and its product with the
+[Note: eager attention]
+While an attention module runs, `_Operators` returns an `EagerScores` for the product of queries and keys. It
+holds no scores. It records what the module does to them (a scale, a bias, a mask), and its product with the
 values is the ring's attention. So projections, rotary embeddings and norms are the module's own. An operation
-that is not noted raises an error. The module is given no mask; what the mask hides is the layer's pattern.
+that is not recorded raises an error. The module gets no mask; what the mask hides is the layer's pattern.
 
 Shapes: B samples, H query heads, G key/value heads, S local tokens, K keys, D head dim.
 """
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,13 +31,38 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RecentBatches
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.checks import OWN_TOKENS, cannot_run, refuse_other_inputs
 from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.model import MODEL, TABLE
+from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Request, Variant
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.integrations.transformers.model_call import ModelCall
+
+_patch = partial(patch, when="the attention bypasses transformers' interface")
+_attention_patch = _patch(
+    TABLE.given("eager", "torch.nn.Module"), "forward", stage="around_forward", feature="eager attention",
+    reason="computes the module's own softmax(q @ k.T) @ v on the ring",
+)  # fmt: skip
+_layer_patch = _patch(
+    TABLE.given("checkpointed", "torch.nn.Module"), stage="before_forward", feature="eager attention.layer",
+    reason="the mask of a layer knows its batch, also when a checkpointed layer runs again",
+)  # fmt: skip
+_call_patch = _patch(
+    MODEL, stage="before_forward", feature="own positions", reason="notes the positions of the batch"
+)
+_positions_patch = _patch(
+    TABLE.given("numbers", "torch.nn.Module"), "forward", stage="around_forward", feature="own positions",
+    reason="numbers tokens by the batch's positions",
+)  # fmt: skip
 
 # Of an attention module, and what the bias is multiplied by after it was added: the bias of a pair.
 Bias = Callable[[Any, float], ScoreFunction]
@@ -46,15 +72,14 @@ Numbered = Callable[[Any, Tensor, Callable[..., Tensor], Any], Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """Say what a ring must know of a model type.
+    """What a ring must know of a model type.
 
     Attributes:
-        attention: the class of the modules that write attention out; "" if the attention interface is used.
+        attention: the class of the modules that compute attention eagerly; "" if all use the interface.
         pattern: what a module hides by a mask that it makes of its own; None if it is given all masks.
         bias: what a module adds to the scores; None if it adds nothing.
         positions: the class of the module that numbers tokens, which `numbered` replaces; "" if the model is
             given position_ids, or needs none.
-        pairs: whether its encoder-decoders are exact, too: [Note: two sequences] in pairs.py.
     """
 
     attention: str = ""
@@ -62,7 +87,6 @@ class Family:
     bias: Bias | None = None
     positions: str = ""
     numbered: Numbered | None = None
-    pairs: bool = False
 
 
 def _bloom_alibi(module: Any, factor: float) -> Alibi:
@@ -137,16 +161,16 @@ def _by_ids(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], g
     return found
 
 
-def _decoder(positions: str, attention: str = "", pairs: bool = True) -> Family:
+def _decoder(positions: str, attention: str = "") -> Family:
     """Return the family of an encoder-decoder, whose decoder may be used alone."""
-    return Family(attention, positions=positions, numbered=_embedded, pairs=pairs)
+    return Family(attention, positions=positions, numbered=_embedded)
 
 
 def _numbered_by_ids(positions: str) -> Family:
-    return Family(positions=positions, numbered=_by_ids, pairs=True)
+    return Family(positions=positions, numbered=_by_ids)
 
 
-# By model type, those that tests compare with one process.
+# By model type, those that tests compare with one process: tests/dist/test_families.py.
 FAMILIES: Mapping[str, Family] = {
     "bart": _decoder("BartLearnedPositionalEmbedding"),
     "big_bird": Family("BigBirdSelfAttention"),
@@ -176,7 +200,6 @@ FAMILIES: Mapping[str, Family] = {
     "musicgen_melody_decoder": Family(
         positions="MusicgenMelodySinusoidalPositionalEmbedding", numbered=_sinusoidal
     ),
-    "mt5": Family(pairs=True),
     "mvp": _decoder("MvpLearnedPositionalEmbedding", "MvpAttention"),
     "nemotron": Family(),
     "openai-gpt": Family("Attention", pattern=lambda *_: Causal()),
@@ -189,32 +212,95 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": Family(),
     "seamless_m4t": _numbered_by_ids("SeamlessM4TSinusoidalPositionalEmbedding"),
     "seamless_m4t_v2": _numbered_by_ids("SeamlessM4Tv2SinusoidalPositionalEmbedding"),
-    "t5": Family(pairs=True),
-    "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention", pairs=False),
-    "umt5": Family(pairs=True),
-    "whisper": _decoder("WhisperPositionalEmbedding", pairs=False),
+    "trocr": _decoder("TrOCRLearnedPositionalEmbedding", "TrOCRAttention"),
+    "whisper": _decoder("WhisperPositionalEmbedding"),
     "xglm": Family("XGLMAttention"),
     "xlm": Family("MultiHeadAttention", pattern=lambda module, config: Causal() if config.causal else Full()),
 }
 
 
 def family_of(model: PreTrainedModel) -> Family | None:
-    """Return what a ring must know of a model of `FAMILIES`; None for others, also of code from elsewhere."""
+    """Return the row of a model of `FAMILIES`; None for others, also of code from elsewhere."""
     known = type(model).__module__.startswith("transformers.models.")
-    family = FAMILIES.get(model.config.model_type) if known else None
-    alone = not getattr(model.config, "is_encoder_decoder", False)
-    return family if family is not None and (alone or family.pairs) else None
+    return FAMILIES.get(model.config.model_type) if known else None
 
 
-def check_inputs(model: PreTrainedModel, given: Mapping[str, Any]) -> None:
-    """Refuse a second sequence, and images, which these models put in front of each rank's tokens."""
-    for name in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
-        if family_of(model) is not None and given.get(name) is not None:
-            raise RingConfigError(
-                f"{type(model).__name__}: expected one sequence of tokens, got {name} beside it, which a ring"
-                " does not cut; leave it out, or embed it yourself and pass inputs_embeds through"
-                " engine.ring.shard_batch"
+# By model type, what a model that computes attention eagerly does with other tokens.
+_OTHERWISE = {
+    "cpmant": "it puts a prompt in front of the tokens it is given, and learns a bias for each distance",
+    "deberta": "its scores have terms of learned relative positions, whose tables need a gradient",
+    "deberta-v2": "its scores have terms of learned relative positions, whose tables need a gradient",
+    "mpnet": "its scores have a learned bias for each distance, whose table needs a gradient",
+    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
+    "reformer": "it sorts tokens into buckets by random projections, and attends within chunks of them",
+    "xlnet": "it adds scores of learned relative positions, for which it shifts the scores of all keys",
+}
+
+
+class EagerAttention(Variant):
+    """Models that compute attention in their own code, or number their tokens by themselves."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel) and family_of(module) is not None
+
+    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+        config, family = model.config.get_text_config(), family_of(model)
+        if config.model_type in _OTHERWISE:
+            raise cannot_run(model, f"{_OTHERWISE[config.model_type]}, {OWN_TOKENS}")
+        if request.as_is and getattr(config, "alibi", False):
+            raise cannot_run(
+                model,
+                "config.alibi adds a distance to each score, which the backend does not compute; use a model"
+                " with rotary or learned positions",
             )
+        pair = getattr(model.config, "is_encoder_decoder", False)
+        draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
+        if draws and config.attention_type == "block_sparse":
+            raise cannot_run(
+                model,
+                'config.attention_type "block_sparse" draws blocks of keys at random for each length; set it'
+                ' to "original_full", if that is your model (up to 1024 tokens BigBird takes it by itself)',
+            )
+        if family is None or request.as_is:
+            return
+        if family.positions not in ("", *(type(part).__name__ for part in model.modules())):
+            raise cannot_run(
+                model,
+                f"it numbers its tokens otherwise than by {family.positions}, and a rank knows its own tokens"
+                " only; choose these positions in its configuration (TrOCR: use_learned_position_embeddings)",
+            )
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        return {INTERFACE, POSITIONS} if self.matches(model) and not as_is else set()
+
+    def advice(self, kind: type[PreTrainedModel]) -> str | None:
+        if getattr(kind.config_class, "model_type", None) not in FAMILIES:
+            return None
+        return (
+            "build it without attn_implementation, and start with ds_ring.initialize(model=...), which"
+            " computes its attention on the ring"
+        )
+
+    def makes_full_masks(self, model_type: str) -> bool:
+        return model_type in FAMILIES
+
+    def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
+        yield from (module for _, _, module in parts_of(model))
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
+            return
+        numbered = _NumberedCall(adapter)
+        if self.matches(adapter.model) and adapter.call.one_sequence:
+            adapter.apply(numbered.hook(), model=adapter.model)
+        for part, family, module in parts_of(adapter.model):
+            if type(module).__name__ == family.positions:
+                around = around_positions(part, family, module, partial(numbered.position_ids, module))
+                adapter.apply(around, numbers=module)
+            else:
+                adapter.apply(around_attention(part, family, module, adapter.call), eager=module)
+        for layer in layers_of(adapter.model):
+            adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
 
 
 @dataclass(frozen=True)
@@ -228,7 +314,7 @@ class _ModuleAttention:
     mask: LayerMask | None
     samples: int  # B
 
-    def __call__(self, scores: WrittenScores, value: Tensor) -> Tensor:
+    def __call__(self, scores: EagerScores, value: Tensor) -> Tensor:
         """Return the ring's attention [..., S, D], with the leading dimensions of the scores."""
         family, mask = self.family, self.mask
         if family.pattern is not None:
@@ -260,7 +346,7 @@ class _ModuleAttention:
 
 
 @dataclass(frozen=True, eq=False)
-class WrittenScores:
+class EagerScores:
     """Stand for the scores of queries and keys while a module computes attention of them."""
 
     # Not a subclass of Tensor: there are no numbers in it, and nothing may take it for some.
@@ -286,28 +372,28 @@ class WrittenScores:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def view(self, *sizes: int) -> WrittenScores:
+    def view(self, *sizes: int) -> EagerScores:
         known = math.prod(size for size in sizes if size >= 0)
         shape = torch.Size(math.prod(self.shape) // known if size < 0 else size for size in sizes)
         if shape[-2:] != self.shape[-2:] or math.prod(shape) != math.prod(self.shape):
             raise _unexpected(self.attend.module, f"views scores {list(self.shape)} as {list(sizes)}")
         return replace(self, shape=shape)
 
-    def to(self, *_: Any, **__: Any) -> WrittenScores:
+    def to(self, *_: Any, **__: Any) -> EagerScores:
         return self  # the kernel computes scores in float32 whatever is asked for
 
     float = type_as = to
 
-    def masked_fill_(self, mask: Tensor, value: Any) -> WrittenScores:
+    def masked_fill_(self, mask: Tensor, value: Any) -> EagerScores:
         object.__setattr__(self, "masked", self.masked_fill(mask, value).masked)
         return self
 
-    def masked_fill(self, mask: Tensor, value: Any) -> WrittenScores:
+    def masked_fill(self, mask: Tensor, value: Any) -> EagerScores:
         if self.attend.family.pattern is None or self.is_normalized:
             raise _unexpected(self.attend.module, f"masks scores by a tensor {list(mask.shape)}")
         return replace(self, masked=True)
 
-    def __mul__(self, factor: Any) -> WrittenScores:
+    def __mul__(self, factor: Any) -> EagerScores:
         if isinstance(factor, Tensor) and factor.numel() != 1:
             return self.masked_fill(factor, 0)  # GPT's causal mask of zeros and ones
         number = float(factor)
@@ -317,10 +403,10 @@ class WrittenScores:
             self, scale=self.scale * number, bias=None if self.bias is None else self.bias * number
         )
 
-    def __truediv__(self, divisor: Any) -> WrittenScores:
+    def __truediv__(self, divisor: Any) -> EagerScores:
         return self * (1.0 / float(divisor))
 
-    def __add__(self, term: Any) -> WrittenScores:
+    def __add__(self, term: Any) -> EagerScores:
         if term is None:
             return self  # a mask, which the module was not given
         if self.masked and isinstance(term, Tensor):
@@ -331,7 +417,7 @@ class WrittenScores:
 
     __rmul__, __radd__ = __mul__, __add__
 
-    def softmax(self, *_: Any, **__: Any) -> WrittenScores:
+    def softmax(self, *_: Any, **__: Any) -> EagerScores:
         return replace(self, is_normalized=True)
 
     def __matmul__(self, value: Tensor) -> Tensor:
@@ -345,7 +431,7 @@ class WrittenScores:
     ) -> Any:
         """Note what a function of torch does to scores, or raise."""
         given, named = list(args), dict(kwargs or {})
-        scores: WrittenScores = next(x for x in (*given, *named.values()) if isinstance(x, WrittenScores))
+        scores: EagerScores = next(x for x in (*given, *named.values()) if isinstance(x, EagerScores))
         match getattr(function, "__name__", ""), given:
             case "softmax", _:
                 return scores.softmax()
@@ -353,13 +439,13 @@ class WrittenScores:
                 rate = given[1] if len(given) > 1 else named.get("p", 0.5)
                 is_on = given[2] if len(given) > 2 else named.get("training", True)
                 return replace(scores, dropout=float(rate) if is_on else 0.0)
-            case "matmul" | "bmm" | "__matmul__", [WrittenScores(), Tensor() as value]:
+            case "matmul" | "bmm" | "__matmul__", [EagerScores(), Tensor() as value]:
                 return scores @ value
-            case "where", [Tensor() as mask, WrittenScores(), value]:
+            case "where", [Tensor() as mask, EagerScores(), value]:
                 return scores.masked_fill(mask, value)
-            case "masked_fill", [WrittenScores(), Tensor() as mask, value]:
+            case "masked_fill", [EagerScores(), Tensor() as mask, value]:
                 return scores.masked_fill(mask, value)
-            case "expand_as", [Tensor() as mask, WrittenScores()]:
+            case "expand_as", [Tensor() as mask, EagerScores()]:
                 return mask
         raise _unexpected(
             scores.attend.module, f"calls {getattr(function, '__name__', function)} on its scores"
@@ -368,27 +454,27 @@ class WrittenScores:
 
 def _unexpected(module: nn.Module, what: str) -> RingPatternError:
     return RingPatternError(
-        f"{type(module).__name__}: expected attention as ds_ring knows it written out in this class, got"
+        f"{type(module).__name__}: expected the eager attention that ds_ring knows in this class, got"
         f" a module of transformers {transformers.__version__} that {what}, which no ring computes; install a"
         " version of transformers that ds_ring allows, or take a model of another type"
     )
 
 
 class _Operators(TorchFunctionMode):
-    """Return `WrittenScores` for the product of queries and keys: [Note: attention that is written out]."""
+    """Return `EagerScores` for the product of queries and keys: [Note: eager attention]."""
 
     def __init__(self, attend: _ModuleAttention) -> None:
         super().__init__()
         self._attend = attend
         self._zeros: Tensor | None = None
-        self.scores: WrittenScores | None = None
+        self.scores: EagerScores | None = None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        if any(isinstance(x, WrittenScores) for x in (*args, *named.values())):
-            return WrittenScores.__torch_function__(func, types, args, named)
+        if any(isinstance(x, EagerScores) for x in (*args, *named.values())):
+            return EagerScores.__torch_function__(func, types, args, named)
         name = getattr(func, "__name__", "")
         if self.scores is not None:
             return func(*args, **named)
@@ -403,9 +489,9 @@ class _Operators(TorchFunctionMode):
             return scores if first is self._zeros else scores + first
         return func(*args, **named)
 
-    def _product(self, query: Tensor, key_transposed: Tensor) -> WrittenScores:
+    def _product(self, query: Tensor, key_transposed: Tensor) -> EagerScores:
         shape = torch.Size((*query.shape[:-1], key_transposed.shape[-1]))
-        self.scores = WrittenScores(self._attend, query, key_transposed.transpose(-1, -2), shape)
+        self.scores = EagerScores(self._attend, query, key_transposed.transpose(-1, -2), shape)
         return self.scores
 
 
@@ -430,60 +516,54 @@ def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]
 
 
 def around_attention(
-    model: PreTrainedModel,
-    family: Family,
-    module: nn.Module,
-    batches: RecentBatches,
-    of_encoder: bool = False,
-) -> SimpleNamespace:
-    """Return what runs in place of the forward of a module that writes attention out."""
+    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall
+) -> Callable[..., Any]:
+    """Return what runs in place of the forward of a module that computes attention eagerly."""
 
+    @_attention_patch
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if model.config._attn_implementation != NAME:
             return forward(*args, **kwargs)  # engine.ring.off()
         if torch.compiler.is_compiling():
             raise RingConfigError(
-                f"{type(module).__name__} writes its attention out, which a compiled model does not do on a"
-                " ring; do not compile it"
+                f"{type(module).__name__} computes attention in its own code, which a compiled model does not"
+                " do on a ring; do not compile it"
             )
         given = (*args, *kwargs.values())
         mask = next((x for x in given if isinstance(x, LayerMask)), None)
-        if mask is None and batches.current.cross is not None:  # only the decoder's own attention has one
-            mask = LayerMask(Full(), batches.current.encoder if of_encoder else batches.current)
-        sharding = batches.current if mask is None or mask.sharding is None else mask.sharding
+        used = call.mask_of(module) if mask is None else mask
+        sharding = None if used is None else used.sharding
+        sharding = call.sharding_of(module) if sharding is None else sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
-        operators = _Operators(_ModuleAttention(module, model.config, family, sharding, mask, samples))
+        operators = _Operators(_ModuleAttention(module, model.config, family, sharding, used, samples))
         with operators:
             output = forward(
-                *(None if x is mask and mask is not None else x for x in args),
-                **{key: None if x is mask and mask is not None else x for key, x in kwargs.items()},
+                *(None if isinstance(x, LayerMask) else x for x in args),
+                **{key: None if isinstance(x, LayerMask) else x for key, x in kwargs.items()},
             )
         if operators.scores is None:
             raise _unexpected(module, "computes no product of queries and keys")
         if isinstance(output, tuple | list):
-            return type(output)(None if isinstance(x, WrittenScores) else x for x in output)
+            return type(output)(None if isinstance(x, EagerScores) else x for x in output)
         return output
 
-    return SimpleNamespace(around_forward=around)
+    return around
 
 
-def told_layer(batches: RecentBatches, of_encoder: bool = False) -> SimpleNamespace:
-    """Return the hook by which a layer's mask knows its batch, also when the layer is run again.
-
-    With `of_encoder` it is a layer of the encoder of an encoder-decoder.
-    """
+def tell_mask(call: ModelCall, layer: nn.Module) -> Callable[..., Any]:
+    """Return the hook by which a layer's mask knows its batch, also when the layer is run again."""
 
     # Hooks of a layer run outside of the checkpointed function, which keeps the arguments of the first run.
+    @_layer_patch
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def told(x: Any) -> Any:
-            sharding = batches.current.encoder if of_encoder else batches.current
-            return replace(x, sharding=sharding) if isinstance(x, LayerMask) else x
+        def with_sharding(x: Any) -> Any:
+            return replace(x, sharding=call.sharding_of(layer)) if isinstance(x, LayerMask) else x
 
-        return tuple(map(told, args)), {key: told(x) for key, x in kwargs.items()}
+        return tuple(map(with_sharding, args)), {key: with_sharding(x) for key, x in kwargs.items()}
 
-    return SimpleNamespace(before_forward=before)
+    return before
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -493,11 +573,52 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers.values() if isinstance(layer, GradientCheckpointingLayer)]
 
 
+class _NumberedCall:
+    """Note the positions of a model's tokens, for the modules of it that number tokens by themselves."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._call, self._signature = adapter.call, adapter.call.signature
+        self._noted: Tensor | None = None
+
+    def hook(self) -> Callable[..., Any]:
+        """Return the hook of the model, which runs behind that of its call."""
+
+        @_call_patch
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            refuse_other_inputs(self._call.name, kwargs)
+            given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
+            ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+            position_ids = given.get("position_ids")
+            if position_ids is None:  # in a generation
+                self._noted = _positions_in(given[SHARDING], ids.device).expand(ids.shape[0], -1)
+                return None
+            self._noted = position_ids.expand(ids.shape[0], -1)  # XLM asks for each sample's
+            return args, kwargs | {"position_ids": self._noted}
+
+        return before
+
+    def position_ids(self, module: nn.Module) -> Tensor | None:
+        """Return the positions of the tokens that a module gets; None before the first call."""
+        found = self._call.position_ids(module)
+        return self._noted if found is None else found
+
+
+def _positions_in(sharding: BatchSharding, device: torch.device) -> Tensor:
+    """Return the positions of local tokens in the sequence, [S]; 0 for padding of the layout."""
+    if sharding.is_replicated:
+        found: Tensor = sharding.q_positions  # type: ignore[attr-defined]
+        return found.to(device)
+    slots = sharding.with_slots(device).slots
+    assert slots is not None
+    return slots.clamp_min(0)
+
+
 def around_positions(
     model: PreTrainedModel, family: Family, module: nn.Module, position_ids: Callable[[], Tensor | None]
-) -> SimpleNamespace:
+) -> Callable[..., Tensor]:
     """Return what runs in place of the forward of a module that numbers tokens by itself."""
 
+    @_positions_patch
     def around(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         noted = position_ids()
         if model.config._attn_implementation != NAME or noted is None:
@@ -505,4 +626,4 @@ def around_positions(
         assert family.numbered is not None
         return family.numbered(module, noted, forward, args[0])
 
-    return SimpleNamespace(around_forward=around)
+    return around

@@ -1,4 +1,4 @@
-"""Learned terms of scores, in transformers models: T5's relative position bias, and Doge's dynamic mask.
+"""T5's relative position bias on a ring: a learned term of scores for each head and bucket of distances.
 
 [Note: a bias in bands]
 T5 (Raffel et al. 2020) adds a number to the score of a query and a key that depends on the head and on the
@@ -8,33 +8,87 @@ log-sum-exps, and the bands merge by these as the parts of any attention do. Eac
 bias [S, T] exists, and autograd gives the table its gradient. A narrow band sends few tokens. What is kept
 for the backward pass is an output for each band: up to 32 for T5, where attention without a bias keeps one.
 
-Doge adds a term of each key and K/V head to the scores. Of more keys than `keep_window_size`, a query attends
-to those with the largest terms. On a ring its `prepare_dynamic_mask` is replaced by a `KeyTerms`, which hands
-the terms on. The attention function makes them a dimension of the keys, so that they travel and get their
-gradient with them, and `ring_select` finds the largest ones.
-
-Shapes: B samples, H query heads, G key/value heads, S local tokens, D head dim, N buckets.
+Shapes: B samples, H query heads, S local tokens, D head dim, N buckets.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.indexed import selected
-from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Variant
 from ds_ring.masks.catalog import Band
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
+_patch = partial(
+    patch, TABLE.given("biased"), stage="around_forward",
+    when="attention adds a learned bias for each bucket of distances (T5)",
+)  # fmt: skip
+_bias = _patch(
+    "compute_bias", kind="replaced", feature="relative bias",
+    reason="hands the table of the bias on; calls the original without a ring",
+)  # fmt: skip
+_has_bias = _patch(
+    "has_relative_attention_bias", kind="set", feature="relative bias.on",
+    reason="cross attention asks for its bias, too, in place of zeros for all pairs",
+)  # fmt: skip
+
+# The model types that tests compare with one process. They take no position_ids, and need none.
+_TYPES = ("mt5", "t5", "umt5")
+
+
+class RelativePositionBias(Variant):
+    """Layers that add a learned bias for each bucket of distances to the scores."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return hasattr(module, "has_relative_attention_bias") and hasattr(module, "compute_bias")
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        known = (
+            type(model).__module__.startswith("transformers.models.") and model.config.model_type in _TYPES
+        )
+        return {INTERFACE, POSITIONS} if known and not as_is else set()
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if not adapter.rewritten:
+            super().install(adapter)
+
+    def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
+        adapter.apply(_bias.to(around_bias(module)), _has_bias.to(True), biased=module)
+
+    def read(self, call: AttentionCall) -> None:
+        bias = call.arguments.get("position_bias")
+        if isinstance(bias, RelativeBias):  # another one is refused
+            del call.arguments["position_bias"]
+        call.taken["bias"] = bias
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        bias = call.taken["bias"]
+        if not isinstance(bias, RelativeBias) or not bias.has_table:
+            return None
+        if call.pattern is None:
+            raise RingConfigError(
+                f"{call.name} adds a learned bias of distances to the scores, which a compiled model does not"
+                " do on a ring; do not compile it"
+            )
+        return bias.attend(call.sharding, call.q_BHSD, call.k_BGSD, call.v_BGSE, call.pattern, call.scale)
 
 
 class RelativeBias:
@@ -106,69 +160,3 @@ def around_bias(module: Any) -> Callable[..., Any]:
         return torch.zeros(1, module.n_heads, queries, keys, device=device, dtype=module.q.weight.dtype)
 
     return compute_bias
-
-
-@dataclass(frozen=True, eq=False)
-class TermsMask:
-    """The mask of a layer, and the terms of its keys; stands for a mask tensor until attention."""
-
-    mask: LayerMask | None
-    terms: Tensor  # [B, G, S]
-    most: int  # keys of a query
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.terms.shape, self.terms.shape[-1]))
-
-    # `repeat_kv` repeats the terms for the query heads of a K/V head: ring attention does that by itself.
-    def __getitem__(self, index: Any) -> TermsMask:
-        return self
-
-    def expand(self, *sizes: int) -> TermsMask:
-        return self
-
-    reshape = expand
-
-    def largest(self, sharding: BatchSharding, pattern: Pattern) -> Tensor | None:
-        """Return the keys with the largest terms [B, G, S, k] of each query; None if it sees no more."""
-        if self.most >= sharding.layout.tokens:
-            return None
-
-        def scores(samples: Any, queries: slice, terms_BSG: Tensor) -> Tensor:
-            count = len(range(*queries.indices(self.terms.shape[2])))
-            return terms_BSG.transpose(1, 2).unsqueeze(2).expand(-1, -1, count, -1)
-
-        terms_BSG = self.terms.detach().transpose(1, 2).contiguous()
-        return selected(sharding, pattern, scores, self.most, terms_BSG)
-
-
-class KeyTerms:
-    """Return a `TermsMask` in place of `prepare_dynamic_mask`.
-
-    With another attention function than the ring's, it is the layer's own.
-    """
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self._own: Callable[..., Any] = layer.prepare_dynamic_mask
-
-    def __call__(
-        self, hidden_states: Tensor, dt_states: Tensor, keep_window_size: int = 2048,
-        attention_mask: Tensor | LayerMask | None = None,
-    ) -> Any:  # fmt: skip
-        # The layer reads the same attribute to choose its attention function: engine.ring.off() changes it.
-        if self._layer.config._attn_implementation != NAME:
-            return self._own(
-                hidden_states=hidden_states,
-                dt_states=dt_states,
-                keep_window_size=keep_window_size,
-                attention_mask=attention_mask,
-            )
-        if dt_states.shape[-1] != hidden_states.shape[1] or isinstance(attention_mask, Tensor):
-            raise RingConfigError(
-                f"{type(self._layer).__name__}: expected as many keys as queries, {hidden_states.shape[1]},"
-                f" and no mask tensor, got {dt_states.shape[-1]} keys and {type(attention_mask).__name__}:"
-                " terms of keys in a cache lie on all ranks; pass use_cache=False, or generate in"
-                " engine.ring.off()"
-            )
-        return TermsMask(attention_mask, dt_states, keep_window_size)

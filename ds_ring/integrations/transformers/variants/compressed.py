@@ -24,38 +24,102 @@ Shapes: B samples, H query heads, S local tokens, n local entries, D head dim, k
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.recurrent import padded
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.rows import padded
+from ds_ring.integrations.transformers.variants.variant import STATE, Request, Variant
 from ds_ring.layers.scan.scan import halo_op, neighbours_of
 from ds_ring.layers.selection.select import ring_select, selected_attention
 from ds_ring.masks.catalog import Before, Causal
 from ds_ring.masks.pattern import Pattern
 
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
+_patch = partial(
+    patch, feature="compressed entries", when="a layer attends to compressed entries (DeepSeek V4)"
+)
+_MODULE = "torch.nn.Module"
+
 # By the class of a compressor: whether an entry has a part of the window before its own, and is selected.
 _COMPRESSORS = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": True}
 
 
-def compresses(module: nn.Module) -> bool:
-    """Return whether an attention layer attends to entries of a compressor that the ring knows."""
-    return type(getattr(module, "compressor", None)).__name__ in _COMPRESSORS
+class CompressedAttention(Variant):
+    """Layers that attend to compressed entries beside a window."""
 
+    def matches(self, module: nn.Module) -> bool:
+        return type(getattr(module, "compressor", None)).__name__ in _COMPRESSORS
 
-def compressors_of(model: nn.Module) -> list[Any]:
-    """Return the compressors in a model."""
-    return [module.compressor for module in model.modules() if compresses(module)]
+    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+        if any(map(self.matches, model.modules())):
+            check_section(model, request.config)
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        if as_is or not any(map(self.matches, model.modules())):
+            return set()
+        # transformers calls the model stateful for the sake of keys that its cache compresses.
+        return {STATE, "compressed_sparse_attention", "heavily_compressed_attention"}
+
+    def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
+        for module in filter(self.matches, model.modules()):
+            yield from module.compressor.modules()  # type: ignore[union-attr]
+
+    def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
+        compressor: Any = module.compressor
+        objects = {"compressing": module, "compressor": compressor}
+        if hasattr(compressor, "indexer"):
+            objects["scorer"] = compressor.indexer.scorer
+            adapter.gather_once(compressor.indexer.scorer)
+        adapter.apply(CompressedEntries(module), **objects)
+        needs = adapter.session.needs
+        needs.block = math.lcm(needs.block, compressor.compress_rate)
+
+    def read(self, call: AttentionCall) -> None:
+        entries = entries_of(call.module)
+        if entries is None:
+            return
+        if call.softcap is not None or call.score_mod is not None:
+            raise RingConfigError(
+                f"{call.name}: expected no softcap or score_mod beside compressed entries, got one, which no"
+                " ring computes there; set it to None in the configuration of the model"
+            )
+        # Keys are those of the tokens, and this rank's entries behind them.
+        call.taken["entries"] = entries, call.k_BGSD
+        call.k_BGSD = call.v_BGSE = call.k_BGSD[:, :, : call.q_BHSD.shape[2]]
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        if "entries" not in call.taken:
+            return None
+        entries, kv = call.taken["entries"]
+        found: Tensor = entries.attend(call.q_BHSD, kv, call.sharding, call.pattern, call.scale, call.sinks)
+        return found
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        if not any(map(self.matches, model.modules())):
+            return None
+        return (
+            "expected attention to tokens alone, got layers that attend to compressed entries, which a ring's"
+            " cache lacks"
+        )
 
 
 def check_section(model: nn.Module, config: RingConfig) -> None:
@@ -178,11 +242,19 @@ class CompressedEntries:
         self._windows: _LocalWindows | None = None
         self._chosen: Tensor | None = None
 
+    @_patch(
+        TABLE.given("compressing", _MODULE), stage="before_forward",
+        reason="notes the batch's sharding, which the layer does not hand down to its compressor",
+    )  # fmt: skip
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the sharding before the layer runs, which does not hand it down to the compressor."""
         self._sharding = kwargs.get(SHARDING)
 
-    def __call__(
+    @_patch(
+        TABLE.given("compressor", _MODULE), "forward", stage="around_forward", kind="replaced",
+        reason="calls the original with this rank's windows in place of a cache",
+    )  # fmt: skip
+    def compress(
         self, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, past_key_values: Any,
         layer_idx: int,
     ) -> Any:  # fmt: skip
@@ -209,6 +281,10 @@ class CompressedEntries:
             self._windows = None
         return windows.entries["compressor"].unsqueeze(1), None
 
+    @_patch(
+        TABLE.given("scorer", _MODULE), "forward", stage="around_forward",
+        reason="calls the original with the entries of all ranks, shard by shard",
+    )  # fmt: skip
     def select(
         self, forward: Callable[..., Tensor], q: Tensor, compressed_kv: Tensor, hidden_states: Tensor
     ) -> Tensor:
@@ -320,5 +396,6 @@ def merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Te
 
 def entries_of(module: nn.Module) -> CompressedEntries | None:
     """Return what runs in place of the compressor of an attention layer; None if it has none."""
-    found: Any = getattr(getattr(module, "compressor", None), "forward", None)
+    forward = getattr(getattr(module, "compressor", None), "forward", None)
+    found = getattr(forward, "__self__", None)
     return found if isinstance(found, CompressedEntries) else None

@@ -1,0 +1,183 @@
+"""Attach transformers models to a ring, or refuse them: `attn_implementation="ds_ring"`.
+
+`attach` gives a model the ring's attention and ties it to a session. A model is never trained silently on
+another attention than its own: `check_model` asks `checks.py` and the table of variants first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers import attention as _  # noqa: F401  registers the functions
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.checks import UNMODIFIED
+from ds_ring.integrations.transformers.images import (
+    attention_of_parts,
+    image_encoders,
+    refuse_unknown_encoder,
+)
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.model_adapter import (
+    ModelAdapter,
+    own_implementation,
+    set_implementations,
+)
+from ds_ring.integrations.transformers.variants import variants
+from ds_ring.integrations.transformers.variants.variant import Request
+
+log = logging.getLogger(__name__)
+
+
+def check_model(model: nn.Module, config: RingConfig) -> None:
+    """Refuse a transformers model that cannot be given the ring's attention, or must keep one that is local.
+
+    Raises:
+        RingConfigError: with the model's class and its attn_implementation.
+    """
+    outermost = _pretrained(model, outermost=True)
+    checks.check_adapters(model)
+    for outer in outermost:
+        if config.attention == "ring" and not _keeps_its_own(config, outer):
+            refuse_unknown_encoder(outer)
+    keep = {id(encoder) for outer in outermost for encoder in image_encoders(outer)}
+    for part in _pretrained(model):
+        implementation = part.config._attn_implementation
+        if id(part) in keep or (_keeps_its_own(config, part) and implementation != NAME):
+            continue  # nothing to do for a ring
+        if image_encoders(part) and config.attention == "ring":
+            continue  # it joins image encoders and a language part, which is looked at by itself
+        as_is = config.attention == "as_is" and implementation == UNMODIFIED
+        checks.check_class(part, Request(config, as_is, part in outermost))
+        if implementation == NAME:
+            continue
+        if config.attention == "ring" and not (
+            part._can_set_attn_implementation()
+            or any(variant.uses_interface(type(part)) for variant in variants())
+            or checks.bypasses_interface(part)
+        ):
+            raise RingConfigError(
+                f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one"
+                " whose attention does not go through transformers' attention interface, so each rank would"
+                " attend to its own tokens only; use a model that does, such as Llama, Qwen or Mistral"
+            )
+        if config.attention == "as_is" and implementation != UNMODIFIED:
+            _refuse_as_is(part, config)
+
+
+def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
+    """Return whether a model as it is, over the whole sequence, is what is asked for."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False  # its batches are prepared as on several ranks
+    # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask, as the
+    # JSON asks: only with attn_implementation="ds_ring".
+    is_plain_causal = config.pattern == PatternConfig()
+    return not config.long_sequence.any and config.sequence_parallel_size == 1 and is_plain_causal
+
+
+def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
+    fault = f"not apply the pattern {pattern_from_config(config)} of the JSON"
+    if config.sequence_parallel_size > 1:
+        fault = "attend to this rank's tokens only"
+    elif config.pattern.documents:
+        fault += " and its documents"
+    raise RingConfigError(
+        f'{type(part).__name__}: "attention": "as_is" keeps its attn_implementation'
+        f" {part.config._attn_implementation!r}, which would {fault} and which no backend can rewrite; set"
+        f' "attention": "ring" in the section, or build the model with attn_implementation=\'{UNMODIFIED}\''
+        ' and say engine.compile(backend="ds_ring")'
+    )
+
+
+def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
+    """Give every transformers model inside `model` the ring's attention; leave other modules alone.
+
+    From then on a forward pass takes batches of `session.shard_batch` only, never uses a cache, and gets its
+    loss from labels that were shifted before they were sharded. With `"attention": "as_is"` a model with
+    sdpa keeps it, and runs through the backend "ds_ring" only.
+
+    Raises:
+        RingConfigError: `check_model`'s, or a sub-model did not take the attention.
+    """
+    check_model(model, session.config)
+    config, attached = session.config, []
+    for part in _pretrained(model, outermost=True):
+        before = part.config._attn_implementation
+        if before != NAME and _keeps_its_own(config, part):
+            continue
+        own = {inner: own_implementation(inner) for inner in _pretrained(part)}
+        if config.attention == "ring":
+            _switch(part, session)
+        rewritten = part.config._attn_implementation != NAME
+        attached.append(ModelAdapter(part, session, rewritten, own))
+        attached[-1].install()
+        session.attached.append(attached[-1].off)
+        if rewritten:
+            log.info(
+                'attn_implementation=%r in %s ("attention": "as_is"): its attention is the ring\'s after'
+                ' engine.compile(backend="ds_ring"), and a forward pass without it raises',
+                UNMODIFIED,
+                type(part).__name__,
+            )
+    return attached
+
+
+def _switch(model: PreTrainedModel, session: RingSession) -> None:
+    """Give a model and the models inside it the ring's attention, and check that all of them took it."""
+    before = model.config._attn_implementation
+    parts = _pretrained(model)
+    for part in parts:
+        if checks.bypasses_interface(part):
+            TABLE.apply({"attention.none": SimpleNamespace(at_initialize=NAME)}, session, config=part.config)
+    if all(map(checks.bypasses_interface, parts)):
+        log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
+        return
+    names = attention_of_parts(model, NAME)
+
+    def switch_all() -> Callable[[], None]:
+        earlier = {part: part.config._attn_implementation for part in parts}
+        model.set_attn_implementation(names)
+        return lambda: set_implementations(earlier)
+
+    switch = SimpleNamespace(at_initialize=switch_all)
+    try:
+        known = checks.uses_interface(type(model)) or not image_encoders(model)
+        if model._can_set_attn_implementation() and known:
+            TABLE.apply({"attention": switch}, session, model=model)
+        else:  # a model without softmax attention, or one that leaves attention to the models inside it
+            TABLE.apply(
+                {"attention.none": SimpleNamespace(at_initialize=names)}, session, config=model.config
+            )
+    except (ValueError, ImportError) as error:
+        raise RingConfigError(
+            f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"
+            f" {before!r} and the error: {error}"
+        ) from error
+    keep = image_encoders(model)
+    for part in _pretrained(model):
+        if part not in keep and part.config._attn_implementation != NAME:
+            raise RingConfigError(
+                f"{type(part).__name__} inside {type(model).__name__}: expected it to take"
+                f" attn_implementation='{NAME}', but it keeps {part.config._attn_implementation!r} and would"
+                " attend to this rank's tokens only; leave that part out, or use another model"
+            )
+    if before != NAME:
+        log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
+
+
+def _pretrained(model: nn.Module, outermost: bool = False) -> list[PreTrainedModel]:
+    """Return the transformers models in `model`, without those inside another one if `outermost`."""
+    found = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if not outermost:
+        return found
+    inner = {id(part) for outer in found for part in outer.modules() if part is not outer}
+    return [part for part in found if id(part) not in inner]

@@ -1,0 +1,120 @@
+"""One call of a transformers model on a ring: what it is given, and what it returns, is checked.
+
+A variant may handle the calls of its models by a class of its own, as encoder-decoders do.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_ring.errors import RingPatternError
+from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers import checks
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.families import LossGuard, check_outputs
+from ds_ring.integrations.transformers.generation import Generation
+from ds_ring.integrations.transformers.layer_masks import LayerMask, narrowest_layer, patterns_of_layers
+from ds_ring.integrations.transformers.neftune import scale_noise
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
+REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
+
+
+class ModelCall:
+    """Give a model the sharding of its batch, and check its arguments and its output.
+
+    Attributes:
+        one_sequence: whether the model is given one sequence, whose position_ids all of its modules use.
+    """
+
+    one_sequence = True
+
+    def __init__(self, adapter: ModelAdapter, guard: LossGuard, generation: Generation) -> None:
+        self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
+        self.guard, self.generation = guard, generation
+        self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
+        self.start()
+
+    def start(self) -> None:
+        """Tell the choice of the layout what the model says of its layers."""
+        session = self.session
+        layers = patterns_of_layers(self.model, session.pattern.is_causal)
+        session.needs.layers += layers
+        self._narrowest = 0 if session.config.pattern.layers else narrowest_layer(layers, session.pattern)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """Return the hooks of the model."""
+        # Functions: a copy of the model would copy bound methods, and with them all that they hold.
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self.before(module, args, kwargs)
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self.after(module, args, kwargs, output)
+
+        return {"before_forward": before, "after_forward": after}
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the arguments, and add the sharding of the batch."""
+        # The checks start anew with each call, because batches differ.
+        model, session = self.model, self.session
+        if model.training and not torch.compiler.is_compiling():
+            scale_noise(model, session)  # a Trainer switches it on and off
+        if self.generation.sharding is not None:
+            self.guard.start()
+            return args, kwargs | {SHARDING: self.generation.sharding}
+        bound = self.signature.bind_partial(*args, **kwargs)
+        given = dict(bound.arguments) | kwargs
+        self.guard.start(given.get("num_items_in_batch"))
+        checks.check_model_call(self.name, given)
+        added: dict[str, Any] = {}
+        if "use_cache" not in given:
+            added["use_cache"] = False  # transformers' default would keep every layer's keys and values
+        if self.adapter.rewritten:
+            added["position_ids"] = needs_backend_op(given["position_ids"])
+            if model.config._attn_implementation == NAME:
+                added[SHARDING] = REWRITTEN
+            return bound.args, bound.kwargs | added
+        if not torch.compiler.is_compiling():  # in compiled code the engine's hook has selected the batch
+            session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        sharding = session.batches.current
+        checks.check_length(self.name, given, sharding)
+        if torch.compiler.is_compiling() and self._narrowest < sharding.layout.tokens:
+            raise RingPatternError(
+                f"{self.name}: a layer of the model sees {self._narrowest} of {sharding.layout.tokens} tokens"
+                ', which only engine.compile(backend="ds_ring") reads; use that, or do not compile'
+            )
+        return args, kwargs | added | {SHARDING: sharding}
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Check the output and its loss."""
+        if self.generation.sharding is not None:
+            self.generation.after(output)
+            return
+        check_outputs(self.model, output, self.session.batches.current.local_tokens)
+        self.guard.check(self.model, output)
+
+    # For variants, while the model runs.
+
+    def sharding_of(self, module: nn.Module) -> BatchSharding:
+        """Return the sharding of the sequence that a module of the model works on."""
+        return self.session.batches.current
+
+    def mask_of(self, module: nn.Module) -> LayerMask | None:
+        """Return what a layer attends to that was given no mask; None if that is an error."""
+        return None
+
+    def position_ids(self, module: nn.Module) -> Tensor | None:
+        """Return the positions of the tokens that a module gets; None if they are those of the model."""
+        return None

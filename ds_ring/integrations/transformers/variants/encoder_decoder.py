@@ -1,0 +1,263 @@
+"""Encoder-decoders of transformers on a ring: which sequence a module works on, and the loss of all answers.
+
+Owns the variant and the hooks of such models; `pairs.py` has their batches ([Note: two sequences]).
+
+The model is given the decoder's sharding, and a hook of its encoder replaces it by the encoder's. A layer of
+the decoder whose attention is not causal is cross attention. These models compute a mean over the labels that
+they are given. So they are given none, and the loss is computed from their logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ds_ring.config.pattern_section import PatternConfig
+from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.loss import local_loss
+from ds_ring.integrations.deepspeed.pairs import DECODER
+from ds_ring.integrations.transformers.checks import (
+    THROUGH_SHARD_BATCH,
+    cannot_run,
+    check_length,
+    check_model_call,
+    refuse_other_inputs,
+)
+from ds_ring.integrations.transformers.families import check_outputs
+from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.model_call import ModelCall
+from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, Request, Variant
+from ds_ring.masks.catalog import Full
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+
+_LABELS = ("labels", "shift_labels", "num_items_in_batch")
+# The model types that tests compare with one process: tests/dist/test_families.py.
+PAIRS = frozenset(
+    """
+    bart bigbird_pegasus blenderbot blenderbot-small m2m_100 marian mbart mt5 mvp pegasus plbart seamless_m4t
+    seamless_m4t_v2 t5 umt5
+    """.split()  # noqa: SIM905
+)
+# By model type, what another encoder-decoder does with other tokens.
+_OTHERWISE = {
+    "fsmt": "its attention is written out with tokens before samples, and makes a mask of its own",
+    "led": "its encoder attends within windows that it cuts out of the tokens it is given",
+    "longt5": "its encoder attends within blocks that it cuts out of the tokens it is given",
+    "nllb-moe": "its experts take as many tokens of the sequence as they have room for",
+    "pegasus_x": "its encoder attends within blocks that it cuts out of the tokens it is given",
+    "prophetnet": "it predicts several tokens ahead, from states that attend by learned bucketed distances",
+    "switch_transformers": "its experts take as many tokens of the sequence as they have room for",
+}
+
+
+class EncoderDecoder(Variant):
+    """Models with an encoder and a decoder, whose cross attention reads the encoder's sequence."""
+
+    def matches(self, module: nn.Module) -> bool:
+        has_two = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+        known = type(module).__module__.startswith("transformers.models.")
+        return (
+            bool(has_two)
+            and known
+            and isinstance(module, PreTrainedModel)
+            and module.config.model_type in PAIRS
+        )
+
+    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+        if not getattr(model.config, "is_encoder_decoder", False):
+            return
+        if self.matches(model):
+            if request.is_outermost:
+                check_pair(model, request.config)
+            return
+        unknown = "no test compares it with one process"
+        if model.main_input_name != "input_ids":
+            unknown = f"its encoder reads {model.main_input_name} and not tokens"
+        raise cannot_run(
+            model,
+            f"it is an encoder-decoder, and {_OTHERWISE.get(model.config.model_type, unknown)}; use BART, or"
+            " Marian, say, or call ds_ring.ring_attention with key_layout in a model of your own",
+        )
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        return {TWO_SEQUENCES} if self.matches(model) and not as_is else set()
+
+    def model_call(self, model: PreTrainedModel) -> type[ModelCall] | None:
+        return PairCall if self.matches(model) else None
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if self.matches(adapter.model):
+            adapter.session.needs.decoder_ids = decoder_ids_of(adapter.model)
+            encoder = adapter.model.get_encoder()
+            adapter.apply(give_encoder_sharding, encoder=encoder)
+
+    def read(self, call: AttentionCall) -> None:
+        if call.sharding.cross is not None:
+            pattern = call.model_pattern()
+            if pattern is not None and not pattern.is_causal:
+                call.sharding = call.sharding.cross  # the decoder's own attention is causal
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        if not getattr(model.config, "is_encoder_decoder", False):
+            return None
+        return (
+            "expected a model of one sequence, got an encoder-decoder, whose cache of two sequences does not"
+            " stay on the ring"
+        )
+
+
+def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
+    """Refuse a class, its settings or a section that a ring of two sequences does not compute.
+
+    Raises:
+        RingConfigError, RingPatternError: with the reason.
+    """
+    name, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+    if "decoder_input_ids" not in parameters or "input_features" in parameters:
+        raise cannot_run(
+            model,
+            "expected an encoder-decoder that reads and writes tokens, got a class that reads sound, or has"
+            " one of the two parts; use the class for conditional generation",
+        )
+    if name.endswith(("ForSequenceClassification", "ForQuestionAnswering")):
+        raise cannot_run(
+            model,
+            "its head pools tokens, or normalizes over them, and a rank has its own alone; take"
+            f" {type(model.base_model).__name__} in a module of your own, with a head on"
+            " engine.ring.gather(output.last_hidden_state)",
+        )
+    for key in ("encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(model.config, key, 0):
+            raise cannot_run(
+                model,
+                f"config.{key} {getattr(model.config, key)} leaves out layers at random, and others on each"
+                " rank; set it to 0",
+            )
+    if config.pattern != PatternConfig():
+        documents = " and documents" if config.pattern.documents else ""
+        raise RingPatternError(
+            f"{name}: expected the plain causal pattern, got {pattern_from_config(config)}{documents}: an"
+            " encoder-decoder says itself who sees whom in its two sequences, and an attention_mask is enough"
+            ' for padding; leave "pattern" out of the section'
+        )
+    given = {
+        '"attention": "as_is"': config.attention == "as_is",
+        '"dynamic_ring": true': config.dynamic_ring,
+        '"verify_first_batch": true': config.verify_first_batch,
+        '"long_sequence"': config.long_sequence.any,
+        '"rank_speeds": "measured"': config.rank_speeds == "measured",
+        '"transport": "reproducible"': config.transport == "reproducible",
+    }
+    for key, applies in given.items():
+        if applies:
+            raise RingConfigError(
+                f"{name}: expected a section without {key}, got it: it is made for one sequence of tokens,"
+                " and an encoder-decoder has two; leave it out"
+            )
+
+
+def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Return how the model makes decoder_input_ids of labels, of whole sequences [B, D]."""
+    module, config = sys.modules[type(model).__module__], model.config
+
+    def shifted(labels_BD: Tensor) -> Tensor:
+        takes_labels = "labels" in inspect.signature(model.forward).parameters
+        if not takes_labels or not hasattr(module, "shift_tokens_right"):
+            raise RingShapeError(
+                f"batch: expected decoder_input_ids beside labels, got none, and {type(model).__name__} does"
+                " not say how it makes them"
+            )
+        found: Tensor = module.shift_tokens_right(
+            labels_BD, config.pad_token_id, config.decoder_start_token_id
+        )
+        return found
+
+    made: Callable[[Tensor], Tensor] = getattr(model, "prepare_decoder_input_ids_from_labels", shifted)
+    return made
+
+
+@patch(
+    TABLE.given("encoder", "transformers.modeling_utils.PreTrainedModel"), stage="before_forward",
+    feature="two sequences", reason="passes the sharding of the encoder's sequence",
+    when="the model is an encoder-decoder",
+)  # fmt: skip
+def give_encoder_sharding(
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Give the encoder the sharding of its own sequence in place of the decoder's."""
+    sharding = kwargs.get(SHARDING)
+    if not isinstance(sharding, BatchSharding) or sharding.encoder is None:
+        return None
+    return args, kwargs | {SHARDING: sharding.encoder}
+
+
+class PairCall(ModelCall):
+    """Give an encoder-decoder the sharding of its batch, and compute its loss."""
+
+    one_sequence = False
+
+    def start(self) -> None:
+        # Of the call under way: position ids by the beginning of their name, and shift_labels with
+        # num_items_in_batch.
+        self._positions: dict[str, Tensor] = {}
+        self._labels: tuple[Tensor, Tensor] | None = None
+        self._encoder = {id(one) for one in self.model.get_encoder().modules()}
+
+    def sharding_of(self, module: nn.Module) -> BatchSharding:
+        sharding = self.session.batches.current
+        if id(module) not in self._encoder:
+            return sharding
+        assert sharding.encoder is not None
+        return sharding.encoder
+
+    def mask_of(self, module: nn.Module) -> LayerMask | None:
+        return LayerMask(Full(), self.sharding_of(module))  # only the decoder's own attention has a mask
+
+    def position_ids(self, module: nn.Module) -> Tensor | None:
+        return self._positions.get("" if id(module) in self._encoder else DECODER)
+
+    def before(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check the call; take positions and labels out, and put the sharding in."""
+        given = dict(self.signature.bind_partial(*args, **kwargs).arguments) | kwargs
+        given.pop("kwargs", None)
+        refuse_other_inputs(self.name, given)
+        for prefix in ("", DECODER):
+            of_one = {key.removeprefix(prefix): x for key, x in given.items() if key.startswith(prefix)}
+            check_model_call(self.name, of_one)
+        self.session.batches.select(x for x in given.values() if isinstance(x, Tensor))
+        sharding = self.session.batches.current
+        assert sharding.encoder is not None
+        for prefix, one in (("", sharding.encoder), (DECODER, sharding)):
+            names = ("input_ids", "inputs_embeds", "position_ids")
+            check_length(self.name, {name: given.get(prefix + name) for name in names}, one)
+            self._positions[prefix] = given.pop(prefix + "position_ids")
+        labels, aligned, items = (given.pop(name, None) for name in _LABELS)
+        if labels is not None and (aligned is None or items is None):
+            raise RingShapeError(
+                f"{self.name}: expected shift_labels and num_items_in_batch beside labels, got labels alone:"
+                f" the loss would be a mean over this rank's tokens; {THROUGH_SHARD_BATCH}"
+            )
+        self._labels = None if aligned is None or items is None else (aligned, items)
+        return (), given | {"use_cache": False, SHARDING: sharding}
+
+    def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Check the output; put this rank's part of the mean over all labels in."""
+        of_encoder = ("encoder_last_hidden_state",)
+        check_outputs(self.model, output, self.session.batches.current.local_tokens, of_encoder)
+        if self._labels is not None and getattr(output, "logits", None) is not None:
+            output["loss"] = local_loss(output.logits, *self._labels)

@@ -1,0 +1,115 @@
+"""One row of the table of attention variants: what the adapter's core asks of it.
+
+A variant is a way in which layers of transformers models read other tokens. The core (`attention.py`,
+`checks.py`, `model_adapter.py`) names none. It asks all rows of the table in `__init__.py`, in their order. A
+new variant overrides what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ds_ring.config.section import RingConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ds_ring.integrations.transformers.attention_call import AttentionCall
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.integrations.transformers.model_call import ModelCall
+
+# What a model may need beside softmax over keys, as `checks.py` finds it; words of `layer_types`, too.
+INTERFACE = "attention interface"  # its attention bypasses transformers' interface
+POSITIONS = "position_ids"  # its forward pass takes none
+STATE = "state"  # transformers says that it is stateful
+CONVOLUTION = "convolution"  # a layer has an nn.Conv1d over tokens
+TWO_SEQUENCES = "two sequences"  # it is an encoder-decoder
+
+
+@dataclass(frozen=True)
+class Request:
+    """The section with which a model is to run.
+
+    Attributes:
+        as_is: its attention is left to the backend "ds_ring", so no layer gets the ring's attention function.
+        is_outermost: no other transformers model contains it.
+    """
+
+    config: RingConfig
+    as_is: bool = False
+    is_outermost: bool = True
+
+
+class Variant:
+    """One way in which layers read other tokens; the methods of this class change nothing."""
+
+    def matches(self, module: nn.Module) -> bool:
+        """Return whether a module is a layer of this variant."""
+        return False
+
+    # Before a model is attached.
+
+    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+        """Refuse a model, or a section beside it, that this variant knows and a ring does not compute.
+
+        Raises:
+            RingConfigError, RingPatternError: with the reason.
+        """
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        """Return the needs of a model that this variant computes on a ring."""
+        return set()
+
+    def uses_interface(self, kind: type[PreTrainedModel]) -> bool:
+        """Return whether all attention of a class uses the interface, though the class does not say so."""
+        return False
+
+    def advice(self, kind: type[PreTrainedModel]) -> str | None:
+        """Return how to build a model whose class does not take the name "ds_ring"; None if unknown."""
+        return None
+
+    def makes_full_masks(self, model_type: str) -> bool:
+        """Return whether a model makes an attention_mask that hides nothing, beside that of its call."""
+        return False
+
+    # When a model is attached.
+
+    def model_call(self, model: PreTrainedModel) -> type[ModelCall] | None:
+        """Return what handles the calls of a model in place of `ModelCall`; None for any other model."""
+        return None
+
+    def install(self, adapter: ModelAdapter) -> None:
+        """Apply this variant's patches to the model of `adapter`."""
+        for module in adapter.model.modules():
+            if self.matches(module):
+                self.install_on(module, adapter)
+
+    def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
+        """Apply this variant's patches to a layer that it matches."""
+
+    def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
+        """Yield the modules whose positions this variant provides: they need not use the model's."""
+        yield from ()
+
+    # In each call of attention.
+
+    def read(self, call: AttentionCall) -> None:
+        """Take what only this variant understands out of the call, before the core refuses what is left."""
+
+    def attend(self, call: AttentionCall) -> Tensor | None:
+        """Return attention [B, H, S, E] of a layer of this variant; None for other layers."""
+        return None
+
+    # In a generation.
+
+    def refuse_generation(self, model: PreTrainedModel) -> str | None:
+        """Return why a model cannot generate on a ring; None if this variant has no reason."""
+        return None
+
+    def has_states(self, model: PreTrainedModel) -> bool:
+        """Return whether a cache has to hold states of the model's layers beside keys and values."""
+        return False
