@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ring.errors import RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.layer_masks import (
     LayerMask,
@@ -85,13 +85,12 @@ class AttentionCall:
                 " attention is not supported: pass use_cache=False"
             )
 
-    def softmax(self, kv_up_proj: Tensor | None = None) -> Tensor:
-        """Return softmax attention [B, H, S, E] over the keys of all ranks.
-
-        Args:
-            kv_up_proj: the projection that expands latents in place of keys, as in `ring_attention`.
-        """
+    def attention(self) -> RowsAttention:
+        """Return the ring's softmax attention of the layer, with its scale, pattern and soft cap."""
         changed = self.score_mod if self.softcap is None else Softcap(float(self.softcap))
-        attention = self.sharding.attention(self.scale, self.pattern, changed)
-        out: Tensor = attention(self.q_BHSD, self.k_BGSD, self.v_BGSE, self.sinks, kv_up_proj)
+        return self.sharding.attention(self.scale, self.pattern, changed)
+
+    def softmax(self) -> Tensor:
+        """Return softmax attention [B, H, S, E] over the keys of all ranks."""
+        out: Tensor = self.attention()(self.q_BHSD, self.k_BGSD, self.v_BGSE, self.sinks)
         return out

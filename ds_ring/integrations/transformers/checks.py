@@ -123,8 +123,9 @@ OWN_TOKENS = (
 _BYPASSES = "its attention bypasses transformers' attention interface"
 
 # Settings that no property of the class shows: what the setting does with other tokens, and the value that
-# does not.
+# does not. A variant that covers a setting computes it.
 _SETTINGS: dict[str, tuple[str, str]] = {
+    "attn_temperature_tuning": ("scales queries by their place in the sequence", "False"),
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
     "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
@@ -142,6 +143,7 @@ def check_class(model: PreTrainedModel, request: Request) -> None:
         variant.refuse(model, request)
         covered |= variant.covers(model, as_is)
     kind, needs = type(model), needs_of(model) - covered
+    config = model.config.get_text_config()
     if INTERFACE in needs and not (as_is and works_as_is(kind)):
         raise bypass_error(kind)
     layers = ", ".join(sorted(needs - {INTERFACE, *_REASONS}))
@@ -151,9 +153,8 @@ def check_class(model: PreTrainedModel, request: Request) -> None:
     reasons += [reason for need, reason in _REASONS.items() if need in needs]
     if reasons:
         raise cannot_run(model, f"{reasons[0]}, {OWN_TOKENS}")
-    config = model.config.get_text_config()
     for key, (what, value) in _SETTINGS.items():
-        if getattr(config, key, None):
+        if getattr(config, key, None) and key not in covered:
             advice = f"set config.{key} to {value}, if that is your model"
             advice = "use another model" if value == "none" else advice
             raise cannot_run(model, f"config.{key} {what}, and a rank knows its own tokens only; {advice}")

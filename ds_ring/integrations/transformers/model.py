@@ -130,7 +130,7 @@ TABLE = PatchTable(
         ),
         Patch(
             "model", "after_forward", "hook", "sharding",
-            "checks the output and its loss; computes that of an encoder-decoder",
+            "checks the output and its loss",
         ),
         Patch(
             "config._attn_implementation", "around_off", "set", "attention.off",

@@ -1,6 +1,6 @@
 """One call of a transformers model on a ring: what it is given, and what it returns, is checked.
 
-A variant may handle the calls of its models by a class of its own, as encoder-decoders do.
+A variant may handle the calls of its models by a subclass.
 """
 
 from __future__ import annotations

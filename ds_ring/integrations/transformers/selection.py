@@ -45,7 +45,7 @@ def joined(sharding: BatchSharding, chosen: Sequence[Tensor]) -> Tensor:
 
 
 def layers_with_indexers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model whose indexers select keys of tokens, and not compressed entries."""
+    """Return the layers of a model that have an indexer of tokens: a module that selects keys."""
     return [
         part
         for part in model.modules()

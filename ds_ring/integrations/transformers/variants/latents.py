@@ -83,8 +83,9 @@ class LatentAttention(Variant):
             call.k_BGSD, call.v_BGSE = latents.expanded(call.k_BGSD, call.v_BGSE)
             return call.softmax()
         weight = latents.kv_up_proj(call.k_BGSD)
-        call.k_BGSD, call.v_BGSE = call.k_BGSD.to(weight.dtype), call.v_BGSE.to(weight.dtype)
-        return call.softmax(weight)
+        latent, rotary_key = call.k_BGSD.to(weight.dtype), call.v_BGSE.to(weight.dtype)
+        out: Tensor = call.attention()(call.q_BHSD, latent, rotary_key, call.sinks, weight)
+        return out
 
 
 def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import AppliedPatch, apply, patch, undo
@@ -36,6 +37,9 @@ class TemperatureTuning(Variant):
         return bool(getattr(module, "attn_temperature_tuning", False)) and not getattr(
             module, "use_rope", True
         )
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        return {"attn_temperature_tuning"}
 
     def install_on(self, module: nn.Module, adapter: ModelAdapter) -> None:
         adapter.apply(QueryScale(module), scaling=module, q_proj=module.q_proj)
