@@ -1,103 +1,113 @@
-"""What the tools share: a command line, contestants that take turns, a small model and its engine, rows."""
+"""Run a benchmark by its name.
+
+Each result is printed as a line of JSON below a line with hardware, versions, commit and rounds. --output
+appends complete rows, which have all of it, to a file of JSON lines; --markdown prints a table at the end. It
+ends with 1 if a row contradicts what the benchmark claims.
+
+Example:
+    python tools/bench.py attention --tokens 4096 8192 16384 --rounds 7
+    python tools/bench.py attention --help
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+import os
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
 
-Name = TypeVar("Name")
-Found = TypeVar("Found")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # some benchmarks use stand-ins of tests/
 
-
-def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser whose help is a module's docstring, with an option for each default.
-
-    A default is a value, or a value and its help; a list takes several values, False is a switch.
-    """
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in defaults.items():
-        value, told = default if isinstance(default, tuple) else (default, None)
-        option = f"--{name.replace('_', '-')}"
-        if value is False:
-            parser.add_argument(option, action="store_true", help=told)
-        elif isinstance(value, list):
-            parser.add_argument(option, type=type(value[0]), nargs="+", default=value, help=told)
-        else:
-            parser.add_argument(option, type=type(value), default=value, help=told)
-    return parser
+import torch
+from benchmarks.measuring import Row, markdown
+from common import parser_of
 
 
-def print_row(row: Mapping[str, Any], as_json: bool = True) -> None:
-    """Print one result."""
-    print(json.dumps(row) if as_json else "  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+class Benchmark(NamedTuple):
+    """Describe a row of the table: what is measured, by which function of which module."""
+
+    about: str
+    module: str
+    function: str = "run"
+    warm_up: int = 1  # rounds that are dropped
 
 
-def in_turns(works: Mapping[Name, Callable[[], Found]], rounds: int) -> dict[Name, list[Found]]:
-    """Return what each work found in each round; one round more, which is not kept, warms up.
+BENCHMARKS = {
+    "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
+    "dilated-peer": Benchmark("LongNet's pattern against dilated-attention-pytorch", "dilated_peer"),
+    "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
+    "gpu": Benchmark("kernels, virtual rings, merges, host time and longest sequence of one GPU", "gpu"),
+    "growth": Benchmark("processor time and bytes by number of tokens and ranks", "growth"),
+    "guard": Benchmark("passes with the failure detector against bare waits", "guard"),
+    "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),
+    "latents": Benchmark("multi-head latent attention in three ways", "latents"),
+    "layers": Benchmark("layers with windows against the same layers without", "layers"),
+    "long-memory": Benchmark('peak memory under "long_sequence"', "long", "memory", 0),
+    "long-time": Benchmark('seconds of a step under "long_sequence"', "long", "time"),
+    "monitor": Benchmark("joining and verdicts of many ranks", "monitor", warm_up=0),
+    "overlap": Benchmark("exposed communication over a slow link", "overlap"),
+    "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
+    "save": Benchmark("the cost of a checkpoint for training", "save"),
+    "scan-bytes": Benchmark("bytes of a layer with a recurrent state", "scan_virtual", "count_bytes", 0),
+    "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
+    "scan-stream": Benchmark("such a layer on more tokens than memory holds", "scan_virtual", "stream", 0),
+    "scan-time": Benchmark("a layer with a recurrent state against one process", "scan", "time"),
+    "speeds": Benchmark("a rank that shares its core, with its speed known and not", "speeds", warm_up=2),
+    "trees": Benchmark("rollouts as a tree against rows of their own", "trees"),
+}
 
-    They take turns, so that a busy moment of the machine hits all alike, and none is always the first.
-    """
-    names, found = list(works), {name: list[Found]() for name in works}
-    for turn in range(rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            one = works[name]()
-            if turn:
-                found[name].append(one)
-    return found
 
-
-def llama(
-    tokens: int, vocab: int, hidden: int, intermediate: int, layers: int, heads: int,
-    kv_heads: int | None = None, attention: str = "sdpa", **more: Any,
-) -> Any:  # fmt: skip
-    """Return a Llama with random weights, the same in every process."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads or heads, max_position_embeddings=tokens,
-        **more,
+def main(arguments: list[str] | None = None) -> int:
+    """Run one benchmark; return 1 if a row is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    names = "\n".join(f"  {name:14}{one.about}" for name, one in BENCHMARKS.items())
+    outer = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"benchmarks:\n{names}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    outer.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="one of the benchmarks below")
+    name = outer.parse_known_args(arguments[:1])[0].name
+    benchmark = BENCHMARKS[name]
+    module = import_module(f"benchmarks.{benchmark.module}")
+    parser = parser_of(
+        module.__doc__, **module.OPTIONS, warm_up=(benchmark.warm_up, "rounds that are dropped"),
+        markdown=(False, "print a table at the end"), output=("", "append complete rows to this file"),
     )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    parser.prog = f"{outer.prog} {name}"
+    options = parser.parse_args(arguments[1:])
+    if getattr(options, "device", "cpu") == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
+    try:
+        return report(name, getattr(module, benchmark.function)(options), options)
+    except ModuleNotFoundError as missing:  # of a peer: the help says how to install it
+        parser.error(f"{missing}; see the help of {name}")
 
 
-def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:
-    """Return DeepSpeed's section of a ZeRO stage: buckets of so many elements, every parameter sharded."""
-    return {
-        "stage": stage,
-        "reduce_bucket_size": bucket,
-        "stage3_prefetch_bucket_size": bucket,
-        "stage3_param_persistence_threshold": 0,
-    }
+def report(name: str, found: Iterable[Row], options: argparse.Namespace) -> int:
+    """Print rows as they come, and store them; return 1 if one is wrong."""
+    torch.set_num_threads(1)
+    if getattr(options, "device", "cpu") == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    where, rows = Row({}, {}).complete(name, options), []
+    about = {key: where[key] for key in ("hardware", "versions", "commit", "date", "warm_up", "iterations")}
+    print(f"# {json.dumps({'benchmark': name} | about)}", flush=True)
+    for row in found:
+        rows.append(row)
+        print(json.dumps({**row.case, **row.results}), flush=True)
+        if row.wrong:
+            print(f"WRONG: {row.wrong}", file=sys.stderr)
+        if options.output:
+            with open(options.output, "a") as file:
+                file.write(json.dumps(row.complete(name, options)) + "\n")
+    if options.markdown:
+        print(markdown(rows))
+    return int(any(row.wrong for row in rows))
 
 
-def engine_of(
-    model: Any, ranks: int, section: Mapping[str, Any], zero: Mapping[str, Any], *, batch: int = 1,
-    sgd: float | None = None, **more: Any,
-) -> Any:  # fmt: skip
-    """Return a model's DeepSpeed engine on a ring of so many ranks, with torch's AdamW, or SGD of a rate."""
-    import deepspeed
-    import torch
-
-    import ds_ring
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    config = {
-        "train_micro_batch_size_per_gpu": batch,
-        "zero_optimization": dict(zero),
-        "steps_per_print": 10**9,
-        "sequence_parallel_size": ranks,
-        "ring_attention": dict(section),
-    } | more
-    if sgd is None:  # DeepSpeed's own Adam of the CPU is compiled for two minutes
-        adam = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-        config = {"optimizer": adam} | config
-        return ds_ring.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    config["zero_allow_untested_optimizer"] = True
-    optimizer = torch.optim.SGD(model.parameters(), lr=sgd)
-    return ds_ring.initialize(model=model, optimizer=optimizer, config=config)[0]
+if __name__ == "__main__":
+    sys.exit(main())

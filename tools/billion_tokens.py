@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import parser_of, print_row
+from common import parser_of, print_row
 from streamed.ledger import Ledger
 from streamed.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
 from streamed.ranks import PendingGradients

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import parser_of, print_row
+from common import parser_of, print_row
 
 from ds_ring_launcher.demo.lm_data import PackedBytes
 from ds_ring_launcher.run.local_ranks import run_ranks

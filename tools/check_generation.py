@@ -16,7 +16,7 @@ import time
 from typing import Any, NamedTuple
 
 import torch
-from bench import engine_of, llama, parser_of, print_row
+from common import engine_of, llama, parser_of, print_row
 
 from ds_ring_launcher.run.local_ranks import run_ranks
 

@@ -17,8 +17,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from bench import parser_of
 from check_training import judged, print_cells
+from common import parser_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ranks and models
 

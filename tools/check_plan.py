@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from bench import engine_of, llama, parser_of, print_row, zero_of
+from common import engine_of, llama, parser_of, print_row, zero_of
 from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout

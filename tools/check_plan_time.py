@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench import parser_of, print_row
+from common import parser_of, print_row
 
 from ds_ring import RingMesh, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from bench import in_turns, parser_of
+from common import in_turns, parser_of
 from tqdm import tqdm
 
 from ds_ring_launcher.run.local_ranks import run_ranks

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench import parser_of
+from common import parser_of
 
 from ds_ring import Causal
 from ds_ring_launcher.plan.hardware import read_hardware

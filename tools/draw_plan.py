@@ -13,7 +13,7 @@ import re
 import sys
 
 import numpy as np
-from bench import parser_of
+from common import parser_of
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern

@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from bench import parser_of, print_row
+from common import parser_of, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' ways to spoil a pickle
 

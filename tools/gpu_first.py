@@ -1,12 +1,12 @@
-"""What a borrowed GPU should run first: one command, under ten minutes, one GPU.
+"""Run first on a borrowed GPU: one command, under ten minutes, one GPU.
 
-In this order, so that what was not reached matters least: a ring of 4 and of 8 that sends to itself by NCCL
+Parts come in this order, the most important ones first: a ring of 4 and of 8 that sends to itself by NCCL
 through the production exchange, against float64; tests/gpu in parallel; rates of the kernels; the blocks of
 flex beside Inductor's; host time and merge; probes of what the runtime assumes of CUDA; the longest sequence.
 Each part's rows are written to --output as soon as it ends. Called again, it does the parts that are missing
 or failed; --again does all. It ends with 1 if something failed or was not reached.
 
-No GPU has run it. With --device cpu the same code runs on small CPU tensors; what that cannot show says so.
+No GPU has run it. With --device cpu the same code runs on small CPU tensors; a row says what needs CUDA.
 
 Example:
     python tools/gpu_first.py
@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench import parser_of
-from bench_gpu import HERE, as_markdown, faults, run_longest, run_tests, where
-from gpu_rates import RateRow, Shape, flex_rates, host_seconds, kernel_rates, merge_rate
+from benchmarks.gpu import in_part, run_longest, run_tests
+from benchmarks.gpu_rates import Shape, flex_rates, host_seconds, kernel_rates, merge_rate
+from benchmarks.measuring import Row, markdown
+from common import ROOT, parser_of, provenance
 
-sys.path.insert(0, str(HERE.parent))
+sys.path.insert(0, str(ROOT))
 from self_ring import self_group, self_ring_row  # needs tests.reference
 
 PARTS: dict[str, str] = {
@@ -39,26 +40,28 @@ PARTS: dict[str, str] = {
     "options": "Blocks of flex", "host": "Host time of a hop", "merge": "Merge", "probes": "Probes",
     "longest": "The longest sequence of one device",
 }  # fmt: skip
-NO_GPU: list[RateRow] = [{"not shown": "needs CUDA"}]
+NO_GPU = [Row({}, {"not_shown": "needs CUDA"})]
 
 
-def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -> list[RateRow]:
+def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -> list[Row]:
     """Return the errors of self-sending rings."""
     with self_group(shape.device):
         way = "NCCL" if shape.device == "cuda" else "copies in this process: gloo cannot send to itself"
         kinds = [(most, payload) for payload in ("as_is", "float8") for most in (0, 1 << 40)]
         ways = [(size, kernel, *kind) for size in sizes for kernel in kernels for kind in kinds]
         rows = [self_ring_row(shape, tokens, *way) for way in ways]
-    return [{"messages by": way} | row for row in rows]
+    return [row._replace(case={"messages_by": way, **row.case}) for row in rows]
 
 
-def probe_rows(device: str) -> list[RateRow]:
-    """Return what the runtime assumes of CUDA: queries of events are cheap, a capture stands them."""
+def probe_rows(device: str) -> list[Row]:
+    """Check two assumptions of the runtime: queries of events are cheap, and do not disturb a capture."""
     if device != "cuda":
         return NO_GPU
-    rows = [{"probe": "event query, idle host"} | _queries(lambda: None)]
-    rows.append({"probe": "event query, host launching"} | _queries(_launches))
-    return [*rows, {"probe": "graph capture beside event queries of a thread"} | _capture()]
+    return [
+        _queries("event query, idle host", lambda: None),
+        _queries("event query, host launching", _launches),
+        Row({"probe": "graph capture during event queries of a thread"}, _capture()),
+    ]
 
 
 def _launches() -> None:
@@ -67,8 +70,8 @@ def _launches() -> None:
         x.add_(1)
 
 
-def _queries(meanwhile: Callable[[], None]) -> RateRow:
-    """Time queries of an event that is not over, from a thread, while the main thread does something."""
+def _queries(name: str, work: Callable[[], None]) -> Row:
+    """Time queries of an event that is not over, from a thread, while the main thread works."""
     taken: list[float] = []
     torch.cuda._sleep(1 << 30)  # clock cycles: about half a second
     event = torch.cuda.Event()
@@ -84,19 +87,20 @@ def _queries(meanwhile: Callable[[], None]) -> RateRow:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    meanwhile()
+    work()
     torch.cuda.synchronize()
     over.set()
     thread.join()
     if not taken:
-        return {"failed": "the event was over before it was asked"}
-    row = {"median us": statistics.median(taken), "largest us": max(taken)}
-    return {name: f"{value * 1e6:.1f}" for name, value in row.items()} | {"queries": len(taken)}
+        return Row({"probe": name}, {}, "the event was over before the first query")
+    seconds = {"median_us": statistics.median(taken), "largest_us": max(taken)}
+    results = {key: round(value * 1e6, 1) for key, value in seconds.items()}
+    return Row({"probe": name}, results | {"queries": len(taken)})
 
 
-def _capture() -> RateRow:
+def _capture() -> dict[str, str]:
     """Capture a graph while a thread queries an event, in both modes that torch offers."""
-    row: RateRow = {}
+    row: dict[str, str] = {}
     for mode in ("global", "thread_local"):
         event, over = torch.cuda.Event(), threading.Event()
         event.record()
@@ -124,30 +128,30 @@ def _capture() -> RateRow:
     return row
 
 
-def works_of(options: Any) -> dict[str, Callable[[], list[RateRow]]]:
-    """Return the parts, in the order of their worth."""
+def works_of(options: Any) -> dict[str, Callable[[], list[Row]]]:
+    """Return the parts, the most important ones first."""
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     shape = Shape(32, 8, 128, dtype, "cuda") if cuda else Shape(4, 2, 16, dtype, "cpu")
     kernels = ["flash", "flex"] if cuda else ["flash", "cpu"]
     local, tokens, rounds = (2048, 32_768, 3) if cuda else (256, 512, 1)
-    options.longest_start = 32_768 if cuda else 256
+    start = 32_768 if cuda else 256
     workers = max(1, min(8, (os.cpu_count() or 2) // 2)) if cuda else 1
 
-    def flex() -> list[RateRow]:
+    def flex() -> list[Row]:
         return [
             row for dim in (64, 128, 256) for row in flex_rates(shape._replace(head_dim=dim), tokens, rounds)
         ]
 
     return {
         "ring": lambda: ring_rows(shape, local, options.ring_sizes, kernels),
-        "tests": lambda: run_tests(workers, options.part_seconds),
+        "tests": lambda: run_tests(options.device, workers, options.part_seconds),
         "rates": partial(kernel_rates, shape, tokens, rounds),
         "options": flex if cuda else lambda: NO_GPU,
         "host": lambda: [host_seconds(shape, kernel) for kernel in kernels],
         "merge": lambda: [merge_rate(shape, tokens, rounds)],
         "probes": lambda: probe_rows(options.device),
-        "longest": lambda: run_longest(options, options.part_seconds),
+        "longest": lambda: run_longest(options.device, start, options.part_seconds),
     }
 
 
@@ -155,41 +159,40 @@ def main(arguments: list[str] | None = None) -> int:
     """Do the parts that are missing; 1 if one of all failed or was not reached."""
     parser = parser_of(
         __doc__, minutes=(8.0, "no part begins after so many"), part_seconds=(200.0, "of tests; of longest"),
-        ring_sizes=[4, 8], again=(False, "do all parts, whatever --output holds"), output="tools/results",
+        ring_sizes=[4, 8], again=(False, "do all parts, those in --output as well"), output="tools/results",
     )  # fmt: skip
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
-    header, begin = where(options.device), time.monotonic()
+    header, begin = provenance(options.device), time.monotonic()
     folder = Path(options.output)
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"gpu_first-{header['device']}".lower().replace(" ", "-").replace("/", "-")
+    name = f"gpu_first-{header['hardware']['device']}".lower().replace(" ", "-").replace("/", "-")
     state = folder / f"{name}.json"
     known = json.loads(state.read_text()) if state.is_file() and not options.again else {}
     same = known.get("where", {}).get("commit") == header["commit"]
-    found: dict[str, list[RateRow]] = known["rows"] if same else {}
-    missed = []
+    rows = [Row(**row) for row in known["rows"]] if same else []
     for part, work in works_of(options).items():
         title = PARTS[part]
-        if part not in options.parts or (
-            title in found and not faults({title: found[title]}, options.device)
-        ):
+        done = [row for row in rows if row.case["part"] == title]
+        if part not in options.parts or (done and not any(row.wrong for row in done)):
             continue
-        if time.monotonic() - begin > 60 * options.minutes:
-            missed.append(part)
-            continue
-        started = time.monotonic()
-        try:
-            found[title] = work()
-        except Exception as error:  # one part that fails must not cost the others
-            found[title] = [{"failed": f"{type(error).__name__}: {str(error)[:300]}"}]
-        print(f"{time.monotonic() - started:6.1f} s  {title}: {len(found[title])} rows", flush=True)
-        state.write_text(json.dumps({"where": header, "rows": found}, indent=1) + "\n")
-        state.with_suffix(".md").write_text(as_markdown(header, found))
-    print(as_markdown(header, found))
-    wrong = [f"{part}: not reached; call again" for part in missed] + faults(found, options.device)
+        started, found = time.monotonic(), [Row({}, {}, f"{part}: not reached; call again")]
+        if started - begin <= 60 * options.minutes:
+            try:
+                found = work()
+            except Exception as error:  # one part that fails must not cost the others
+                found = [Row({}, {}, f"{type(error).__name__}: {str(error)[:300]}")]
+            print(f"{time.monotonic() - started:6.1f} s  {title}: {len(found)} rows", flush=True)
+        rows = [row for row in rows if row.case["part"] != title] + in_part(title, found)
+        state.write_text(
+            json.dumps({"where": header, "rows": [row._asdict() for row in rows]}, indent=1) + "\n"
+        )
+        state.with_suffix(".md").write_text(f"{json.dumps(header)}\n\n{markdown(rows)}")
+    print(markdown(rows))
+    wrong = [f"{row.case['part']}: {row.wrong}" for row in rows if row.wrong]
     for one in wrong:
         print(f"WRONG: {one}", file=sys.stderr)
     return 1 if wrong else 0

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench import engine_of, llama, parser_of, print_row
+from common import engine_of, llama, parser_of, print_row
 
 from ds_ring.errors import RingError
 from ds_ring_launcher.run.local_ranks import RanksError, run_ranks

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
-from bench import parser_of
+from common import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests/lowest_names.json"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench import parser_of, print_row
+from common import parser_of, print_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

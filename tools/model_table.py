@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import parser_of
+from common import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools/results"

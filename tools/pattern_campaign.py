@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import parser_of, print_row
+from common import parser_of, print_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' rounds
 

@@ -98,7 +98,7 @@ def report(record: Path) -> bool:
 
 
 def main() -> int:
-    from bench import parser_of  # the package's own tools stay out of the processes that are recorded
+    from common import parser_of  # the package's own tools stay out of the processes that are recorded
 
     parser = parser_of(__doc__ or "")
     parser.add_argument("--record", type=Path, required=True, help="the folder of statements reached so far")

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import parser_of
+from common import parser_of
 from rich.table import Table
 from simulated_cluster.figures import Of
 from simulated_cluster.job import FAULTS, ClusterSetting, SimulationError, Story, helper, play

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from bench import parser_of, print_row
+from common import parser_of, print_row
 from torch import Tensor
 
 from ds_ring import Causal, Dilated, RingMesh, make_layout, ring_attention

@@ -24,7 +24,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from bench import parser_of
+from common import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("pytest>=8.0", "pytest-timeout>=2.3.1", "pytest-xdist>=3.5", "hypothesis>=6.100")

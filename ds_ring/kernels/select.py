@@ -1,7 +1,7 @@
 """Name kernels: one hop's attention, forward and backward. Their rows stand in `ds_ring/registry.py`.
 
 The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They stand in
-`rates.json` beside this file, which `tools/bench_gpu.py --write-rates` writes on a machine with the device,
+`rates.json` beside this file, which `tools/bench.py gpu --write-rates` writes on a machine with the device,
 in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
 
 [Note: which kernel auto is]

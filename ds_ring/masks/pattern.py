@@ -92,7 +92,7 @@ class Pattern(ABC):
 
     @cached_property
     def tile_kind(self) -> str:
-        """Return the kind of tiles by which rates are measured (`tools/gpu_rates.py`)."""
+        """Return the kind of tiles by which rates are measured (`tools/benchmarks/gpu_rates.py`)."""
         primitives, branch = self.primitives, self._of_one_head[0]
         if any(isinstance(one, Residue) for one in primitives):
             return "LongNet"

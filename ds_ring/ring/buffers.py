@@ -531,7 +531,7 @@ class RingBuffers:
 # The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
 # pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of the
 # buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their route
-# is made. `python -m tools.bench_host` measures the host time of a hop; tests/unit/ring/test_host_calls.py
+# is made. `python tools/bench.py host` measures the host time of a hop; tests/unit/ring/test_host_calls.py
 # bounds the number of Python calls.
 
 

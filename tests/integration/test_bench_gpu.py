@@ -1,4 +1,4 @@
-"""tools/bench_gpu.py and gpu_first.py on CPU tensors: what a GPU machine runs, but for the long parts."""
+"""`tools/bench.py gpu` and gpu_first.py on CPU tensors: the parts of a GPU machine, without the long ones."""
 
 from __future__ import annotations
 
@@ -10,58 +10,55 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks import gpu
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--device cpu --tokens 256 --ring-sizes 1 2 --heads 2 --kv-heads 1 --head-dim 16 --dtype float32"
 
 
 @pytest.mark.night
-def test_every_part_has_its_rows_and_files(tmp_path: Path) -> None:
-    more = f"--kernels cpu flash --rounds 1 --skip tests longest --output {tmp_path}"
-    command = [sys.executable, "tools/bench_gpu.py", *SMALL.split(), *more.split()]
+def test_every_part_has_its_rows(tmp_path: Path) -> None:
+    more = f"--kernels cpu flash --rounds 1 --skip tests longest --output {tmp_path}/rows.jsonl"
+    command = [sys.executable, "tools/bench.py", "gpu", *SMALL.split(), *more.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    (found,) = tmp_path.glob("*.json")
-    written = json.loads(found.read_text())
-    assert {"device", "torch", "commit", "date"} <= set(written["where"])
-    rows = written["rows"]
-    by_kernel = [(row["tiles"], row["kernel"]) for row in rows["Kernels by kind of tile"]]
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    by_part: dict[str, list[Any]] = {}
+    for row in rows:
+        assert {"hardware", "versions", "commit", "date", "warm_up", "iterations", "units"} <= set(row)
+        by_part.setdefault(row["case"]["part"], []).append(row)
+    rates = by_part["Kernels by kind of tile"]
+    by_kernel = [(row["case"]["tiles"], row["case"]["kernel"]) for row in rates]
     kinds = ("full", "causal", "window", "documents", "LongNet")
     assert {(kind, name) for kind in kinds for name in ("cpu", "flash")} <= set(by_kernel)
-    assert all(float(row["forward TFLOP/s"]) > 0 for row in rows["Kernels by kind of tile"])
-    ring = rows["A virtual ring against one device"]
-    assert [(row["ring"], row["kernel"]) for row in ring] == [
+    assert all(row["results"]["forward_tflops"] > 0 for row in rates)
+    assert rates[0]["units"]["forward_tflops"] == "TFLOP/s"
+    ring = by_part["A virtual ring against one device"]
+    assert [(row["case"]["ring_size"], row["case"]["kernel"]) for row in ring] == [
         (1, "cpu"), (1, "flash"), (2, "cpu"), (2, "flash"),
     ]  # fmt: skip
-    assert all(float(row["efficiency"]) > 0 for row in ring)
-    assert rows["Merge"] and rows["Host time of a hop"]
-    (text,) = tmp_path.glob("*.md")
-    assert text.read_text().count("\n## ") == len(rows)
-
-
-PASSED = {"tests/gpu": "12 passed, 3 skipped in 9 s", "exit status": 0}
+    assert all(row["results"]["efficiency"] > 0 for row in ring)
+    assert by_part["Merge"] and by_part["Host time of a hop"]
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("counts", "status", "wrong"),
     [
-        ({"Correctness": [PASSED], "Merge": [{"GB/s": 1}]}, []),
-        ({"Correctness": [{**PASSED, "exit status": 1}]}, ["12 passed"]),
-        ({"Correctness": [{**PASSED, "tests/gpu": "40 skipped in 1 s"}]}, ["no test of tests/gpu passed"]),
-        ({"Correctness": [PASSED], "Merge": []}, ["Merge: nothing was measured"]),
-        ({"Longest": [{"failed": "out of memory"}]}, ["Longest: out of memory"]),
+        ("12 passed, 3 skipped in 9 s", 0, ""),
+        ("12 passed, 1 failed in 9 s", 1, "12 passed, 1 failed in 9 s"),
+        ("40 skipped in 1 s", 0, "no test of tests/gpu passed: 40 skipped in 1 s"),
     ],
 )
-def test_what_failed_or_was_not_looked_at_is_found(
-    found: dict[str, list[dict[str, Any]]], says: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    faults = importlib.import_module("bench_gpu").faults(found, "cuda")
-    assert len(faults) == len(says) and all(word in fault for word, fault in zip(says, faults, strict=True))
+def test_tests_that_failed_or_did_not_run_are_wrong(counts: str, status: int, wrong: str) -> None:
+    assert gpu.tests_row(counts, status, "cuda").wrong == wrong
+
+
+def test_a_part_without_rows_is_wrong() -> None:
+    assert [row.wrong for row in gpu.in_part("Merge", [])] == ["nothing was measured"]
 
 
 def test_a_machine_without_a_gpu_is_told_so() -> None:
-    command = [sys.executable, "tools/bench_gpu.py", "--skip", "tests", "longest"]
+    command = [sys.executable, "tools/bench.py", "gpu", "--skip", "tests", "longest"]
     environment = {"PATH": "", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -538,9 +538,9 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     # tools/README.md
     "python tools/measure_memory.py --tokens": only_reads("takes minutes; see tests/dist/test_memory.py"),
     "python tools/measure_memory.py --chosen": only_reads("takes minutes of an idle machine"),
-    "python tools/bench_latents.py": only_reads("takes minutes of an idle machine"),
+    "python tools/bench.py latents": only_reads("takes minutes of an idle machine"),
     "python tools/check_curve.py": only_reads("takes a minute of an idle machine"),
-    "python tools/bench_attention.py": only_reads("takes ten minutes of an idle machine"),
+    "python tools/bench.py attention": only_reads("takes ten minutes of an idle machine"),
     "ds-ring simulate --tokens 131072": only_reads("takes minutes"),
     "python tools/billion_tokens.py": only_reads("takes minutes; test_billion_tokens.py runs it, smaller"),
     "python -m tools.verify_cuda_kernels": only_reads("takes minutes; see test_cuda_code.py"),

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks import host
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,7 +28,6 @@ from tests.host_waits import HostWaits, cuda_guard
 from tests.integration import test_documents as documents
 from tests.merge_cases import cases, wrong, wrong_parts
 from tools import (
-    bench_host,
     check_generation,
     check_long,
     check_plan,
@@ -371,11 +371,11 @@ def test_the_tests_of_ring_flash_attn_find_one_rank(seeded: str) -> None:
     assert ring_flash_attn_tests.differences(printed + seeded)["out diff"] > 0.1
 
 
-def test_bench_host_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = argparse.Namespace(ring_size=4, rounds=3, slots=16, profile=None)
-    for goal, within in ((1e9, True), (1e-9, False)):
-        monkeypatch.setattr(bench_host, "GOALS_US", {"forward": 1e9, "backward": goal})
-        assert bench_host.measure(bench_host.CAUSAL, "zigzag", given, whole_merge=False) is within
+def test_the_host_benchmark_finds_a_hop_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = argparse.Namespace(ring_size=4, rounds=3, slots=16, profile="", warm_up=1)
+    for goal, late in ((1e9, [False, False]), (1e-9, [False, True])):
+        monkeypatch.setattr(host, "GOALS_US", {"forward": 1e9, "backward": goal})
+        assert [bool(row.wrong) for row in host.rows_of(given)] == late
 
 
 def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

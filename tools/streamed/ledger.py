@@ -20,6 +20,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import IntArray
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation.rank import Source
+from streamed.numbers import read, runs_at
 from streamed.ranks import PendingGradients, StreamedPart
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -59,9 +60,7 @@ class Ledger:
         positions = expand_runs(part.runs)
         if not len(positions):
             return
-        weight = torch.empty(1, 1, len(positions), 1, dtype=torch.float32)
-        self.source.fill("weight", slice(None), part.runs, weight)
-        of_token = 1 + weight[0, 0, :, 0].double() / 4
+        of_token = 1 + read(self.source, "weight", part.runs, width=1)[:, 0].double() / 4
         where = np.searchsorted(positions, self.rows)
         hit = np.flatnonzero(positions[np.minimum(where, len(positions) - 1)] == self.rows)
         for number, name in enumerate(TENSORS):
@@ -77,8 +76,7 @@ class Ledger:
     def settle(self, pending: PendingGradients, local_tokens: int) -> None:
         """Take gradients for ranks that another process computed."""
         positions, owed = pending.table()
-        ones = np.ones_like(positions)
-        runs = np.stack([positions, ones, ones], axis=1)
+        runs = runs_at(positions)
         for rank in np.unique(positions // local_tokens).tolist():
             mine = positions // local_tokens == rank
             dk, dv = (torch.from_numpy(owed[mine][None, None, :, side].copy()) for side in (0, 1))

@@ -26,6 +26,7 @@ from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.simulation.rank import Source, VirtualExchange, put_rows
 from streamed.blocks import BlockPlanner, QueryBlock
+from streamed.numbers import read
 
 
 class StreamedPart(NamedTuple):
@@ -189,7 +190,4 @@ class StreamedRanks:
 
     def _filled(self, name: str, runs: IntArray) -> Tensor:
         """Return tokens of a tensor at some positions, [1, 1, n, D]."""
-        sizes = self.source.geometry
-        x = torch.empty(1, 1, int(runs[:, 2].sum()), sizes.head_dim, dtype=sizes.dtype)
-        self.source.fill(name, slice(None), runs, x)
-        return x
+        return read(self.source, name, runs)[None, None]

@@ -18,6 +18,7 @@ from torch import Tensor
 from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.tiles import IntArray
 from ds_ring.simulation.rank import Source
+from streamed.numbers import read, runs_at
 
 
 class ExactRow(NamedTuple):
@@ -91,7 +92,4 @@ class SparseOracle:
         return np.unique(np.concatenate(found), return_counts=True)
 
     def _read(self, name: str, positions: IntArray) -> Tensor:
-        sizes, ones = self.source.geometry, np.ones_like(positions)
-        x = torch.empty(1, 1, len(positions), sizes.head_dim, dtype=sizes.dtype)
-        self.source.fill(name, slice(None), np.stack([positions, ones, ones], axis=1), x)
-        return x[0, 0].double()
+        return read(self.source, name, runs_at(positions)).double()

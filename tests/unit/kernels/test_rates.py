@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.gpu import write_rates
+from benchmarks.gpu_rates import tile_kinds
+from benchmarks.measuring import Row
 
-import tools.bench_gpu as bench_gpu
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.kernels.select import KernelNeeds, fastest, get_kernel
 from ds_ring.masks.pattern import Pattern
@@ -32,8 +34,6 @@ RATES = {"causal": {"flash": (300.0, 250.0), "flex": (330.0, 120.0)}, "full": {"
 )
 def test_patterns_have_the_kinds_that_are_measured(pattern: Pattern, kind: str) -> None:
     assert pattern.tile_kind == kind
-    from tools.gpu_rates import tile_kinds
-
     assert kind in tile_kinds(1024)
 
 
@@ -70,9 +70,9 @@ def test_measured_rates_are_written_beside_those_of_other_devices(tmp_path: Path
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"another": {}}))
     rows = [
-        {"tiles": "causal", "kernel": "flash", "forward TFLOP/s": "300", "backward TFLOP/s": "2e2"},
-        {"tiles": "causal", "kernel": "torch SDPA", "forward TFLOP/s": "1", "backward TFLOP/s": "1"},
-        {"tiles": "causal", "kernel": "flex", "refused": "why"},
+        Row({"tiles": "causal", "kernel": "flash"}, {"forward_tflops": 300, "backward_tflops": 2e2}),
+        Row({"tiles": "causal", "kernel": "torch SDPA"}, {"forward_tflops": 1, "backward_tflops": 1}),
+        Row({"tiles": "causal", "kernel": "flex"}, {"refused": "why"}),
     ]
-    bench_gpu.write_rates("a device", rows, path)
+    write_rates("a device", rows, path)
     assert json.loads(path.read_text()) == {"another": {}, "a device": {"causal": {"flash": [300.0, 200.0]}}}

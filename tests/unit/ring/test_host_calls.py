@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks.hop_stand_ins import Hops, hops_of
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
-from tools.bench_host import Hops, hops_of
 
 # Of a hop, built-in functions and those of torch.distributed included: 235 and 457 in a process of its own,
 # and 462 backward where a pool of ranks was started before (tests/dist).

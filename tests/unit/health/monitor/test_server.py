@@ -130,7 +130,7 @@ def test_a_hard_limit_that_is_too_low_is_said_at_the_start() -> None:
 
 @pytest.mark.parametrize("how", ["killed", "late in a collective"])
 def test_a_verdict_over_1024_ranks_takes_less_than_a_second(how: str) -> None:
-    """It took 3 to 13 s. `tools/bench_monitor.py` has the figures."""
+    """It took 3 to 13 s. `tools/bench.py monitor` has the figures."""
     _, seconds = verdict_seconds(how, 1024, heartbeat_timeout_s=10.0)
     assert seconds < 1.0
 

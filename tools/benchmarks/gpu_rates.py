@@ -1,4 +1,4 @@
-"""Time kernels, hops of virtual rings and merges on one device. Owns the clock and what is timed.
+"""Time kernels, hops of virtual rings and merges on one device.
 
 FLOPs are those of attended pairs: 4 D forward and 10 D backward for each pair and query head, whatever a
 kernel really multiplies, so that waste shows as a lower rate.
@@ -10,14 +10,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from bench import in_turns
+from common import in_turns
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.measuring import Row
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flex import FlexKernel
@@ -30,7 +31,11 @@ from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import HeadClassPlan
 
 BASE = "torch SDPA"
-RateRow = dict[str, Any]
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """Return a number with so many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 class Shape(NamedTuple):
@@ -150,9 +155,23 @@ def both(kernel: Kernel, rank: Rank) -> None:
     differentiate(kernel, rank)
 
 
-def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
+def rates_of(
+    shape: Shape, pairs: int, works: Sequence[Mapping[str, Callable[[], object]]], rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return TFLOP/s by name, forward and backward; `works` are the forward and the backward passes."""
+    times = [medians(one, shape.device, rounds) for one in works]
+    return {
+        name: {
+            f"{way}_tflops": significant(shape.flops(pairs, way == "backward") / taken[name] / 1e12)
+            for way, taken in zip(("forward", "backward"), times, strict=True)
+        }
+        for name in works[0]
+    }
+
+
+def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
     """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
-    rows = []
+    rows: list[Row] = []
     for kind, pattern in tile_kinds(tokens).items():
         layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
@@ -173,18 +192,13 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
             backward[name] = partial(differentiate, kernel, rank)
         if kind in ("full", "causal"):
             forward[BASE], backward[BASE] = sdpa(shape, tokens, kind == "causal")
-        times = [medians(works, shape.device, rounds) for works in (forward, backward)]
-        for name in forward:
-            rates = [shape.flops(rank.pairs, bool(i)) / one[name] / 1e12 for i, one in enumerate(times)]
-            rows.append(
-                {"tiles": kind, "kernel": name, "pairs": rank.pairs, "forward TFLOP/s": f"{rates[0]:.4g}",
-                 "backward TFLOP/s": f"{rates[1]:.4g}"}
-            )  # fmt: skip
-        rows += [{"tiles": kind, "kernel": name, "refused": why} for name, why in refused.items()]
+        for name, rates in rates_of(shape, rank.pairs, (forward, backward), rounds).items():
+            rows.append(Row({"tiles": kind, "kernel": name}, {"pairs": rank.pairs} | rates))
+        rows += [Row({"tiles": kind, "kernel": name}, {"refused": why}) for name, why in refused.items()]
     return rows
 
 
-def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
+def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
     """Return TFLOP/s of causal attention by flex with our blocks and warps, and with Inductor's."""
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
@@ -192,15 +206,8 @@ def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[RateRow]:
     kernels = {"ours": FlexKernel(), "Inductor's": FlexKernel(device_blocks=False)}
     forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items()}
     backward = {name: partial(differentiate, kernel, rank) for name, kernel in kernels.items()}
-    times = [medians(works, shape.device, rounds) for works in (forward, backward)]
-    return [
-        {"head_dim": shape.head_dim, "blocks": name}
-        | {
-            f"{way} TFLOP/s": f"{shape.flops(rank.pairs, bool(i)) / times[i][name] / 1e12:.4g}"
-            for i, way in enumerate(("forward", "backward"))
-        }
-        for name in kernels
-    ]
+    rates = rates_of(shape, rank.pairs, (forward, backward), rounds)
+    return [Row({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -217,7 +224,7 @@ def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object],
     return forward, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> RateRow:
+def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> Row:
     """Time the hops of a causal zigzag ring's slowest rank against one device's attention / ring size.
 
     Ranks run one after the other on this device, without transfers: what is lost here is lost to smaller
@@ -236,42 +243,38 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
         torch.cuda.reset_peak_memory_stats()
     times = medians(works, shape.device, rounds)
     whole, slowest = times.pop(BASE), max(times.values())
-    row: RateRow = {"ring": ring_size, "kernel": kernel_name, "tokens a rank": layout.local_tokens}
-    row |= {"slowest rank s": f"{slowest:.5f}", "one device s": f"{whole:.5f}"}
-    row["efficiency"] = f"{whole / ring_size / slowest:.3f}"
+    results = {"slowest_rank_s": round(slowest, 5), "one_device_s": round(whole, 5)}
+    results["efficiency"] = round(whole / ring_size / slowest, 3)
     if shape.device == "cuda":
-        row["peak GiB"] = f"{torch.cuda.max_memory_allocated() / 2**30:.2f}"
-    return row
+        results["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return Row({"ring_size": ring_size, "kernel": kernel_name, "local_tokens": layout.local_tokens}, results)
 
 
-def merge_rate(shape: Shape, tokens: int, rounds: int) -> RateRow:
+def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
     """Time one merge of as many rows: bytes that it must move (part read, accumulator read and written)."""
     part = shape.tensor(shape.heads, tokens)
     out = torch.zeros_like(part, dtype=accumulator_dtype(part.dtype))
     lse, part_lse = (out.new_zeros(out.shape[:-1]) for _ in range(2))
     taken = medians({"merge": lambda: merge_(out, lse, part, part_lse)}, shape.device, rounds)["merge"]
     least = part.nbytes + 2 * out.nbytes + 3 * lse.nbytes
-    return {
-        "tokens": tokens,
-        "seconds": f"{taken:.6f}",
-        "least bytes an element": least / part.numel(),
-        "GB/s": f"{least / taken / 1e9:.1f}",
-    }
+    rate = round(least / taken / 1e9, 1)
+    results = {"median_s": round(taken, 6), "element_bytes": least / part.numel(), "moved_gb_per_s": rate}
+    return Row({"tokens": tokens}, results)
 
 
-def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> RateRow:
+def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> Row:
     """Measure processor time of issuing a hop's kernel and merge, where nothing waits for the device."""
     kernel = get_kernel(kernel_name, shape.device)
     layout = make_layout("zigzag", tokens=4 * tokens, ring_size=4, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
     rank = rank_of(shape, plan.rank(1).classes, layout.local_tokens)
-    row: RateRow = {"kernel": kernel_name}
+    results = {}
     for name, work in (("forward", attend), ("backward", differentiate)):
         work(kernel, rank)
         begin = time.process_time()
         for _ in range(times):
             work(kernel, rank)
-        row[f"{name} microseconds"] = round((time.process_time() - begin) / times / len(rank.hops) * 1e6)
+        results[f"{name}_us"] = round((time.process_time() - begin) / times / len(rank.hops) * 1e6)
         if shape.device == "cuda":
             torch.cuda.synchronize()
-    return row
+    return Row({"kernel": kernel_name}, results)

@@ -1,8 +1,8 @@
-"""What `bench_attention.py` compares: a contestant is one function that prepares causal attention on a rank.
+"""Contestants of `attention.py`: each is one function that prepares causal attention on a rank.
 
-It gets a `ContestSetup` and returns an `Entry`: which positions this rank holds, and a differentiable
-function of the rank's q, k, v, [batch, heads, local tokens, head_dim] each. Raise `CannotRun` to say why it
-does not run here: the table shows it. Packages of others are optional:
+It gets a `ContestSetup` and returns an `Entry`: the positions of this rank, and a differentiable function of
+the rank's q, k, v, [batch, heads, local tokens, head_dim] each. An exception means that it does not run here;
+its row has the message. Packages of others are optional:
 
     pip install --no-deps yunchang ring-attention-pytorch einops beartype jaxtyping wadler-lindig
 """
@@ -21,15 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.measuring import Attend
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 BUCKET = 512  # of the pure PyTorch ring
 RANKS, WHOLE, ONE_THREAD = "ranks", "one process", "one process, one thread"
-
-
-class CannotRun(Exception):
-    """Why a contestant does not run here."""
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,10 @@
-"""Measure the host's processor time of a hop: what the host does for a hop beside the attention operator.
+"""The pass of one rank of a ring whose other ranks are missing, on a machine without a GPU.
 
-    OMP_NUM_THREADS=1 python -m tools.bench_host
-
-One rank of a ring whose other ranks are not there (torch's "fake" process group: sends and receives return at
-once). The tensors are small and on the CPU, the kernel is `flash` as it runs on CUDA, but its operators
-return tensors made before: what is left is the pass, the messages, the additions' operators and the thread
-that watches works. On CUDA these operators are launches, which take as long as a small operator of the CPU
-does. The merge is one launch on CUDA: a small operator stands for it, and a second line has the eager one.
-Works behave as NCCL's: one for a batch, and a wait returns at once. The line of `flex` has its tables, its
-marks and Dynamo's guards, with compiled functions that return tensors made before.
-
-Left out, since they need a device: what a Triton launch takes beyond a small operator (some 30 us in its
-Python part, one a merge and one to three a hop of `flex`), the wrapper that Inductor writes around them, and
-NCCL's posts.
+Owns the stand-ins: operators that compute nothing, works that behave as NCCL's, merges of one launch.
 """
 
 from __future__ import annotations
 
-import argparse
-import cProfile
-import pstats
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -38,7 +21,6 @@ from ds_ring.comm.streams import Streams
 from ds_ring.comm.waiting import Pending
 from ds_ring.kernels.flash.executors import Flash, Operators
 from ds_ring.kernels.flash.kernel import FlashKernel
-from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ring.ring_pass import RingPass
@@ -46,13 +28,12 @@ from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests.host_waits import fake_ring
 
-GOALS_US = {"forward": 80.0, "backward": 150.0}  # of a hop, processor time
 CAUSAL = Causal()
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 8
 
 
 class NoOperators:
-    """Return tensors of the shapes that FlashAttention's operators return, each made once."""
+    """Return tensors of the shapes of FlashAttention's results; each is made once."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.Size, ...], tuple[Tensor, ...]] = {}
@@ -74,7 +55,7 @@ class NoOperators:
 
 
 def one_launch(out: Tensor, *_: object) -> None:
-    """Stand for a merge or a sum of parts: one launch on CUDA, up to some twenty operators here."""
+    """Replace a merge or a sum of parts: one launch on CUDA, up to some twenty operators here."""
     out.zero_()
 
 
@@ -117,32 +98,9 @@ def made_before(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[...
     return call
 
 
-def seconds_of(work: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Return the median processor seconds of the calling thread, and of the process."""
-    of_thread, of_process = [], []
-    for _ in range(rounds):
-        before = time.thread_time(), time.process_time()
-        work()
-        of_thread.append(time.thread_time() - before[0])
-        of_process.append(time.process_time() - before[1])
-    return statistics.median(of_thread), statistics.median(of_process)
-
-
-def operator_us(rounds: int) -> float:
-    """Return the processor microseconds of one small operator: what a busy machine makes longer as well."""
-    x, y = torch.ones(8, 8), torch.ones(8, 8)
-    found = []
-    for _ in range(rounds):
-        before = time.thread_time()
-        for _ in range(20):
-            x.add_(y)
-        found.append((time.thread_time() - before) / 20)
-    return 1e6 * statistics.median(found)
-
-
 @dataclass(frozen=True)
 class Hops:
-    """Hold one rank of a ring whose other ranks are not there, and its two passes."""
+    """Hold one rank of a ring whose other ranks are missing, and its two passes."""
 
     made: RingPass  # the pass
     ring_size: int  # hops of a pass
@@ -163,7 +121,7 @@ def hops_of(
     pattern: Pattern = CAUSAL, layout_name: str = "zigzag", ring_size: int = 8, slots: int = 16,
     whole_merge: bool = False, kernel: Kernel | None = None,
 ) -> Iterator[Hops]:  # fmt: skip
-    """Make the passes of the rank in the middle of a ring."""
+    """Return the passes of the rank in the middle of a ring."""
     rank = ring_size // 2 - 1
     with ExitStack() as stack:
         mesh = stack.enter_context(fake_ring(rank, ring_size))
@@ -180,50 +138,3 @@ def hops_of(
         shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
         q, k, v, grad_out = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
         yield Hops(made, ring_size, (q, k, v, grad_out), made.forward(q, k, v))
-
-
-def measure(
-    pattern: Pattern, layout_name: str, arguments: argparse.Namespace, whole_merge: bool = False,
-    flex: bool = False,
-) -> bool:  # fmt: skip
-    """Print the times of a pattern; return whether they are within the goal."""
-    ring_size, rounds, within = arguments.ring_size, arguments.rounds, True
-    kernel = FlexKernel(arguments.slots, "made_before") if flex else flash_without_operators()
-    with hops_of(pattern, layout_name, ring_size, arguments.slots, whole_merge, kernel) as hops:
-        for name, goal in GOALS_US.items():
-            work = getattr(hops, name)
-            seconds_of(work, 5)
-            before = operator_us(rounds)
-            of_thread, of_process = (1e6 * s / ring_size for s in seconds_of(work, rounds))
-            operator = (before + operator_us(rounds)) / 2
-            within &= of_process <= goal
-            print(
-                f"{kernel.name} {pattern!s} {layout_name} ring {ring_size},"
-                f" {'eager' if whole_merge else 'one'} merge {name:8}: {of_thread:5.1f} us a hop,"
-                f" {of_process:5.1f} with the watching thread ({'no goal' if flex else f'goal {goal:.0f}'});"
-                f" one small operator {operator:4.2f} us"
-            )
-            if arguments.profile == name and not whole_merge:
-                with cProfile.Profile() as found:
-                    for _ in range(rounds):
-                        work()
-                pstats.Stats(found).sort_stats("tottime").print_stats(40)
-    return within
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--ring-size", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=16, help="tokens of a shard (default 16)")
-    parser.add_argument("--profile", choices=("forward", "backward"), help="print where the time goes")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    within = measure(CAUSAL, "zigzag", arguments)
-    measure(CAUSAL, "zigzag", arguments, whole_merge=True)
-    measure(CAUSAL, "zigzag", arguments, flex=True)
-    raise SystemExit(0 if within else 1)
-
-
-if __name__ == "__main__":
-    main()

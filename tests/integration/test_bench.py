@@ -1,0 +1,87 @@
+"""Every benchmark runs at a small size and prints rows of one format; a wrong row is the exit status."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from benchmarks.measuring import Row, unit_of
+
+from tests.machine import skip_without
+from tools import bench
+
+ROOT = Path(__file__).parents[2]
+SIZES = "--hidden 64 --rounds 1"
+SMALL = {
+    "attention": "--tokens 256 --rounds 1 --only ds_ring",
+    "dynamic": f"--ranks 2 --longest 128 --batch 2 --layers 1 --kinds rows {SIZES}",
+    "growth": "--tokens 256 512 --ring-sizes 2 --rounds 1",
+    "guard": "--tokens 256 --rounds 1",
+    "latents": "--tokens 128 --heads 2 --rounds 1",
+    "layers": "--tokens 512 --ranks 2 --layers 2 --window 64",
+    "long-memory": "--tokens 2048 --options off --steps 1",
+    "long-time": "--tokens 512 --options off --rounds 1",
+    "monitor": "--ranks 8 --rounds 1",
+    "overlap": "--tokens 256 --heads 2 --rounds 1",
+    "patterns": "--tokens 2048 --heads 1 --rounds 1",
+    "save": f"--tokens 128 --layers 1 {SIZES}",
+    "scan-bytes": "--ranks 2 --lengths 1024",
+    "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
+    "scan-stream": "--tokens 4096 --ranks 2 --rows 2 --block 512",
+    "scan-time": f"--tokens 256 --heads 2 --head-dim 16 {SIZES}",
+    "speeds": f"--tokens 256 {SIZES}",
+    "trees": f"--prompt 32 --answers 2 --length 8 --heads 2 {SIZES}",
+}
+ELSEWHERE = {"gpu", "host", "dilated-peer"}  # test_bench_gpu.py, test_checkers.py; needs another's package
+
+
+def test_every_benchmark_has_a_module_and_a_case_here() -> None:
+    assert set(SMALL) | ELSEWHERE == set(bench.BENCHMARKS)
+    for one in bench.BENCHMARKS.values():
+        module = importlib.import_module(f"benchmarks.{one.module}")
+        assert module.__doc__ and module.OPTIONS and callable(getattr(module, one.function))
+
+
+@pytest.mark.day("growth", "scan-bytes")
+@pytest.mark.parametrize("name", list(SMALL))
+def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> None:
+    if name == "overlap":
+        skip_without("namespaces")
+    command = [
+        sys.executable,
+        "tools/bench.py",
+        name,
+        *SMALL[name].split(),
+        "--output",
+        str(tmp_path / "rows"),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    head, *rows = done.stdout.splitlines()
+    stored = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert head.startswith("# ") and [json.loads(row) for row in rows] == [
+        {**row["case"], **row["results"]} for row in stored
+    ]
+    about = {"benchmark", "case", "results", "units", "warm_up", "iterations", "hardware", "versions"}
+    assert all(about | {"commit", "date", "wrong"} == set(row) and row["results"] for row in stored)
+
+
+def test_a_wrong_row_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [Row({"tokens": 8}, {"median_s": 1.0}), Row({"tokens": 9}, {}, "off by one")]
+    options = Namespace(warm_up=1, rounds=2, output="", markdown=True)
+    assert bench.report("a name", rows[:1], options) == 0
+    assert bench.report("a name", rows, options) == 1
+    printed = capsys.readouterr()
+    assert "WRONG: off by one" in printed.err and "| tokens | median_s |" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("cpu_s", "s"), ("fixed_tokens_per_s", "tokens/s"), ("ratio", "1")]
+)
+def test_the_end_of_a_name_is_its_unit(name: str, unit: str) -> None:
+    assert unit_of(name) == unit

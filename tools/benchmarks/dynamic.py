@@ -1,0 +1,136 @@
+"""Measure training steps on samples of many lengths: dynamic rings against a fixed ring of the same ranks.
+
+Contestants train the same model on the same samples (files of the standard library), step by step in turns,
+each on the fixed ring and with `"dynamic_ring": true`: batches of similar length, padded; rows of packed
+documents; one long row of packed documents. A step is all of it: reading, dividing, planning, forward,
+backward, optimizer. Tokens are those of the files; padding does not count. The gradient of the first step is
+compared between the two of each kind.
+
+Example:
+    python tools/bench.py dynamic --ranks 4 --longest 2048 --batch 8 --rounds 12
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import engine_of, llama
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from benchmarks.measuring import Measured, Row, Turns, clock, measure_on_ranks
+from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, VOCABULARY
+
+KINDS = ["padded", "rows", "one row"]
+OPTIONS = {
+    "ranks": 4, "longest": (2048, "tokens of a sample at most"), "batch": 8, "rounds": (12, "steps"),
+    "hidden": 64, "layers": 4, "heads": 4, "zero": 1, "kinds": (KINDS, "of batches", KINDS),
+}  # fmt: skip
+
+
+class Files(Dataset[dict[str, Tensor]]):
+    """Hold each file as a sample of bytes, cut at `longest` tokens."""
+
+    def __init__(self, longest: int) -> None:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = sorted(path for path in root.rglob("*.py") if "site-packages" not in path.parts)
+        texts = [path.read_bytes()[: longest - 1] for path in paths]
+        self.samples = [torch.tensor([*text, END_OF_DOCUMENT]) for text in texts]
+        self.lengths = [len(sample) for sample in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.samples[index], "labels": self.samples[index]}
+
+
+class TrainedEngine:
+    """Train one engine on one loader, step by step."""
+
+    def __init__(self, options: argparse.Namespace, files: Files, kind: str, dynamic: bool) -> None:
+        documents, rows = kind != "padded", 1 if kind == "one row" else options.batch
+        section = {"dynamic_ring": dynamic, "pattern": {"causal": True, "documents": documents}}
+        hidden = options.hidden
+        model = llama(options.longest, VOCABULARY, hidden, 4 * hidden, options.layers, options.heads)
+        self.engine = engine_of(model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01)
+        self.first: dict[str, Tensor] = {}  # gradients of the first step
+        tokens = {"pack_tokens": options.batch // rows * options.longest} if documents else {}
+        more: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
+        self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **more))
+
+    def step(self) -> dict[str, float]:
+        """Train on the next batch."""
+        import deepspeed
+
+        with clock() as taken:
+            batch = next(self.batches)
+            loss = self.engine(**batch).loss
+            self.engine.backward(loss)
+            if not self.first:
+                for name, parameter in self.engine.module.named_parameters():
+                    self.first[name] = deepspeed.utils.safe_get_full_grad(parameter).detach().clone()
+            self.engine.step()
+            dist.barrier()
+        ring = self.engine.ring
+        mean, tokens = float(ring.mean_loss(loss)), batch["num_items_in_batch"] * ring.gradient_divisor
+        return taken | {"loss": mean, "tokens": float(tokens), "ring": ring.batches.current.mesh.ring_size}
+
+
+def name_of(kind: str, dynamic: bool) -> str:
+    """Return the name of a contestant."""
+    return f"{kind}, {'dynamic' if dynamic else 'fixed'}"
+
+
+def prepare(options: argparse.Namespace) -> Turns:
+    """Return the contestants on this rank, and at the end how much their first gradients differ."""
+    logging.disable(logging.WARNING)
+    files = Files(options.longest)
+    ways = [(kind, dynamic) for kind in options.kinds for dynamic in (False, True)]
+    engines = {name_of(*way): TrainedEngine(options, files, *way) for way in ways}
+
+    def differences() -> dict[str, float]:
+        found = {}
+        for kind in options.kinds:
+            fixed, dynamic = (engines[name_of(kind, which)].first for which in (False, True))
+            found[kind] = max(float((x - dynamic[name]).norm() / x.norm()) for name, x in fixed.items())
+        return found
+
+    return Turns({name: one.step for name, one in engines.items()}, differences)
+
+
+def row_of(kind: str, found: Measured) -> Row:
+    """Return the row of a kind of batches."""
+    names = fixed, dynamic = name_of(kind, False), name_of(kind, True)
+    tokens, seconds, losses = (
+        {name: found.each(name, key) for name in names} for key in ("tokens", "wall_s", "loss")
+    )
+    rates = {
+        name: statistics.median(t / s for t, s in zip(tokens[name], seconds[name], strict=True))
+        for name in names
+    }
+    results = {
+        "tokens_per_step": round(statistics.mean(tokens[fixed])),
+        "fixed_tokens_per_s": round(rates[fixed]),
+        "dynamic_tokens_per_s": round(rates[dynamic]),
+        "ratio": found.ratio(fixed, dynamic, "wall_s"),
+        "ratio_of_sums": round(sum(seconds[fixed]) / sum(seconds[dynamic]), 3),
+        "gradient_difference": found.at_end[0][kind],
+        "loss_difference": max(abs(a - b) for a, b in zip(losses[fixed], losses[dynamic], strict=True)),
+        "rings": found.each(dynamic, "ring", list),
+    }
+    return Row({"kind": kind}, results, "" if tokens[fixed] == tokens[dynamic] else "other samples")
+
+
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each kind of batches."""
+    found = measure_on_ranks(prepare, options)
+    yield from (row_of(kind, found) for kind in options.kinds)

@@ -1,0 +1,85 @@
+"""Measure one policy step on rollouts that share a prompt: as a tree, and as rows of their own.
+
+Both compute the log-probabilities of all answers and a policy's gradient (`engine.ring.logprobs`) on the same
+ring, and take turns. Reported are tokens of the batch, seconds of a step (medians of the slowest rank), the
+peak of a rank's tensor memory above what it had before the step, and the largest relative difference of the
+loss and of each parameter's gradient between the two.
+
+Example:
+    python tools/bench.py trees --prompt 4096 --answers 8 --length 512
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from common import engine_of, llama, zero_of
+from torch import Tensor
+
+from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
+from ds_ring.ring.trace import measure_cpu_memory
+
+OPTIONS = {
+    "prompt": 4096, "answers": 8, "length": 512, "ranks": 2, "hidden": 256, "heads": 4, "vocabulary": 1024,
+    "rounds": 3,
+}  # fmt: skip
+
+
+def loss_of(answers: list[Tensor]) -> Tensor:
+    """Return a policy's loss of the answers' log-probabilities, with made-up advantages."""
+    terms = [-(one.exp() * (1 - number)).mean() - one.mean() for number, one in enumerate(answers)]
+    return torch.stack(terms).mean()
+
+
+def prepare(options: argparse.Namespace) -> Turns:
+    """Return both steps on this rank, and at the end how much their losses and gradients differ."""
+    from deepspeed.utils import safe_get_full_grad
+
+    vocabulary, prompt = options.vocabulary, options.prompt
+    sizes = (vocabulary, options.hidden, 2 * options.hidden, 2, options.heads)
+    section = {"long_sequence": {"tiled_loss": True}}
+    engine = engine_of(
+        llama(prompt + options.length, *sizes), options.ranks, section, zero_of(1, 1 << 20), sgd=0.1
+    )
+    generator = torch.Generator().manual_seed(0)
+    shared = torch.randint(0, vocabulary, (prompt,), generator=generator)
+    rollouts = [
+        torch.cat([shared, torch.randint(0, vocabulary, (options.length,), generator=generator)])
+        for _ in range(options.answers)
+    ]
+    tree, whole = engine.ring.tree_batch(rollouts), torch.stack(rollouts)
+    batches = {"tree": tree.batch, "rows": {"input_ids": whole, "labels": whole}}
+    first: dict[str, dict[str, Tensor]] = {}
+
+    def step(name: str) -> dict[str, Any]:
+        batch = engine.ring.shard_batch(batches[name])
+        with clock() as taken, measure_cpu_memory() as memory:
+            values = engine.ring.gather(engine.ring.logprobs(engine, batch))
+            each = tree.of_rollouts(values) if name == "tree" else [row[:-1] for row in values]
+            loss = loss_of([one[prompt - 1 :] for one in each])
+            engine.backward(loss)
+        if name not in first:
+            gradients = {key: safe_get_full_grad(x).clone() for key, x in engine.module.named_parameters()}
+            first[name] = gradients | {"the loss": loss.detach()}
+        engine.optimizer.zero_grad()
+        tokens = batches[name]["input_ids"].numel()
+        return taken | {"peak_bytes": memory.peak_bytes, "tokens": tokens}
+
+    def difference() -> float:
+        one, other = first["tree"], first["rows"]
+        return max(float((one[key] - x).norm() / x.norm()) for key, x in other.items())
+
+    return Turns({name: partial(step, name) for name in batches}, difference)
+
+
+def run(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for the tree and one for the rows."""
+    found = measure_on_ranks(prepare, options, deadline_s=580)
+    for name in found.rounds:
+        results = {"tokens": found.each(name, "tokens")[0], "median_s": found.median(name, "wall_s", 3)}
+        results["peak_mib"] = round(max(found.each(name, "peak_bytes")) / 2**20, 1)
+        yield Row({"contestant": name}, results | {"largest_difference": max(found.at_end)})
