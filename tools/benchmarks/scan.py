@@ -23,7 +23,7 @@ from benchmarks.measuring import Row, Turns, clock, measure_on_ranks, ring_of_ra
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.transformers.recurrent_parts import wrap_functions
+from ds_ring.integrations.transformers.variants.recurrent.layers import wrap_functions
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
