@@ -71,6 +71,15 @@ def without(name: str, folder: Path) -> Path:
     return folder
 
 
+def tests_of(name: str) -> list[Path]:
+    """Return the files of tests that go with a variant."""
+    names = (
+        f"tests/unit/integrations/transformers/variants/test_{name}.py",
+        f"tests/dist/variants/test_{name}.py",
+    )
+    return [Path(name) for name in names if (ROOT / name).exists()]
+
+
 def check_model(folder: Path, family: str) -> dict[str, Any]:
     """Compare a small model on two ranks with one process, by the copy's `ds-ring check-model`."""
     code = "import sys; from ds_ring_launcher.cli import main; sys.exit(main())"
@@ -87,6 +96,9 @@ def test_each_row_of_the_table_has_a_file_and_a_case() -> None:
     assert sorted(names) == sorted(ROWS)
     files = {path.stem for path in (ROOT / FOLDER / "variants").iterdir() if path.stem[0] != "_"}
     assert files == {*names, "variant"}
+    tests = {path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/variants/test_*.py")}
+    assert tests == {path for name in names for path in tests_of(name)}
+    assert all(map(tests_of, names)), "a variant without tests of its own"
 
 
 def test_no_file_of_the_core_names_a_variant() -> None:
@@ -115,3 +127,20 @@ def test_a_model_of_another_variant_trains_without_it(name: str, tmp_path: Path)
         assert report["result"] == "exact", report
     report = check_model(folder, row.other)
     assert report["result"] == "exact", report
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("name", DAY)
+def test_the_other_tests_of_the_adapter_pass_without_it(name: str, tmp_path: Path) -> None:
+    folder = without(name, tmp_path)
+    shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for path in tests_of(name):
+        (folder / path).unlink()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(
+        [*command, "tests/unit/integrations/transformers"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

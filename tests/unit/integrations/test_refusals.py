@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,11 +26,9 @@ from ds_ring.errors import (
     RingVerifyError,
 )
 from ds_ring.integrations.deepspeed import batch, first_batch, initialize, loader
-from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.deepspeed.refusals import RingUse
 from ds_ring.integrations.transformers import (
-    attention,
     checks,
     families,
     generation,
@@ -44,52 +41,13 @@ from ds_ring.integrations.transformers import (
 )
 from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.variants import (
-    compressed,
-    eager_attention,
-    encoder_decoder,
-    indexed,
-    indexed_blocks,
-    key_terms,
-    query_scale,
-    relative_bias,
-)
-from ds_ring.integrations.transformers.variants.recurrent import scan
-from ds_ring.integrations.transformers.variants.variant import Request
-from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.layer_patterns import LayerPatterns
-from ds_ring.schedule.layout import make_layout
+from ds_ring.masks.catalog import Causal
 from tests.dist import test_images
+from tests.unit.integrations.transformers.one_call import IDS, REQUEST, attend, sharding
 from tests.unit.integrations.transformers.test_attention import session_of
 
 Given = Any
-IDS = torch.ones(2, 4, dtype=torch.int64)
 IMAGES = batch.ImageNeeds(3, frozenset(), None)
-check_pair: Any = encoder_decoder.check_pair
-decoder_ids_of: Any = encoder_decoder.decoder_ids_of
-REQUEST = Request(RingConfig(ring_size=2))
-ON = SimpleNamespace(config=SimpleNamespace(_attn_implementation=NAME))
-
-
-def sharding(pattern: Any = None) -> BatchSharding:
-    pattern = Causal() if pattern is None else pattern
-    config = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
-    layout = make_layout("contiguous", tokens=4, ring_size=1)
-    return BatchSharding(config, layout, RingMesh.single(), LayerPatterns(pattern, {}))
-
-
-def cached() -> Any:
-    """Where the tokens of a generation lie."""
-    one = sharding()
-    positions = torch.arange(4)
-    return generation.CachedSharding(one.config, one.layout, one.mesh, one.patterns, q_positions=positions)
-
-
-def attend(keys: int = 4, **given: Any) -> Any:
-    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
-    mask = given.pop("attention_mask", None)
-    module = given.pop("module", nn.Linear(1, 1))
-    return attention.attention(module, q, k, k, mask, **{batch.SHARDING: sharding()} | given)
 
 
 def compiled(**given: Any) -> Any:
@@ -108,22 +66,6 @@ class Locked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
-
-
-class ReadsSound(nn.Module):
-    def forward(self, input_features: Any) -> None: ...
-
-
-class PairForSequenceClassification(nn.Module):
-    base_model = nn.Linear(1, 1)
-
-    def forward(self, decoder_input_ids: Any) -> None: ...
-
-
-class PairWithoutShift(nn.Module):
-    config = SimpleNamespace(pad_token_id=0, decoder_start_token_id=0)
-
-    def forward(self, decoder_input_ids: Any) -> None: ...
 
 
 class Pooled(nn.Module):
@@ -149,23 +91,6 @@ def routed(**output: Any) -> Any:
 def generated(**given: Any) -> Any:
     cache = object.__new__(generation._cache_class())
     return generation.Generation.before(SimpleNamespace(), {"past_key_values": cache} | given)  # type: ignore[arg-type]
-
-
-def keys() -> Any:
-    return indexed.KeysOfAllRanks(lambda *_: torch.zeros(1), torch.Size([1]), lambda *_: torch.zeros(1))
-
-
-def chosen_by(current: Any, pattern: Any = None) -> Any:
-    self: Any = SimpleNamespace(_layer=ON, _sharding=current, _indexer=nn.Linear(1, 1), _mask=None)
-    if pattern is not None:
-        self._mask = layer_masks.LayerMask(pattern)
-    return indexed_blocks.BlockIndexedLayer.choose(self, lambda x: x, torch.zeros(1))
-
-
-def compressing(current: Any, cache: Any) -> Any:
-    layer = SimpleNamespace(config=ON.config, compressor=nn.Linear(1, 1))
-    self: Any = SimpleNamespace(_layer=layer, _sharding=current, _own=None)
-    return compressed.CompressedEntries.compress(self, IDS, IDS, IDS, cache, 0)
 
 
 def offloading(model: Any) -> Any:
@@ -214,33 +139,11 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         "expected a multiple of 2 tokens",
     ),
     "more keys": (lambda _: attend(keys=5), RingShapeError, "as many local tokens as queries, 4, got 5"),
-    "chosen keys with a cap": (
-        lambda _: attend(indices=IDS, softcap=1.0), RingConfigError, "no softcap beside chosen keys"
-    ),
     "a mask tensor": (
         lambda _: checks.check_attention_call("A", IDS, 0.0, {}), RingPatternError, "no mask tensor"
     ),
     "sinks for the backend": (
         lambda _: checks.refuse_foreign_arguments("A", {"sinks": 1}), RingPatternError, "expected no sinks"
-    ),
-    "compressed entries of a cache": (
-        lambda _: compressing(sharding(), object()), RingConfigError, "expected a call without a cache"
-    ),
-    "compressed entries of no batch": (
-        lambda _: compressing(None, None), RingConfigError, "expected the batch's sharding, got NoneType"
-    ),
-    "sound": (
-        lambda config: check_pair(ReadsSound(), config), RingConfigError, "a class that reads sound"
-    ),
-    "a pair's pooled head": (
-        lambda config: check_pair(PairForSequenceClassification(), config),
-        RingConfigError,
-        "its head pools tokens",
-    ),
-    "a pair that does not shift": (
-        lambda _: decoder_ids_of(PairWithoutShift())(IDS),
-        RingShapeError,
-        "expected decoder_input_ids beside labels",
     ),
     "a short batch to classify": (pooled, RingShapeError, "expected a sequence that is cut"),
     "routers that were dropped": (
@@ -264,30 +167,6 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         RingShapeError,
         "expected mm_token_type_ids",
     ),
-    "scores times a tensor": (lambda _: keys() * IDS, RingConfigError, "multiplies scores by Tensor"),
-    "scores with another mask": (lambda _: keys().masked_fill(IDS, 0), RingConfigError, "a mask of its own"),
-    "chosen along samples": (lambda _: keys().topk(1, dim=0), RingConfigError, "chooses along dimension 0"),
-    "another function of keys": (lambda _: torch.sin(keys()), RingConfigError, "calls sin"),
-    "another attribute of keys": (lambda _: keys().grad, RingConfigError, "reads grad of its keys"),
-    "keys chosen in a generation": (
-        lambda _: indexed.IndexedLayer.give_keys(
-            SimpleNamespace(_sharding=None),  # type: ignore[arg-type]
-            nn.Linear(1, 1), (), {"past_key_values": 1},
-        ),
-        RingError,
-        "Linear",
-    ),
-    "no local blocks": (
-        lambda _: indexed_blocks.minimax_m3(
-            SimpleNamespace(block_size=1, local_blocks=0, head_dim=2, topk_blocks=1), sharding(), IDS, (IDS,)
-        ),
-        RingConfigError,
-        "expected index_local_blocks from 1",
-    ),
-    "blocks of no batch": (lambda _: chosen_by(None), RingPatternError, "expected the batch's sharding"),
-    "blocks of all tokens": (
-        lambda _: chosen_by(sharding(Full()), Full()), RingPatternError, "expected a causal pattern"
-    ),
     "a window on two sides": (
         lambda _: layer_masks.pattern_of_call(nn.Linear(1, 1), {"sliding_window": 3, "is_causal": False}),
         RingPatternError,
@@ -302,26 +181,6 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         lambda _: offloading(SimpleNamespace(supports_gradient_checkpointing=False)),
         RingConfigError,
         "a model whose layers can be checkpointed",
-    ),
-    "scaled queries that are told nothing": (
-        lambda _: query_scale.QueryScale(nn.Linear(1, 1)).before_forward(nn.Linear(1, 1), (), {}),
-        RingConfigError,
-        "attn_temperature_tuning",
-    ),
-    "no tokens for a state": (
-        lambda _: scan.kinds_of(
-            SimpleNamespace(pieces=[], layout="contiguous", mesh=SimpleNamespace(sequence_rank=1))  # type: ignore[arg-type]
-        ),
-        RingConfigError,
-        "got none on rank 1",
-    ),
-    "a state that is passed on": (
-        lambda _: scan.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
-    ),
-    "positions by sample": (
-        lambda _: eager_attention._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
-        RingPatternError,
-        "the same positions",
     ),
 }  # fmt: skip
 
@@ -345,23 +204,6 @@ class Graph(nn.Module):
 
     def forward(self, hidden: Any) -> Any:
         return hidden
-
-
-def masked(**terms: Any) -> Any:
-    return attend(attention_mask=key_terms.TermsMask(None, torch.zeros(1), 1), **terms)
-
-
-def biased() -> Any:
-    bias = object.__new__(relative_bias.RelativeBias)
-    vars(bias)["has_table"] = True
-    return attend(position_bias=bias)
-
-
-def written(**scores: Any) -> Any:
-    family: Any = SimpleNamespace(pattern=None, bias=None)
-    call: Any = eager_attention._ModuleAttention(Graph(), None, family, sharding(), None, 1)
-    q = torch.zeros(1, 4, 8)
-    return eager_attention.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
 
 def tiled_head(deferring: bool = True) -> Any:
@@ -395,14 +237,6 @@ def packed(**given: Any) -> Any:
         cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
     )  # fmt: skip
     return megatron().RingCoreAttention._packing(SimpleNamespace(_packed=None), told)
-
-
-def doge(**settings: Any) -> Any:
-    config = transformers.DogeConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        **settings,
-    )  # fmt: skip
-    return checks.check_class(transformers.DogeForCausalLM(config), replace(REQUEST, as_is=not settings))
 
 
 def checkpointed() -> Any:
@@ -445,16 +279,6 @@ def on_ring(family: str, **values: Any) -> Any:
 def windowed() -> Any:
     """A session whose pattern a model as it is does not have, on one rank, too."""
     return session_of(pattern={"window": 3})
-
-
-class Compressing(nn.Module):
-    """A layer whose compressor is the ring's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.compressor = nn.Linear(1, 1)
-        entries = object.__new__(compressed.CompressedEntries)
-        self.compressor.forward = entries.compress  # type: ignore[assignment]
 
 
 class Choosy(transformers.LlamaForCausalLM):
@@ -514,20 +338,9 @@ COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "another mask than the pattern": (
         lambda: attend(is_causal=False), RingPatternError, "set pattern.causal in the JSON"
     ),
-    "terms of keys": (lambda: masked(scaling=1.0), RingConfigError, "adds a term of each key to the scores"),
-    "a bias of distances": (biased, RingConfigError, "adds a learned bias of distances"),
-    "written out": (
-        lambda: eager_attention.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
-        RingConfigError,
-        "Graph computes attention in its own code",
-    ),
     "a tiled loss": (lambda: starting(Graph()), RingConfigError, "a model that is not compiled"),
 }  # fmt: skip
 MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "scores that are not masked": (
-        lambda: written()[1](written()[0], written()[2]), RingPatternError, "does not mask the scores"
-    ),
-    "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
     "logits at once": (
         lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)), RingConfigError, "computed at once"
     ),
@@ -557,27 +370,11 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         RingConfigError,
         "expected vanilla, off-by-one or learnable",
     ),
-    "Doge for the backend": (lambda: doge(), RingConfigError, "cannot run on a ring: its layers add learned"),
-    "Doge's experts": (lambda: doge(is_moe=True), RingConfigError, "config.is_moe: its router"),
     "a batch that torch cannot collate": (
         lambda: loader.stacked([[1, 2], [1]]), RuntimeError, "should be of equal size"
     ),
     "an index beyond a whole sequence": (
         lambda: alone().around_forward(IDS.__getitem__, 2), IndexError, "index 2 is out of bounds"
-    ),
-    "a protocol of Python's": (lambda: len(keys()), TypeError, "has no len"),
-    "an attribute of a protocol": (lambda: keys().__array__, AttributeError, "__array__"),
-    "terms of keys in a generation": (
-        lambda: attend(
-            attention_mask=key_terms.TermsMask(layer_masks.LayerMask(Causal()), torch.zeros(1, 2, 4), 1),
-            scaling=1.0,
-            **{batch.SHARDING: cached()},
-        ),
-        RingConfigError,
-        "expected a call without a cache",
-    ),
-    "compressed entries with a cap": (
-        lambda: attend(module=Compressing(), softcap=1.0), RingConfigError, "no softcap or score_mod beside"
     ),
     "an attention that a model does not take": (
         lambda: attach(Choosy.small(takes=False), windowed()), RingConfigError, "the error: only sdpa"

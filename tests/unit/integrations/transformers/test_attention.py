@@ -17,15 +17,11 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import describe
-from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
-from ds_ring.integrations.transformers.variants.indexed import IndexedLayer
-from ds_ring.integrations.transformers.variants.latents import pays
 from ds_ring.masks.catalog import Causal, SlidingWindow
-from ds_ring.schedule.grid import Grid
 from tests.dist.test_long_sequence import Largest
 
 SIZES: dict[str, Any] = {
@@ -241,101 +237,6 @@ def test_models_that_mix_tokens_otherwise_are_refused(family):
     config, words = IMPOSSIBLE_MODELS[family]
     with pytest.raises(RingConfigError, match=words):
         check_model(transformers.AutoModelForCausalLM.from_config(config()), RingConfig(ring_size=2))
-
-
-def lfm2() -> Any:
-    config = transformers.Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"])
-    return build(config, "sdpa")
-
-
-def with_another_mixer() -> Any:
-    class Mixer(torch.nn.Module):
-        def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
-            return hidden_states.cumsum(dim=1)
-
-    model = lfm2()
-    model.model.layers[0].conv = Mixer()
-    return model
-
-
-def with_a_convolution() -> Any:
-    model = build(FAMILIES["Llama"](), "sdpa")
-    model.model.layers[0].mlp.add_module("mixing", torch.nn.Conv1d(32, 32, 3))
-    return model
-
-
-def with_a_convolution_that_is_called() -> Any:
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-
-    class Called(Lfm2ShortConv):
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            length = hidden_states.shape[1]
-            return self.conv(hidden_states.transpose(1, 2))[..., :length].transpose(1, 2)
-
-    model = lfm2()
-    model.model.layers[0].conv.__class__ = Called
-    return model
-
-
-def with_a_convolution_beside_a_function() -> Any:
-    from transformers.models.lfm2 import modeling_lfm2 as file
-
-    class Both(file.Lfm2ShortConv):
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            x = hidden_states.transpose(1, 2)
-            x = file.causal_conv1d_fn(x, self.conv.weight.squeeze(1), self.conv.bias)
-            return self.conv(x)[..., : x.shape[2]].transpose(1, 2)
-
-    model = lfm2()
-    model.model.layers[0].conv.__class__ = Both
-    return model
-
-
-def with_an_inner_function_that_is_covered() -> Any:
-    """A subclass keeps the forward of its family, whose functions are wrapped where that stands."""
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
-
-    class Mine(Lfm2ShortConv):
-        pass
-
-    model = lfm2()
-    model.model.layers[0].conv.__class__ = Mine
-    return model
-
-
-SEEDED: dict[str, tuple[Any, str]] = {
-    "a layer of a known type with another mixer": (
-        with_another_mixer,
-        "its layers conv mix tokens otherwise",
-    ),
-    "an nn.Conv1d": (with_a_convolution, "it convolves tokens"),
-    "an nn.Conv1d that is called": (
-        with_a_convolution_that_is_called,
-        "its layers conv mix tokens otherwise",
-    ),
-    "an nn.Conv1d that is called beside a function": (
-        with_a_convolution_beside_a_function,
-        "it convolves tokens",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", SEEDED)
-def test_layers_that_no_wrapper_computes_are_refused(what):
-    make, words = SEEDED[what]
-    with pytest.raises(RingConfigError, match=words):
-        check_model(make(), RingConfig(ring_size=2))
-
-
-@pytest.mark.parametrize("make", [lfm2, with_an_inner_function_that_is_covered])
-def test_layers_that_a_wrapper_computes_pass_the_check(make):
-    check_model(make(), RingConfig(ring_size=2))
-
-
-@pytest.mark.parametrize("layout", ["striped", "residue"])
-def test_layouts_of_single_tokens_are_refused_for_layers_that_pass_a_state_on(layout):
-    with pytest.raises(RingConfigError, match=f'consecutive tokens .*got "{layout}"'):
-        check_model(lfm2(), RingConfig(ring_size=2, layout=layout))
 
 
 AS_IS = {"attention": "as_is"}
@@ -723,23 +624,6 @@ def test_a_term_added_to_the_loss_is_refused():
     model.forward = forward.__get__(model)
     with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
         model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
-
-
-def test_latents_pay_between_nodes_and_on_the_cpu():
-    cuda, found = torch.device("cuda"), []
-    for ring_size, ranks_per_node in ((4, 2), (4, 4), (4, None), (1, 2)):
-        mesh = RingMesh(Grid(4, ring_size), 0, ranks_per_node=ranks_per_node)
-        found.append((pays(mesh, cuda), pays(mesh, torch.device("cpu"))))
-    assert found == [(True, True), (False, True), (False, True), (False, False)]
-
-
-def test_an_indexer_that_gets_no_mask_of_its_layer_is_refused():
-    _, session = attached()
-    session.shard_batch({"input_ids": IDS})
-    hooks = IndexedLayer(torch.nn.Identity())
-    hooks.note(torch.nn.Identity(), (), {SHARDING: session.batches.current})
-    with pytest.raises(RingPatternError, match="got 0 masks and BatchSharding"):
-        hooks.give_keys(torch.nn.Identity(), (IDS,), {})
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}

@@ -1,21 +1,27 @@
-"""Attention that a model writes out, on one rank: what is noted, what is refused, and what runs again."""
+"""Eager attention on one rank: what is recorded, what is refused, what runs again; Falcon's rounded ALiBi."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor
+from transformers.models.gptj.modeling_gptj import GPTJAttention
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.transformers.attach import attach, check_model
+from ds_ring.integrations.transformers.variants import eager_attention
 from ds_ring.integrations.transformers.variants.eager_attention import FAMILIES, family_of, parts_of
+from tests.unit.integrations.transformers.one_call import ON, sharding
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
 
-# A class that writes attention out in each version that is allowed; GPT-J does so up to 5.23.
+# A class that computes attention in its own code in each version that is allowed; GPT-J does so up to 5.23.
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_multiple_size": 2, "max_position_embeddings": 64,
@@ -197,3 +203,86 @@ def test_code_from_elsewhere_is_of_no_family():
 
     assert family_of(neox_japanese()) is FAMILIES["gpt_neox_japanese"]
     assert family_of(Other(transformers.GPTNeoXJapaneseConfig(**SIZES))) is None
+
+
+class Graph(nn.Module):
+    """A model that compiled code calls."""
+
+    def forward(self, hidden: Any) -> Any:
+        return hidden
+
+
+def written(**scores: Any) -> Any:
+    family: Any = SimpleNamespace(pattern=None, bias=None)
+    call: Any = eager_attention._ModuleAttention(Graph(), None, family, sharding(), None, 1)
+    q = torch.zeros(1, 4, 8)
+    return eager_attention.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "positions by sample": (
+        lambda: eager_attention._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
+        RingPatternError,
+        "the same positions",
+    ),
+    "scores that are not masked": (
+        lambda: written()[1](written()[0], written()[2]), RingPatternError, "does not mask the scores"
+    ),
+    "scores of another shape": (lambda: written()[0].view(2, 8), RingPatternError, "views scores"),
+}  # fmt: skip
+
+COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "written out": (
+        lambda: eager_attention.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
+        RingConfigError,
+        "Graph computes attention in its own code",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case: str) -> None:
+    call, error, words = CASES[case]
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_is_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, error, words = COMPILED[case]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_falcons_alibi_is_rounded_as_falcon_rounds_it(heads: int) -> None:
+    tokens, factor = 600, 0.25  # from 257 keys on bfloat16 has no number for each
+    expected = build_alibi_tensor(torch.ones(1, tokens, dtype=torch.int64), heads, torch.float32)[:, 0]
+    module: Any = SimpleNamespace(num_heads=heads)
+    change = eager_attention._falcon_alibi(module, factor)
+    got = change(
+        torch.zeros(heads, tokens), None, torch.arange(heads)[:, None], None, torch.arange(tokens)[None]
+    )
+    assert torch.equal(got, expected * factor)
+    assert not torch.equal(got, torch.tensor(change.slopes)[:, None] * torch.arange(tokens) * factor)
+
+
+def test_attention_is_eager_where_the_class_does_not_ask_the_interface() -> None:
+    class WritesItOut(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert eager_attention._asks_interface(LlamaAttention)
+    assert not eager_attention._asks_interface(WritesItOut)
+    names = GPTJAttention.forward.__code__.co_names  # 5.24 hands it to the interface
+    assert eager_attention._asks_interface(GPTJAttention) == ("ALL_ATTENTION_FUNCTIONS" in names)
+
+
+def test_the_slopes_of_alibi_are_the_models_own() -> None:
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    slopes = eager_attention._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
+    whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
+    found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
+    torch.testing.assert_close(found, whole)

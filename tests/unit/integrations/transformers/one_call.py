@@ -1,0 +1,45 @@
+"""One call of the adapter's parts without a model: a batch on one rank, and what attention is given."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.section import RingConfig
+from ds_ring.integrations.deepspeed import batch
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers import attention, generation
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.variants.variant import Request
+from ds_ring.masks.catalog import Causal
+from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.schedule.layout import make_layout
+
+IDS = torch.ones(2, 4, dtype=torch.int64)
+REQUEST = Request(RingConfig(ring_size=2))
+ON = SimpleNamespace(config=SimpleNamespace(_attn_implementation=NAME))
+
+
+def sharding(pattern: Any = None) -> BatchSharding:
+    pattern = Causal() if pattern is None else pattern
+    config = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
+    layout = make_layout("contiguous", tokens=4, ring_size=1)
+    return BatchSharding(config, layout, RingMesh.single(), LayerPatterns(pattern, {}))
+
+
+def cached() -> Any:
+    """Where the tokens of a generation lie."""
+    one = sharding()
+    positions = torch.arange(4)
+    return generation.CachedSharding(one.config, one.layout, one.mesh, one.patterns, q_positions=positions)
+
+
+def attend(keys: int = 4, **given: Any) -> Any:
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
+    mask = given.pop("attention_mask", None)
+    module = given.pop("module", nn.Linear(1, 1))
+    return attention.attention(module, q, k, k, mask, **{batch.SHARDING: sharding()} | given)

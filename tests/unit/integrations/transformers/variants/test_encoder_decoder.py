@@ -1,0 +1,59 @@
+"""Refusals of encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.transformers.variants import encoder_decoder
+from tests.unit.integrations.transformers.one_call import IDS
+
+CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
+check_pair: Any = encoder_decoder.check_pair
+decoder_ids_of: Any = encoder_decoder.decoder_ids_of
+
+
+class ReadsSound(nn.Module):
+    def forward(self, input_features: Any) -> None: ...
+
+
+class PairForSequenceClassification(nn.Module):
+    base_model = nn.Linear(1, 1)
+
+    def forward(self, decoder_input_ids: Any) -> None: ...
+
+
+class PairWithoutShift(nn.Module):
+    config = SimpleNamespace(pad_token_id=0, decoder_start_token_id=0)
+
+    def forward(self, decoder_input_ids: Any) -> None: ...
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "sound": (
+        lambda: check_pair(ReadsSound(), CONFIG), RingConfigError, "a class that reads sound"
+    ),
+    "a pair's pooled head": (
+        lambda: check_pair(PairForSequenceClassification(), CONFIG),
+        RingConfigError,
+        "its head pools tokens",
+    ),
+    "a pair that does not shift": (
+        lambda: decoder_ids_of(PairWithoutShift())(IDS),
+        RingShapeError,
+        "expected decoder_input_ids beside labels",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused(case: str) -> None:
+    call, error, words = CASES[case]
+    with pytest.raises(error, match=words):
+        call()
