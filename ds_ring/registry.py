@@ -44,46 +44,54 @@ LAYOUTS = {
 
 
 class KernelRow(NamedTuple):
-    """Say where a kernel's class stands, and what others must know before it is imported.
+    """Describe a kernel without importing it.
 
     Attributes:
         home: the class.
-        device: kind of device whose fast kernel it is, and the only one that it runs on; None: runs on
-            any, fast on none or on some.
+        device: the kind of device for which "auto" takes the kernel; None: for none.
+        anywhere: whether it also runs on other kinds of devices.
+        first_for: kinds of tiles (`Pattern.tile_kind`) for which "auto" prefers it to the kernel that the
+            device has for all patterns; empty for that kernel.
         takes_blocks: whether it takes `block_size` of the JSON.
         takes_scores: whether it can change scores pair by pair (`score_mod`).
         refuses: function of `KernelNeeds` that returns the error for what the kernel cannot do, or None;
             None: it can do all.
-        workspace: function of `schedule/workspace.py` for what it allocates; None: nobody has worked it out.
+        workspace: function that returns what it allocates; None: nobody has worked it out.
     """
 
     home: str
     device: str | None = None
+    anywhere: bool = False
+    first_for: frozenset[str] = frozenset()
     takes_blocks: bool = False
-    workspace: str | None = None
     takes_scores: bool = False
     refuses: str | None = None
+    workspace: str | None = None
+
+    def runs_on(self, device_type: str) -> bool:
+        """Return whether it runs on a kind of device."""
+        return self.anywhere or self.device in (None, device_type)
 
 
 KERNELS = {
     "reference": KernelRow("ds_ring.kernels.reference.ReferenceKernel", takes_scores=True),
     "cpu": KernelRow(
-        "ds_ring.kernels.cpu.kernel.CpuKernel", "cpu", workspace="ds_ring.schedule.workspace.cpu_bytes"
+        "ds_ring.kernels.cpu.kernel.CpuKernel", "cpu", workspace="ds_ring.kernels.cpu.workspace.cpu_bytes"
     ),
     "flex": KernelRow(
-        "ds_ring.kernels.flex.FlexKernel", "cuda", True, "ds_ring.schedule.workspace.flex_bytes", True
+        "ds_ring.kernels.flex.FlexKernel", "cuda", takes_blocks=True, takes_scores=True,
+        workspace="ds_ring.kernels.flex_workspace.flex_bytes",
     ),
     "flash": KernelRow(
-        "ds_ring.kernels.flash.kernel.FlashKernel",
-        workspace="ds_ring.schedule.workspace.flash_bytes",
-        refuses="ds_ring.kernels.flash.kernel.refused",
+        "ds_ring.kernels.flash.kernel.FlashKernel", "cuda", anywhere=True,
+        first_for=frozenset({"full", "causal", "window"}), refuses="ds_ring.kernels.flash.kernel.refused",
+        workspace="ds_ring.kernels.flash.workspace.flash_bytes",
     ),
+}  # fmt: skip
+# What "auto" takes on a kind of device, for all patterns.
+FAST_KERNELS = {
+    row.device: name for name, row in KERNELS.items() if row.device is not None and not row.first_for
 }
-
-
-# What "auto" takes on a kind of device.
-FAST_KERNELS = {row.device: name for name, row in KERNELS.items() if row.device is not None}
-FLASH_FIRST = frozenset({"full", "causal", "window"})  # kinds of tiles for which it takes "flash" on CUDA
 
 
 def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> str:
@@ -94,8 +102,11 @@ def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> s
         kinds: of the tiles: of `Pattern.tile_kind`.
         able: names of the kernels that can do what is asked.
     """
-    flash = device_type == "cuda" and FLASH_FIRST.issuperset(kinds) and "flash" in able
-    return "flash" if flash else FAST_KERNELS[device_type]
+    first = (name for name in able if KERNELS[name].device == device_type and KERNELS[name].first_for)
+    kinds = tuple(kinds)
+    return next(
+        (name for name in first if KERNELS[name].first_for.issuperset(kinds)), FAST_KERNELS[device_type]
+    )
 
 
 def load(home: str) -> Any:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import Kept, active_fake_mode, makes_kept_tensors, to_device
+from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
-from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 
 # [Note: hops that share a table]
 # Hops in which all pairs are attended share one table, whatever their positions. If a mask depends on

@@ -344,6 +344,13 @@ class Operands(NamedTuple):
         return (*each, self.grad_out is None, self.has_grad_lse)
 
 
+def drop_cached(kernel: Kernel) -> None:
+    """Free the tensors that a kernel caches between calls, if it caches any."""
+    drop = getattr(kernel, "drop_cached", None)
+    if drop is not None:
+        drop()
+
+
 def value_dim(kernel: Kernel, v: Tensor) -> int:
     """Return E, the head_dim of the output: that of v, unless the kernel makes values of what it gets."""
     return int(getattr(kernel, "value_dim", v.shape[-1]))

@@ -103,10 +103,10 @@ def get_kernel(
         RingShapeError: a dtype or a head dimension that it does not take.
     """
     if name == "auto":
-        if device_type not in FAST_KERNELS:
+        if device_type not in FAST_KERNELS and device_type != "cpu":
             raise RingConfigError(
-                f'kernel "auto" has no fast kernel for {device_type} tensors in this version; set'
-                ' "kernel": "reference" to run the plain one there, knowing that it is slow'
+                f'kernel: expected one for {device_type} tensors, got "auto", which has none there; set'
+                ' "kernel": "reference", which is slow'
             )
         name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
@@ -114,7 +114,7 @@ def get_kernel(
             f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}"
         )
     row = KERNELS[name]
-    if row.device not in (None, device_type):
+    if not row.runs_on(device_type):
         raise RingConfigError(
             f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
         )
@@ -171,8 +171,11 @@ def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[st
 
 def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) -> str:
     """Return the kernel that "auto" stands for, and log it."""
-    name = FAST_KERNELS[device_type]
+    name = FAST_KERNELS.get(device_type)
+    if name is None:
+        return _slow_kernel(device_type, "no kernel for them is installed")
     if scores is None and asked is not None:
+        # "auto" does not take other devices' kernels, so their modules are not imported.
         able = [
             name
             for name, row in KERNELS.items()
@@ -187,7 +190,7 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
     if scores is None or KERNELS[name].takes_scores:
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
         return name
-    return _that_changes_scores(name, device_type, scores)
+    return _slow_kernel(device_type, f"the kernel {name!r} cannot change scores ({scores.mod})")
 
 
 @cache
@@ -197,12 +200,11 @@ def _say(name: str, device_type: str, why: str) -> None:
 
 
 @lru_cache(maxsize=16)
-def _that_changes_scores(name: str, device_type: str, scores: Scores) -> str:
+def _slow_kernel(device_type: str, why: str) -> str:
     """Return a kernel that runs anywhere and changes scores; warn of it once."""
     able = next(one for one, row in KERNELS.items() if row.takes_scores and row.device is None)
     _log.warning(
-        "ds_ring: kernel %r for %s tensors, since the kernel %r cannot change scores (%s): it is slow, and"
-        " holds the scores of one tile at a time, as large as this rank's tokens squared",
-        able, device_type, name, scores.mod,
+        "ds_ring: kernel %r for %s tensors, since %s: it is slow, and holds the scores of one tile at a time,"
+        " as large as this rank's tokens squared", able, device_type, why,
     )  # fmt: skip
     return able

@@ -41,7 +41,6 @@ from ds_ring.schedule.steps import (
     Schedule,
     Send,
 )
-from ds_ring.schedule.workspace import SCALES
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 MOST = 32  # pairs that a block keeps
@@ -145,7 +144,7 @@ def kind_of(
     `apart` is whether its two tensors are messages of their own; None: of PARTS alone.
     """
     batch, heads, _, head_dim = like.first.shape
-    scales = SCALES if payload is Payload.SCALED else 0
+    scales = 2 if payload is Payload.SCALED else 0
     shape = (slots, batch, heads, head_dim + like.second.shape[3] + scales)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     apart = payload is Payload.PARTS if apart is None else apart

@@ -33,7 +33,6 @@ from ds_ring.ring.trace import MessageSize, PostedBatch, Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send
-from ds_ring.schedule.workspace import FLOAT
 
 
 class ForwardChunk:
@@ -255,7 +254,9 @@ class RingPass:
             self.trace.begin("backward" if backward else "forward")
         # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
         # accumulators exist beside the results, or where heads are loaded from host memory.
-        chunked = self.exchange is not None or k.element_size() < FLOAT or self.host is not None
+        chunked = (
+            self.exchange is not None or k.element_size() < torch.float32.itemsize or self.host is not None
+        )
         size = head_bytes(k, v) if chunked else 0
         return lower_rank(self.plan, backward=backward, head_bytes=size, chunk_bytes=self.chunk_bytes)
 

@@ -36,7 +36,7 @@ from ds_ring.comm.messages import (
     sizes_of,
 )
 from ds_ring.comm.streams import HOST, Streams
-from ds_ring.kernels.cpu.kernel import drop_kept
+from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.tiles import IntArray, progressions_at
 from ds_ring.ring.buffers import Buffers, halves, pack_scaled
@@ -421,7 +421,7 @@ class VirtualRanks:
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
             buffers=Buffers(), on_gradients_final=self._adder(ring_rank), trace=trace,
         )  # fmt: skip
-        drop_kept()  # of the rank before: a real one has its own
+        drop_cached(self.kernel)  # of the rank before: a real one has its own
         with measure_cpu_memory() if self.measure else nullcontext(MemoryPeak()) as peak:
             q, k, v = (shard(name) for name in ("q", "k", "v"))
             out, lse = ring.forward(q, k, v)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ds_ring.kernels.workspace import FLOAT, HopShape, workspace_bytes
 from ds_ring.registry import KERNELS, load
 from ds_ring.schedule.lowering import count_heads, lower_pass
 from ds_ring.schedule.rank_plan import HeadClassPlan
@@ -26,7 +27,6 @@ from ds_ring.schedule.steps import (
     ScheduleStep,
     Send,
 )
-from ds_ring.schedule.workspace import FLOAT, ROUNDED, SCALES, HopShape, workspace_bytes
 
 CHUNKS_LOOKED_AT = 4  # of heads that are read alike: later chunks meet what these meet
 
@@ -57,8 +57,8 @@ class PassShape:
     def bytes_of(self, payload: Payload) -> int:
         """Return the bytes of a slot of one head in a buffer: of K and V, or of dK and dV, together."""
         if payload is Payload.SCALED:
-            return self.pair_dim + SCALES
-        element = ROUNDED if payload is Payload.ROUNDED else FLOAT
+            return self.pair_dim + 2  # a byte for each row of K and of V
+        element = 2 if payload is Payload.ROUNDED else FLOAT
         if payload is Payload.KEYS:
             element = self.element_bytes
         if payload is Payload.PARTS and getattr(load(KERNELS[self.kernel].home), "few_parts", False):

@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.kernels.cpu import TRIANGLE
 from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
-from ds_ring.schedule.workspace import TRIANGLE
 
 from .hardware import Hardware
 from .pass_memory import PassShape

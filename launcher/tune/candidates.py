@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from ds_ring.api import options_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
+from ds_ring.kernels.cpu import BLOCK, TRIANGLE
 from ds_ring.registry import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import head_chunks
 from ds_ring.schedule.plan import head_classes
-from ds_ring.schedule.workspace import BLOCK, TRIANGLE
 
 from .request import TuningRequest
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
-from ds_ring.kernels.cpu.kernel import drop_kept
+from ds_ring.kernels.interface import drop_cached
+from ds_ring.kernels.select import get_kernel
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
@@ -42,7 +43,7 @@ def real_pass(rank: int, world_size: int, pattern_name: str, layout_name: str, d
     inputs = tensors(SHAPE, dtype)
     assert context.exchange is not None
     counters = context.exchange.counters
-    drop_kept()  # of tests before
+    drop_cached(get_kernel("auto", "cpu"))  # of tests before
     with measure_cpu_memory() as memory:
         q, k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in inputs[:3])
         out, _ = ring_attention_op(q, k, v, context.handle)

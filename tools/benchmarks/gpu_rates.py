@@ -180,7 +180,7 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
         backward: dict[str, Callable[[], object]] = {}
         refused: dict[str, str] = {}
         for name, known in KERNELS.items():
-            if name == "reference" or known.device not in (None, shape.device):
+            if name == "reference" or not known.runs_on(shape.device):
                 continue  # slow, or of another device
             kernel = get_kernel(name, shape.device)
             try:

@@ -27,10 +27,10 @@ from torch.nn.functional import pad
 
 from ds_ring.comm.streams import makes_kept_tensors
 from ds_ring.errors import RingConfigError
+from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
 from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
-from ds_ring.schedule.workspace import BIASED, BLOCK, TRIANGLE
 
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones
 
@@ -291,41 +291,58 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-@lru_cache(maxsize=16)
+class Biases:
+    """Cache the biases of a kernel's calls: at most 12 MiB of squares in float32, and 16 corners of bands."""
+
+    def __init__(self) -> None:
+        self._corners = lru_cache(16)(_corners)
+        self._squares = lru_cache(2)(_square_of_weights)
+        self._small_squares = lru_cache(16)(_square_of_weights)
+
+    def drop(self) -> None:
+        """Free all of them."""
+        for cached in (self._corners, self._squares, self._small_squares):
+            cached.cache_clear()
+
+    def of_call(self, call: Tile, q: Tensor) -> Tensor | None:
+        """Return the bias that is added to each score of q; None if there is none."""
+        dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
+        queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
+        bias = None
+        if inside is not None and inside.weights is not None:
+            bias = self._log_weights(inside, queries, keys, dtype, mode)
+        if any(call.edges) and not call.is_causal:
+            hidden = self._corners(queries, keys, call.low, call.high, dtype, mode)
+            return hidden if bias is None else bias + hidden
+        if inside is not None and inside.mask is not None:
+            # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
+            visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
+            bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
+            return bias.masked_fill(~visible, HIDDEN)
+        return bias
+
+    def _log_weights(
+        self, inside: InsideTile, queries: int, keys: int, dtype: torch.dtype, mode: Mode
+    ) -> Tensor:
+        """Return log m of each pair; calls of any size with the same first positions share one square."""
+        most = max(queries, keys)
+        if inside.mask is not None or most > BIASED:
+            return inside.bias(queries, keys, dtype, torch.device("cpu"))
+        small = most <= SMALL_BIAS
+        squares = self._small_squares if small else self._squares
+        return squares(inside, SMALL_BIAS if small else BIASED, dtype, mode)[:queries, :keys]
+
+
 @makes_kept_tensors
-def _hidden(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
     return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 
-# Cache only two: each has BIASED squared elements, 4 MiB in float32.
-@lru_cache(maxsize=2)
 @makes_kept_tensors
-def _square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
-    return inside.bias(BIASED, BIASED, dtype, torch.device("cpu"))
-
-
-@lru_cache(maxsize=16)
-@makes_kept_tensors
-def _small_square_of_weights(inside: InsideTile, dtype: torch.dtype, mode: Mode) -> Tensor:
-    return inside.bias(SMALL_BIAS, SMALL_BIAS, dtype, torch.device("cpu"))
-
-
-def _log_weights(inside: InsideTile, queries: int, keys: int, dtype: torch.dtype, mode: Mode) -> Tensor:
-    """Return log m of each pair; calls of any size with the same first positions share one cached square."""
-    most = max(queries, keys)
-    if inside.mask is None and most <= BIASED:
-        square = _small_square_of_weights if most <= SMALL_BIAS else _square_of_weights
-        return square(inside, dtype, mode)[:queries, :keys]
-    return inside.bias(queries, keys, dtype, torch.device("cpu"))
-
-
-def drop_kept() -> None:
-    """Free the biases that are cached across calls; for measuring one rank after another."""
-    _hidden.cache_clear()
-    _square_of_weights.cache_clear()
-    _small_square_of_weights.cache_clear()
+def _square_of_weights(inside: InsideTile, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+    return inside.bias(side, side, dtype, torch.device("cpu"))
 
 
 def _computable(*tensors: Tensor) -> list[Tensor]:
@@ -347,24 +364,6 @@ def _widened(*tensors: Tensor) -> list[Tensor]:
     # Only the operands of one hop are padded, never a tensor that travels or is kept.
     width = max(x.shape[-1] for x in tensors)
     return [x if x.shape[-1] == width else pad(x, (0, width - x.shape[-1])) for x in tensors]
-
-
-def _bias(call: Tile, q: Tensor) -> Tensor | None:
-    """Return the bias that is added to each score of q; None if there is none."""
-    dtype, mode = q.dtype, q.fake_mode if isinstance(q, FakeTensor) else None
-    queries, keys, inside = call.q_rows.length, call.k_rows.length, call.inside
-    bias = None
-    if inside is not None and inside.weights is not None:
-        bias = _log_weights(inside, queries, keys, dtype, mode)
-    if any(call.edges) and not call.is_causal:
-        hidden = _hidden(queries, keys, call.low, call.high, dtype, mode)
-        return hidden if bias is None else bias + hidden
-    if inside is not None and inside.mask is not None:
-        # Not cached: it depends on this tile's positions, and may depend on the sample and the head.
-        visible = inside.visible(len(q), queries, keys, torch.device("cpu"))
-        bias = torch.zeros(visible.shape, dtype=dtype) if bias is None else bias
-        return bias.masked_fill(~visible, HIDDEN)
-    return bias
 
 
 def _positive(q: Tensor, scale: float) -> tuple[Tensor, float, int]:
@@ -397,6 +396,7 @@ class CpuKernel:
                 f'kernel_options of kernel "cpu": triangle: expected at most block {block}, got {triangle};'
                 " raise block as well"
             )
+        self._biases = Biases()
         self._forward = Sizes(block, triangle)
         self._backward = Sizes(block, triangle, backward=True)
 
@@ -415,7 +415,7 @@ class CpuKernel:
                 *keys.views(k, v, batched=True),
                 0.0,
                 causal,
-                attn_mask=_bias(tile, q) if has_bias else None,
+                attn_mask=self._biases.of_call(tile, q) if has_bias else None,
                 scale=scale,
             )
             # The same number added to every score of a call changes its lse and not its out.
@@ -456,7 +456,7 @@ class CpuKernel:
                 lse_t = lse_t.masked_fill(lse_t == float("-inf"), 0)
             if log_weight:  # exp(score + bias - lse), without a bias tensor
                 lse_t = lse_t - log_weight
-            bias = _bias(tile, q) if has_bias else None
+            bias = self._biases.of_call(tile, q) if has_bias else None
             k_t, v_t = keys.views(k, v, batched=True)
             dq, dk, dv = _backward(
                 grad_t, q_t, k_t, v_t, out_t, lse_t, 0.0, causal, attn_mask=bias, scale=scale
@@ -474,6 +474,9 @@ class CpuKernel:
 
     def of_heads(self, heads: slice) -> CpuKernel:
         return self
+
+    def drop_cached(self) -> None:
+        self._biases.drop()
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(

@@ -25,6 +25,7 @@ from ds_ring.kernels import block_mask
 from ds_ring.kernels.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask
 from ds_ring.kernels.flex import FlexKernel, compiled_call
 from ds_ring.kernels.flex_options import BLOCKS, blocks_of, checked_options, options_on
+from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
@@ -33,7 +34,6 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.plan import build_plan
-from ds_ring.schedule.workspace import KEPT_TABLE_BYTES
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
 from tests.hops import ring_hops
 from tests.masks import MASKS, attention_by_mask, patterns

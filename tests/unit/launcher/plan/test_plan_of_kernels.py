@@ -8,9 +8,6 @@ import pytest
 
 from ds_ring import Causal, Dilated, make_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.tiles import Tiles
-from ds_ring.schedule.plan import build_plan
-from ds_ring.schedule.workspace import HopShape, workspace_bytes
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from, read_hardware
 from ds_ring_launcher.plan.layer_passes import blocks_of, layer_passes, pass_shape
@@ -60,36 +57,6 @@ def test_rates_go_by_the_kernel() -> None:
     ]
     fixed = H100.call_overhead_s
     assert (seconds[0] - fixed) / (seconds[1] - fixed) == pytest.approx(0.374 / 0.35, rel=0.02)
-
-
-def test_workspace_of_flash_by_hand() -> None:
-    """`mha_bwd`: 8 query and 2 K/V heads, 1000 queries (1024 rounded), 500 keys, D 80 (96 rounded), bf16."""
-    tiles, shape = (
-        Tiles.rectangles(*(build_runs(n) for n in (1000, 500))),
-        HopShape(8, 2, 1000, 500, 80, 2, 80),
-    )
-    accumulators = 8 * 1024 * (96 + 1) * 4
-    results = 2 * 80 * (8 * 1000 + 2 * 2 * 500 + 2 * 8 * 500)
-    kept = 2 * 8 * 1000 * 80 * 2 + 8 * 1000 * 4
-    assert workspace_bytes("flash", tiles, shape, True) == accumulators + results + kept
-    assert workspace_bytes("flash", tiles, shape, False) == 8 * 1000 * (80 * (2 + 4) + 24)
-    alone = shape._replace(rows=2)
-    expanded = 2 * 80 * 2 * 2 * 500
-    assert (
-        workspace_bytes("flash", tiles, alone, True)
-        == (2 * (accumulators + kept + 160 * 8000) // 8) + expanded
-    )
-
-
-def test_workspace_of_flex_has_the_tables_that_are_kept() -> None:
-    tiles, shape = Tiles.rectangles(*(build_runs(n) for n in (8, 4))), HopShape(2, 1, 8, 4, 16, 2, 16)
-    tables = (64 << 20) + 4 * (16 + 16) * 2  # and contiguous copies of K and V
-    assert workspace_bytes("flex", tiles, shape, False) == tables + 2 * 8 * (16 * (2 + 4) + 24)
-    assert workspace_bytes("flex", tiles, shape, True) == tables + (2 * 8 + 2 * 4) * 16 * 2 + 2 * 2 * 8 * 4
-
-
-def build_runs(length: int):
-    return build_plan(Causal(), make_layout("contiguous", tokens=length, ring_size=1)).layout.runs(0)
 
 
 def test_longnet_costs_what_the_kernel_executes() -> None:

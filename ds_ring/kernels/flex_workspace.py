@@ -1,0 +1,24 @@
+"""What the kernel "flex" allocates. Read from PyTorch's code, not measured."""
+
+from __future__ import annotations
+
+from ds_ring.kernels.workspace import FLOAT, HopShape
+from ds_ring.masks.tiles import Tiles
+
+# Of block tables that stay on the device: documents bring new ones in each batch and fill all of it.
+KEPT_TABLE_BYTES = 64 << 20
+
+
+def flex_bytes(tiles: Tiles, shape: HopShape, backward: bool) -> int:
+    """Count one call for the whole hop and the tables that are kept.
+
+    Both ways contiguous copies of K and V; forward out, its float32 form and the merge's weights; backward
+    dq, dk, dv and delta.
+    """
+    queries, keys = shape.rows * shape.queries, shape.kv_rows * shape.keys
+    kept = KEPT_TABLE_BYTES + keys * (shape.head_dim + shape.value_dim) * shape.element_bytes
+    if backward:
+        elements = queries * shape.head_dim + keys * (shape.head_dim + shape.value_dim)
+        return kept + elements * shape.element_bytes + 2 * queries * FLOAT
+    wide = FLOAT if shape.element_bytes < FLOAT else 0
+    return kept + queries * (shape.value_dim * (shape.element_bytes + wide) + 6 * FLOAT)

@@ -1,0 +1,31 @@
+"""What the kernel "flash" allocates, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_ring.kernels.workspace import HopShape, workspace_bytes
+from ds_ring.masks.tiles import Tiles
+
+
+def test_workspace_of_flash_by_hand() -> None:
+    """`mha_bwd`: 8 query and 2 K/V heads, 1000 queries (1024 rounded), 500 keys, D 80 (96 rounded), bf16."""
+    tiles, shape = (
+        Tiles.rectangles(*(build_runs(n) for n in (1000, 500))),
+        HopShape(8, 2, 1000, 500, 80, 2, 80),
+    )
+    accumulators = 8 * 1024 * (96 + 1) * 4
+    results = 2 * 80 * (8 * 1000 + 2 * 2 * 500 + 2 * 8 * 500)
+    kept = 2 * 8 * 1000 * 80 * 2 + 8 * 1000 * 4
+    assert workspace_bytes("flash", tiles, shape, True) == accumulators + results + kept
+    assert workspace_bytes("flash", tiles, shape, False) == 8 * 1000 * (80 * (2 + 4) + 24)
+    alone = shape._replace(rows=2)
+    expanded = 2 * 80 * 2 * 2 * 500
+    assert (
+        workspace_bytes("flash", tiles, alone, True)
+        == (2 * (accumulators + kept + 160 * 8000) // 8) + expanded
+    )
+
+
+def build_runs(length: int) -> np.ndarray:
+    return np.array([[0, 1, length]])
