@@ -42,6 +42,8 @@ CORE = [
         "kernels.reference",
         "kernels.flex",
         "kernels.flex_options",
+        "kernels.flex_workspace",
+        "kernels.workspace",
         "kernels.block_mask",
     ],
     ["ring"],
