@@ -556,7 +556,7 @@ FOREIGN = {"engine", "model", "module", "layer", "head", "part", "output", "samp
 OWN_OBJECTS = {
     ("*", "ctx"): "of an autograd.Function of ours",
     ("config.messages", "__init__"): "the constructor of a class of ours",
-    ("health.watch", "timer"): "a threading.Timer",
+    ("health.client", "timer"): "a threading.Timer",
     ("integrations.compile.backend", "call"): "a node of the graph that a backend owns",
     ("integrations.compile.graph_sharding", "asked"): "the same",
     ("integrations.checkpoint.save", "copied"): "a copy of a state dict",
@@ -569,7 +569,7 @@ OWN_OBJECTS = {
         "region",
     ): "torch's context of a checkpointed region: no other place lives as long",
     ("ops.handles", "function"): "a function of ours, which it marks for torch.compile",
-    ("comm.mesh", "weakref.finalize(mesh.use, _drop, watch, mesh.use.groups)"): "its own finalizer",
+    ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
     ("contrib.diffusers", "name"): "the member of an enumeration that it makes",
     ("comm.groups", "options"): "of a process group that is being made",
 }

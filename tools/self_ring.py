@@ -114,7 +114,7 @@ def self_ring_row(
         options = Options(kernel=kernel, stage_bytes=stage_bytes, kv_payload=kv_payload)
         out, lse = ring_attention_op(*leaves, context_for(Full(), "contiguous", mesh, options).handle)
         grads = torch.autograd.grad(out, leaves, grad)
-        mesh.settle()
+        mesh.synchronize()
     finally:
         mesh.close()
     seconds = time.perf_counter() - begin

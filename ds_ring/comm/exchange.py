@@ -22,9 +22,9 @@ from torch.distributed import ProcessGroup
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
-from ds_ring.comm.waiting import DeviceWatch, Pending, Place, blame, check_alive, first_line
+from ds_ring.comm.waiting import CallSite, Pending, WorkWatchdog, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
-from ds_ring.health.watch import keep_for_ever
+from ds_ring.health.client import keep_for_ever
 from ds_ring.ring.buffers import PreparedPasses
 
 NOTHING = torch.empty(0)
@@ -87,12 +87,12 @@ class Exchange:
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._header_routes: list[Route] | None = None
-        self._device_watch = DeviceWatch.of(mesh)
+        self._work_watchdog = WorkWatchdog.of(mesh)
 
     @property
     def deadline_s(self) -> float:
         """Return the seconds that a wait may take now; see [Note: compile skew] in `ops/options.py`."""
-        return max(self.hop_timeout_s, self.mesh.use.patience_s)
+        return max(self.hop_timeout_s, self.mesh.state.patience_s)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:
         """Start all messages of a hop, without waiting for them.
@@ -157,8 +157,8 @@ class Exchange:
         counters.batches += sizes.is_one
         counters.messages_sent += sizes.sends
         counters.bytes_sent += sizes.sent_bytes
-        place = Place(self.call, hop, self._outside)
-        if mesh.use.broken is not None or (mesh.watch is not None and mesh.watch.fault is not None):
+        site = CallSite(self.call, hop, self._outside)
+        if mesh.state.broken is not None or (mesh.detector is not None and mesh.detector.fault is not None):
             check_alive(mesh, hop)
         try:
             works = (route.begin or start_batch)(route, sent, received)
@@ -167,15 +167,15 @@ class Exchange:
                 raise
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
-            peers, cause = route.peers, f"could not start {place}: {first_line(error)}"
-            if mesh.watch is not None:
-                mesh.watch.accuse(peers[0], cause)
+            peers, cause = route.peers, f"could not start {site}: {first_line(error)}"
+            if mesh.detector is not None:
+                mesh.detector.report_timeout(peers[0], cause)
             raise blame(mesh, hop, peers[0], cause) from error
         peers = route.peers if len(works) == len(route.peers) else route.all_peers
-        watch = None if route.streams is None else self._device_watch
-        deadline_s, streams = max(self.hop_timeout_s, mesh.use.patience_s), route.streams
+        watchdog = None if route.streams is None else self._work_watchdog
+        deadline_s, streams = max(self.hop_timeout_s, mesh.state.patience_s), route.streams
         self._latest = Pending(
-            works, peers, mesh, place, deadline_s, sent, received, route.group, watch, streams
+            works, peers, mesh, site, deadline_s, sent, received, route.group, watchdog, streams
         )
         return self._latest
 
@@ -198,9 +198,9 @@ class Exchange:
         if isinstance(error, RingPeerError):
             return
         keep_for_ever(self._latest)  # the last batch may still be in flight
-        if self.mesh.watch is not None:
+        if self.mesh.detector is not None:
             text = str(error).splitlines()[0][:300] if str(error) else ""
-            self.mesh.watch.failed(f"{type(error).__name__} in call {self.call}: {text}")
+            self.mesh.detector.report_failure(f"{type(error).__name__} in call {self.call}: {text}")
         if self._latest is not None:
             self._latest.hand_over()
 
@@ -247,7 +247,7 @@ class Exchange:
         return parts
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
-        """Sum over the ranks of a group, in place."""
+        """Sum over the ranks of a group, in site."""
         check_alive(self.mesh, None)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
@@ -288,9 +288,9 @@ class Exchange:
         """Wait for one of torch's own collectives."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
-        streams, place = self._streams_that_wait(got[0], group), Place(self.call, None, self._outside)
-        watch = None if streams is None else self._device_watch
-        Pending([work], peers, self.mesh, place, self.deadline_s, sent, got, group, watch, streams).wait()
+        streams, site = self._streams_that_wait(got[0], group), CallSite(self.call, None, self._outside)
+        watchdog = None if streams is None else self._work_watchdog
+        Pending([work], peers, self.mesh, site, self.deadline_s, sent, got, group, watchdog, streams).wait()
 
 
 def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
@@ -443,7 +443,7 @@ def compare_headers(
     """
     # Refused calls count as well: ranks that go on after one must still have equal numbers.
     exchange.call = number = next(exchange.mesh.calls)
-    use = exchange.mesh.use
+    use = exchange.mesh.state
     # Never reduce the patience here: headers of the last call may be in flight, or a rank may still compile.
     use.patience_s = max(use.patience_s, patience_s)
     # Headers are compared lexicographically. So least[0] is 1 only if all ranks refuse. If the first two

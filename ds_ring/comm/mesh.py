@@ -30,8 +30,8 @@ from ds_ring.comm.groups import (
     world_size_for,
 )
 from ds_ring.errors import RingMeshError, RingPeerError, shown
-from ds_ring.health.joining import join_monitor, leave_on_error
-from ds_ring.health.watch import Watch, call_guarded
+from ds_ring.health.client import DetectorClient, call_guarded
+from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.memory.saved_results import HostMemory
 from ds_ring.ring.buffers import Buffers
@@ -39,7 +39,7 @@ from ds_ring.ring.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
 if TYPE_CHECKING:
-    from ds_ring.comm.waiting import DeviceWatch
+    from ds_ring.comm.waiting import WorkWatchdog
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
 # their tensors. A forked child would use its parent's sockets.
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # values by whoever comes first, and needs no lock.
 
 
-class MeshUse:
+class MeshState:
     """Hold whether a mesh can be used, and by which thread it is used now.
 
     Attributes:
@@ -58,7 +58,7 @@ class MeshUse:
         operations: kinds of passes so far; peers connect in a first one ([Note: compile skew]).
         patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
         aborted: ids of the process groups that were aborted then.
-        device_watch: sees to the messages between GPUs; made by the first exchange on the mesh.
+        work_watchdog: sees to the messages between GPUs; made by the first exchange on the mesh.
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
     """
@@ -69,16 +69,16 @@ class MeshUse:
         self.operations: set[Hashable] = set()
         self.patience_s = 0.0
         self.aborted: set[int] = set()
-        self.device_watch: DeviceWatch | None = None
+        self.work_watchdog: WorkWatchdog | None = None
         self.groups: list[ProcessGroup | None] = []
         self.abandoned = False
         self._process = os.getpid()
         self._busy = threading.Lock()
         self._thread: int | None = None  # the one that holds `_busy`
 
-    def is_healthy(self, watch: Watch | None) -> bool:
+    def is_healthy(self, detector: DetectorClient | None) -> bool:
         """Return whether no message can be under way for ever: destroying its group would not return."""
-        return self.broken is None and not self.abandoned and (watch is None or watch.fault is None)
+        return self.broken is None and not self.abandoned and (detector is None or detector.fault is None)
 
     def check(self) -> None:
         """Refuse a mesh that is closed, or that another process made.
@@ -99,7 +99,7 @@ class MeshUse:
             )
 
     @contextmanager
-    def one_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
+    def exclusive_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
         """Surround a call on the mesh; calls within it are part of it. Never waits.
 
         Args:
@@ -141,11 +141,11 @@ class MeshUse:
 _dropped: deque[list[ProcessGroup | None]] = deque()
 
 
-def _drop(watch: Watch | None, groups: list[ProcessGroup | None]) -> None:
-    """Leave the watch of a mesh that is garbage; see [Note: groups of a mesh that was dropped]."""
-    if watch is not None:
-        watch.leave_soon()
-    if groups and (watch is None or watch.fault is None):
+def _drop(detector: DetectorClient | None, groups: list[ProcessGroup | None]) -> None:
+    """Disconnect the detector of a mesh that is garbage; see [Note: groups of a mesh that was dropped]."""
+    if detector is not None:
+        detector.leave_later()
+    if groups and (detector is None or detector.fault is None):
         _dropped.append(groups)
 
 
@@ -182,7 +182,7 @@ class RingMesh:
         data_group: ranks at the same place of other sequences; None for size one.
         cpu_group: the sequence group over gloo, for headers; the same group if it is gloo already.
         serial, calls: number of the mesh in this process, and a counter of its headers; equal on all ranks.
-        watch: reports which rank failed; None if the sequence has one rank, or the process group is fake.
+        detector: reports which rank failed; None if the sequence has one rank, or the process group is fake.
         buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
         shared_buffers: pools in memory that the ring shares (`signals.py`), by device.
         host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
@@ -204,7 +204,7 @@ class RingMesh:
     sequence_group: ProcessGroup | None = None
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
-    watch: Watch | None = field(default=None, repr=False)
+    detector: DetectorClient | None = field(default=None, repr=False)
     buffers: Buffers = field(default_factory=Buffers, repr=False)
     shared_buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
     host_memory: HostMemory = field(default_factory=HostMemory, repr=False)
@@ -215,7 +215,7 @@ class RingMesh:
         default_factory=weakref.WeakValueDictionary, repr=False
     )
     traces: list[Trace] = field(default_factory=list, repr=False)
-    use: MeshUse = field(default_factory=MeshUse, repr=False)
+    state: MeshState = field(default_factory=MeshState, repr=False)
     ranks_per_node: int | None = None
     timeouts: Timeouts = field(default_factory=Timeouts, repr=False)
 
@@ -256,7 +256,7 @@ class RingMesh:
         heartbeat_timeout_s: float = 10.0,
         exit_after_fault_s: float | None = None,
         secret: str | None = None,
-        watch: Watch | None = None,
+        detector: DetectorClient | None = None,
         ranks_per_node: int | None = None,
         timeouts: Timeouts | None = None,
     ) -> RingMesh:
@@ -269,12 +269,12 @@ class RingMesh:
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
             timeout_s: seconds until every rank has come here, and until the groups are made. (A hop has the
                 exchange's limit.)
-            heartbeat_timeout_s: seconds of silence after which a rank counts as lost; see `monitor/`.
+            heartbeat_timeout_s: seconds of silence after which a rank counts as lost.
             exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
                 here (it is stuck in a collective outside ds_ring); None leaves it alone.
             secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
                 characters; None lets rank 0 publish one in the store (see `joining.py`).
-            watch: a failure detector that this process has joined already; the mesh takes it over.
+            detector: a failure detector that this process has joined already; the mesh takes it over.
             ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
                 rings over several nodes then travel on two levels where that sends less.
             timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
@@ -286,7 +286,7 @@ class RingMesh:
             RingPeerError: another rank failed meanwhile; names it.
         """
         grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
-        more = (exit_after_fault_s, secret, watch, ranks_per_node, timeouts)
+        more = (exit_after_fault_s, secret, detector, ranks_per_node, timeouts)
         return cls._join(grid, timeout_s, heartbeat_timeout_s, *more)
 
     @classmethod
@@ -301,7 +301,7 @@ class RingMesh:
             sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
                 length. Within a group ranks stand in the order ring_rank * ulysses_size + ulysses_rank.
             ulysses_size: ranks that split heads by all-to-all.
-            options: the other arguments of `from_world`, but for `watch`.
+            options: the other arguments of `from_world`, but for `detector`.
 
         Raises:
             RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
@@ -345,7 +345,7 @@ class RingMesh:
         heartbeat_timeout_s: float = 10.0,
         exit_after_fault_s: float | None = None,
         secret: str | None = None,
-        watch: Watch | None = None,
+        detector: DetectorClient | None = None,
         ranks_per_node: int | None = None,
         timeouts: Timeouts | None = None,
     ) -> RingMesh:
@@ -359,36 +359,36 @@ class RingMesh:
         limits = timeouts or Timeouts(start=timeout_s)
         start = limits.limit("start") if timeouts is not None else Limit(timeout_s, "timeout_s")
         # Before any group is made: from here on every rank hears of the death of another one.
-        if watch is None and grid.sequence_size > 1:
-            watch = join_monitor(grid, heartbeat_timeout_s, exit_after_fault_s, secret, start)
-        with leave_on_error(watch):
+        if detector is None and grid.sequence_size > 1:
+            detector = join_detector(grid, heartbeat_timeout_s, exit_after_fault_s, secret, start)
+        with leave_on_error(detector):
             what = "the making of the mesh's process groups"
-            groups = call_guarded(lambda: make_groups(grid, NO_LIMIT), watch, grid, what, 2, start)
-        mesh = cls(grid, dist.get_rank(), *groups, watch, ranks_per_node=ranks_per_node, timeouts=limits)
+            groups = call_guarded(lambda: make_groups(grid, NO_LIMIT), detector, grid, what, 2, start)
+        mesh = cls(grid, dist.get_rank(), *groups, detector, ranks_per_node=ranks_per_node, timeouts=limits)
         mesh.own(groups)
-        # At exit the watch says goodbye by itself.
-        weakref.finalize(mesh.use, _drop, watch, mesh.use.groups).atexit = False
+        # At exit the detector says goodbye by itself.
+        weakref.finalize(mesh.state, _drop, detector, mesh.state.groups).atexit = False
         return mesh
 
     def own(self, groups: Iterable[ProcessGroup | None]) -> None:
         """Let `close` destroy process groups that were made for this mesh."""
-        self.use.groups.extend(groups)
-        if self.watch is not None:
-            self.watch.compare_not(group for group in groups if group is not None)
+        self.state.groups.extend(groups)
+        if self.detector is not None:
+            self.detector.exclude_groups(group for group in groups if group is not None)
 
     def close(self) -> None:
-        """Leave the watch, destroy the process groups that the mesh has made, and free buffers.
+        """Leave the detector, destroy the process groups that the mesh has made, and free buffers.
 
         Call it on every rank where the groups are NCCL's. Every later use raises a RingMeshError. A mesh that
-        is garbage leaves the watch by itself; its groups, if they are gloo's, are destroyed when the next
+        is garbage leaves the detector by itself; its groups, if they are gloo's, are destroyed when the next
         mesh is made.
         """
-        if not self.use.closed and self.use.is_healthy(self.watch):
-            destroy_groups(self.use.groups)
-        self.use.closed = True
-        self.use.groups.clear()
-        if self.watch is not None:
-            self.watch.leave()
+        if not self.state.closed and self.state.is_healthy(self.detector):
+            destroy_groups(self.state.groups)
+        self.state.closed = True
+        self.state.groups.clear()
+        if self.detector is not None:
+            self.detector.leave()
         self.buffers.release()
         self.shared_buffers.clear()
 
@@ -399,9 +399,9 @@ class RingMesh:
             RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
                 case messages may be mixed up already, so the other ranks are told and the mesh is broken.
         """
-        return self.use.one_call(self.watch.failed if self.watch is not None else None)
+        return self.state.exclusive_call(self.detector.report_failure if self.detector is not None else None)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all messages of past calls have arrived, and raise if one has not.
 
         Call it before results become permanent: before `optimizer.step()` in a training loop of your own, and
@@ -411,8 +411,8 @@ class RingMesh:
         Raises:
             RingPeerError: a message failed or came too late, or a rank has failed; names the rank.
         """
-        if self.use.device_watch is not None:
-            self.use.device_watch.settle(self)
+        if self.state.work_watchdog is not None:
+            self.state.work_watchdog.synchronize(self)
 
     @property
     def trace(self) -> Trace | None:
@@ -452,7 +452,7 @@ def check_mesh(mesh: object) -> None:
             f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"
             " rank, or RingMesh.single()"
         )
-    mesh.use.check()
+    mesh.state.check()
 
 
 # Smaller rings, for samples that do not need all ranks. `schedule/grid.py` decides which ranks form one.
@@ -476,22 +476,22 @@ def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
             f"make_sub_rings: expected no Ulysses ranks, got ulysses_size {mesh.ulysses_size}; set it to 1"
         )
     shared: dict[str, Any] = {
-        "watch": mesh.watch,
+        "detector": mesh.detector,
         "buffers": mesh.buffers,
         "host_memory": mesh.host_memory,
         "traces": mesh.traces,
-        "use": mesh.use,
+        "state": mesh.state,
         "timeouts": mesh.timeouts,
     }
     found = {mesh.ring_size: mesh}
     for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
         if size == 1:
-            found[1] = replace(RingMesh.single(), **shared | {"watch": None})
+            found[1] = replace(RingMesh.single(), **shared | {"detector": None})
             continue
         grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
         what = f"the making of the process groups of rings of {size}"
         make = functools.partial(make_groups, grid, NO_LIMIT)
-        groups = call_guarded(make, mesh.watch, grid, what, step, mesh.timeouts.limit("start"))
+        groups = call_guarded(make, mesh.detector, grid, what, step, mesh.timeouts.limit("start"))
         mesh.own(groups)
         more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
         found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)

@@ -93,7 +93,7 @@ class CudaStreams(Streams):
 # `Event.query` and `Work.is_completed` hold the interpreter's lock, and a query of an event can wait for
 # another thread that is inside CUDA (a comment of torch's ProcessGroupNCCL.cpp says so). Then no thread of
 # Python runs: heartbeats stop, and the monitor takes this rank for dead. So an event is queried through
-# CUDA's driver by ctypes, which releases the lock, at growing intervals (`waiting.look`), and `is_completed`
+# CUDA's driver by ctypes, which releases the lock, at growing intervals (`waiting.poll`), and `is_completed`
 # is called once for a batch, after an event behind the batch was reached. (The last batch of a pass that
 # raised has no such event: there `is_completed` is asked at these intervals.)
 # While a thread captures a CUDA graph in the mode "global", torch's default, a query by another thread is
@@ -129,14 +129,14 @@ def streams_of(tensor: Tensor) -> Streams:
 
 # Move small tables to a device without making the host wait for it.
 #
-# Owns the copy, how much of what was copied is kept (`Kept`), and indices of slots.
+# Owns the copy, how much of what was copied is kept (`ByteLRU`), and indices of slots.
 
 KEPT_BYTES = 256 << 20  # of indices
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def makes_kept_tensors(function: F) -> F:
+def outside_inference_mode(function: F) -> F:
     """Let a function make its tensors outside of inference mode, because later calls read them.
 
     An evaluation in inference mode may be the first that needs a table. A training step could not save an
@@ -145,11 +145,11 @@ def makes_kept_tensors(function: F) -> F:
     return torch.inference_mode(False)(function)
 
 
-class Kept(Generic[T]):
+class ByteLRU(Generic[T]):
     """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, not the latest."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes, self.nbytes = most_bytes, 0
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
         self._found: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -167,12 +167,12 @@ class Kept(Generic[T]):
         # A running total: a sum over all that is kept would grow with every batch of documents.
         self._found[key] = value, nbytes
         self.nbytes += nbytes
-        while self.nbytes > self.most_bytes and len(self._found) > 1:
+        while self.nbytes > self.max_bytes and len(self._found) > 1:
             self.nbytes -= self._found.popitem(last=False)[1][1]
         return value
 
 
-_kept: Kept[Tensor] = Kept(KEPT_BYTES)
+_kept: ByteLRU[Tensor] = ByteLRU(KEPT_BYTES)
 
 
 def to_device(table: Tensor, device: torch.device) -> Tensor:
@@ -195,7 +195,7 @@ def _place(device: torch.device) -> tuple[torch.device, int, Any]:
     return device, stream_of(device) if mode is None else 0, mode
 
 
-@makes_kept_tensors
+@outside_inference_mode
 def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
     key = (ranges.tobytes(), *_place(device))
@@ -206,7 +206,7 @@ def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
     return found
 
 
-@makes_kept_tensors
+@outside_inference_mode
 def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
     key = (numbers, dtype, *_place(device))

@@ -1,4 +1,4 @@
-"""Wait for torch's works without hanging: a deadline, a watch, and a helper thread that may block for ever.
+"""Wait for torch's works without hanging: with a deadline, a failure detector and a helper thread.
 
 Owns the wait and the error that it raises. The exchange owns the works.
 """
@@ -25,21 +25,21 @@ from torch import Tensor
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.streams import Streams
 from ds_ring.errors import RingBufferError, RingPeerError
-from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import PATIENCE_S, Watch, keep_for_ever, peer_error, verdict
+from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, peer_error, verdict
+from ds_ring.health.failure_detector.verdicts import Fault
 from ds_ring.limits import MOST_SECONDS, Limit
 
 _HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
 FOR_EVER = datetime.timedelta(seconds=MOST_SECONDS)
-LOOK_S, SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
+POLL_S, POLL_SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
 # What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
     kind for kind in [getattr(torch, "AcceleratorError", None)] if kind is not None
 )
 
 
-class Place(NamedTuple):
-    """The place in the program at which a wait happens: the number of the call, and the hop.
+class CallSite(NamedTuple):
+    """The site in the program at which a wait happens: the number of the call, and the hop.
 
     `outside` is what it is outside of a pass, and the key of the JSON that sets its time.
     """
@@ -99,7 +99,7 @@ class _WaitTask(Task):
 
     Attributes:
         arrived: for a device's works, returns whether the device has passed them; None if the host waits.
-        hurried: set while a caller waits for the result, so that the thread queries more often.
+        poll_fast: set while a caller waits for the result, so that the thread queries more often.
         done: number of the works that are complete.
         over: all works are complete, or one has failed. (`wake` is set by the monitor, too.)
     """
@@ -108,9 +108,9 @@ class _WaitTask(Task):
         self,
         works: Sequence[dist.Work],
         arrived: Callable[[], bool] | None = None,
-        hurried: threading.Event | None = None,
+        poll_fast: threading.Event | None = None,
     ) -> None:
-        self.works, self.arrived, self.hurried = works, arrived, hurried or threading.Event()
+        self.works, self.arrived, self.poll_fast = works, arrived, poll_fast or threading.Event()
         self.wake, self.done, self.over, self.error = threading.Event(), 0, not works, None
 
     def run(self) -> None:
@@ -143,7 +143,7 @@ class _WaitTask(Task):
         if self.arrived is None:
             self.wake.wait(max(0.0, seconds))
         else:
-            look(lambda: self.wake.is_set() or self.ask(), seconds, self.hurried)
+            poll(lambda: self.wake.is_set() or self.ask(), seconds, self.poll_fast)
 
     def waits_for(self, peers: Sequence[Sequence[int]]) -> Sequence[int]:
         """Return those of each work's ranks on which the first unfinished work depends."""
@@ -198,7 +198,7 @@ atexit.register(_waiters.end)
 
 # [Note: a wait that can be left] Nothing interrupts a wait in gloo: it does not tell a waiting rank that its
 # peer was killed in the middle of a large message, or was stopped. So a helper thread waits for the works,
-# and the caller waits for that thread, for the deadline or for the watch, whichever comes first. A thread
+# and the caller waits for that thread, for the deadline or for the detector, whichever comes first. A thread
 # that is blocked is abandoned, together with the buffers to which torch may still write. If the works
 # complete, the wait never raises: the data that arrived are used, and a fault is raised by the next wait that
 # does not complete.
@@ -206,24 +206,24 @@ def wait_for(
     works: Sequence[dist.Work],
     peers: Sequence[Sequence[int]],
     mesh: RingMesh,
-    place: Place,
+    site: CallSite,
     deadline: float,
     arrived: Callable[[], bool] | None = None,
-    hurried: threading.Event | None = None,
+    poll_fast: threading.Event | None = None,
 ) -> None:
     """Wait for works until the deadline; see [Note: a wait that can be left].
 
     Args:
         works: works, in approximately the order in which they complete.
         peers: for each work the world ranks that it depends on.
-        mesh, place: the ranks and process groups, and the call and the hop of the wait.
+        mesh, site: the ranks and process groups, and the call and the hop of the wait.
         deadline: on the monotonic clock, seconds.
-        arrived, hurried: see `_WaitTask`: NCCL's works, whose wait does not block.
+        arrived, poll_fast: see `_WaitTask`: NCCL's works, whose wait does not block.
 
     Raises:
         RingPeerError: a rank failed, or the deadline passed; names the rank at fault.
     """
-    job, watch = _WaitTask(works, arrived, hurried), mesh.watch
+    job, detector = _WaitTask(works, arrived, poll_fast), mesh.detector
     limit_s = max(deadline - time.monotonic(), PATIENCE_S)
     # Tell the monitor only about waits longer than PATIENCE_S.
     if arrived is None:
@@ -231,78 +231,78 @@ def wait_for(
         job.wake.wait(PATIENCE_S)
     else:
         job.pause(min(PATIENCE_S, deadline - time.monotonic()))
-    if not job.over and watch is None:
+    if not job.over and detector is None:
         job.pause(deadline - time.monotonic())
-    elif (not job.over or job.error is not None) and watch is not None:
+    elif (not job.over or job.error is not None) and detector is not None:
         # The monitor's verdict sets the same event as the end of the works, so it ends the wait, too.
-        watch.expect(job.wake)
+        detector.subscribe(job.wake)
         try:
-            _wait_watched(job, watch, peers, place, Limit(limit_s, place.limit_key), deadline)
+            _wait_watched(job, detector, peers, site, Limit(limit_s, site.limit_key), deadline)
         finally:
-            watch.expect_no_more(job.wake)
+            detector.unsubscribe(job.wake)
     if job.over and job.error is None:
         return
     if not job.over:
         # torch may still write to the buffers, so they must never be freed.
         keep_for_ever(job)
-        mesh.use.abandoned = True
+        mesh.state.abandoned = True
     if isinstance(job.error, DEVICE_ERROR):
-        raise own_fault(mesh, place, job.error) from job.error
-    raise blame(mesh, place.hop, job.waits_for(peers), _cause(job.error, place)) from job.error
+        raise own_fault(mesh, site, job.error) from job.error
+    raise blame(mesh, site.hop, job.waits_for(peers), _cause(job.error, site)) from job.error
 
 
 def _wait_watched(
     job: _WaitTask,
-    watch: Watch,
+    detector: DetectorClient,
     peers: Sequence[Sequence[int]],
-    place: Place,
+    site: CallSite,
     limit: Limit,
     deadline: float,
 ) -> None:
     """Tell the monitor, and wait until the works are done, a fault is known or the deadline passes."""
     told: Sequence[int] | None = None
-    while not job.over and watch.fault is None and (left_s := deadline - time.monotonic()) > 0:
+    while not job.over and detector.fault is None and (left_s := deadline - time.monotonic()) > 0:
         # Compare by identity: each work has its own entry in `peers`, even if two entries are equal.
         if told is not job.waits_for(peers):
             told = job.waits_for(peers)
-            watch.waits(told, place.key, str(place), limit)
+            detector.report_wait(told, site.key, str(site), limit)
         # Wait at most one second at a time: no event is set when one of several works is done.
         job.pause(min(left_s, 1.0))
-    if watch.fault is not None:
+    if detector.fault is not None:
         # Use data that arrive within this time; a later wait raises the fault.
-        look(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.hurried)
+        poll(lambda: job.over, PATIENCE_S if job.arrived is None else 0.0, job.poll_fast)
     # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
-        watch.waits(job.waits_for(peers), place.key, str(place))
-        watch.accuse(job.waits_for(peers), _cause(job.error, place))
+        detector.report_wait(job.waits_for(peers), site.key, str(site))
+        detector.report_timeout(job.waits_for(peers), _cause(job.error, site))
     if told is not None and job.over and job.error is None:
-        watch.goes_on()
+        detector.wait_done()
 
 
-def look(true: Callable[[], bool], seconds: float, hurried: threading.Event) -> bool:
-    """Poll until something is true or the time is over, at growing intervals unless `hurried` is set."""
-    end, pause_s = time.monotonic() + seconds, LOOK_S
+def poll(true: Callable[[], bool], seconds: float, poll_fast: threading.Event) -> bool:
+    """Poll until something is true or the time is over, at growing intervals unless `poll_fast` is set."""
+    end, pause_s = time.monotonic() + seconds, POLL_S
     while not true():
         left_s = end - time.monotonic()
         if left_s <= 0:
             return False
-        if hurried.is_set():
-            time.sleep(min(LOOK_S, left_s))
+        if poll_fast.is_set():
+            time.sleep(min(POLL_S, left_s))
         else:
-            hurried.wait(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, SELDOM_S)
+            poll_fast.wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, POLL_SELDOM_S)
     return True
 
 
-def _cause(error: BaseException | None, place: Place) -> str:
+def _cause(error: BaseException | None, site: CallSite) -> str:
     if error is not None:
-        return f"the connection to it failed at {place}: {first_line(error)}"
-    return f"it did not come to {place} before the deadline ({place.limit_key})"
+        return f"the connection to it failed at {site}: {first_line(error)}"
+    return f"it did not come to {site} before the deadline ({site.limit_key})"
 
 
 def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> RingPeerError:
     """Return the error for a failed wait: the monitor's verdict, or else this rank's own view."""
-    fault = None if mesh.watch is None else verdict(mesh.watch)
+    fault = None if mesh.detector is None else verdict(mesh.detector)
     if fault is not None:
         return error_of(mesh, hop, fault)
     peer = mesh.ring_rank_of(peers[0]) if len(peers) == 1 else None
@@ -311,25 +311,25 @@ def blame(mesh: RingMesh, hop: int | None, peers: Sequence[int], cause: str) -> 
 
 def check_alive(mesh: RingMesh, hop: int | None) -> None:
     """Raise RingPeerError if a rank, or a message between GPUs, has failed: the mesh cannot be used again."""
-    if mesh.watch is not None and mesh.watch.fault is not None:
-        raise error_of(mesh, hop, mesh.watch.fault)
+    if mesh.detector is not None and mesh.detector.fault is not None:
+        raise error_of(mesh, hop, mesh.detector.fault)
     # The same error object is raised by all calls: without this each raise would lengthen its traceback.
-    if mesh.use.broken is not None:
-        raise mesh.use.broken.with_traceback(None)
+    if mesh.state.broken is not None:
+        raise mesh.state.broken.with_traceback(None)
 
 
-def own_fault(mesh: RingMesh, place: Place, cause: str | BaseException) -> RingPeerError:
+def own_fault(mesh: RingMesh, site: CallSite, cause: str | BaseException) -> RingPeerError:
     """Tell the other ranks that this rank has failed; return the error for it, or for an earlier fault.
 
     A cause that is an exception is one of its device.
     """
     if isinstance(cause, BaseException):
         cause = f"its device failed: {first_line(cause)}"
-    if mesh.watch is None:
-        return RingPeerError(mesh.ring_rank, place.hop, mesh.ring_rank, cause)
-    if mesh.watch.fault is None:
-        mesh.watch.failed(f"{cause} ({place})")
-    return error_of(mesh, place.hop, mesh.watch.fault or Fault(mesh.global_rank, cause))
+    if mesh.detector is None:
+        return RingPeerError(mesh.ring_rank, site.hop, mesh.ring_rank, cause)
+    if mesh.detector.fault is None:
+        mesh.detector.report_failure(f"{cause} ({site})")
+    return error_of(mesh, site.hop, mesh.detector.fault or Fault(mesh.global_rank, cause))
 
 
 def first_line(error: BaseException) -> str:
@@ -340,8 +340,8 @@ def first_line(error: BaseException) -> str:
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as an error of this rank."""
     # The caller never sees what is raised in a waiting thread.
-    if mesh.watch is not None and threading.current_thread() not in _waiters.threads:
-        mesh.watch.noticed = True
+    if mesh.detector is not None and threading.current_thread() not in _waiters.threads:
+        mesh.detector.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)
 
 
@@ -363,8 +363,8 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     for mesh, group in stuck:
         made = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
         made += [buffers.shared for buffers in mesh.shared_buffers.values()]
-        if group is not None and any(group is one for one in made) and id(group) not in mesh.use.aborted:
-            mesh.use.aborted.add(id(group))
+        if group is not None and any(group is one for one in made) and id(group) not in mesh.state.aborted:
+            mesh.state.aborted.add(id(group))
             tasks.append(Task(group.abort).start())
     deadline = time.monotonic() + ABORT_S
     late = [task for task in tasks if not task.wake.wait(max(0.0, deadline - time.monotonic()))]
@@ -385,17 +385,17 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
 # second mark, the thread asks the works whether they have failed. If they have, or do not end in time, the
 # thread asks the monitor which rank is at fault, marks the mesh as broken, and aborts the groups that are
 # blocked, so that NCCL's kernels do not spin for ever ([Note: which groups are aborted]). The next call on a
-# broken mesh raises the error, and so does `RingMesh.settle`, which waits for the thread ([Note: results that
-# stay] in `culprits.py`). If a device fails or never reaches the first mark, the fault is this rank's own.
+# broken mesh raises the error, and so does `RingMesh.synchronize`, which waits for the thread ([Note: results
+# that stay] in `culprits.py`). If a device fails or never reaches the first mark, this rank is at fault.
 #
 # [Note: what the host still does]
 # The host compares headers: gloo sends them as CPU tensors. `engine.step` at the end of an accumulation, and
-# everything that saves, begin with `settle`; so no optimizer adds the results of a failed hop, and no
+# everything that saves, begin with `synchronize`; so no optimizer adds the results of a failed hop, and no
 # checkpoint has them. `tests/unit/ring/test_no_host_sync.py` records every operator of a pass over fake
 # CUDA tensors. test_happens_before.py, in the same folder, runs the ring pass under torch's race detector,
 # and leaves out each wait in turn.
 
-SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watch that sweeps]
+SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watchdog that sweeps]
 IDLE_SWEEPS = 10  # without anything: the thread ends
 
 
@@ -408,7 +408,7 @@ class Pending:
         timeout_s: seconds that the batch may take.
         sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
             (`shared_memory.py`). It is aborted if the batch fails.
-        watch: holds the deadline if a stream waits; None if the host waits.
+        watchdog: holds the deadline if a stream waits; None if the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.
         arrived: returns whether the device has passed the wait: the works are done or have failed.
@@ -417,12 +417,12 @@ class Pending:
     works: list[dist.Work]
     peers: list[tuple[int, ...]]
     mesh: RingMesh
-    place: Place
+    site: CallSite
     timeout_s: float
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
     group: Any = None
-    watch: DeviceWatch | None = None
+    watchdog: WorkWatchdog | None = None
     streams: Streams | None = None
     came: Callable[[], bool] = field(init=False, default=lambda: True)
     arrived: Callable[[], bool] = field(init=False, default=lambda: True)
@@ -444,12 +444,12 @@ class Pending:
         """
         if self._over:  # without overlap a batch is waited for twice
             return
-        sent, versions, watch = self.sent, self._versions, self.watch
-        if watch is not None:
-            self._wait_on_device(watch)
+        sent, versions, watchdog = self.sent, self._versions, self.watchdog
+        if watchdog is not None:
+            self._wait_on_device(watchdog)
         elif self.works:
             try:
-                wait_for(self.works, self.peers, self.mesh, self.place, self.deadline)
+                wait_for(self.works, self.peers, self.mesh, self.site, self.deadline)
             except RingPeerError:
                 # torch may still read and write them: their memory must not be used again.
                 keep_for_ever(sent, self.received)
@@ -457,27 +457,27 @@ class Pending:
             self.works = []
         # No tensor is held any longer: the thread that watches needs none.
         self._over, self.sent, self.received = True, (), ()
-        if watch is not None:
-            watch.add(self)
+        if watchdog is not None:
+            watchdog.add(self)
         if _versions(sent) != versions:
             raise RingBufferError(
-                f"ring rank {self.mesh.ring_rank} at {self.place}: expected that nobody writes to a tensor"
-                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
+                f"ring rank {self.mesh.ring_rank} at {self.site}: expected that nobody writes to a tensor"
+                " while it is being sent, but K, V or a gradient was changed in site; what arrived is a"
                 " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
             )
 
     def hand_over(self) -> None:
-        """Let the watch of the device see to a batch that nobody will wait for: the pass has failed."""
-        if self.watch is not None and not self._over:
+        """Let the watchdog complete a batch that nobody will wait for: the pass has failed."""
+        if self.watchdog is not None and not self._over:
             # torch may still read and write its tensors: their memory must not be used again.
             keep_for_ever(self.sent, self.received)
             self._over, self.sent, self.received = True, (), ()
-            self.watch.add(self)  # without marks: its works are asked themselves
+            self.watchdog.add(self)  # without marks: its works are asked themselves
 
-    def _wait_on_device(self, watch: DeviceWatch) -> None:
+    def _wait_on_device(self, watchdog: WorkWatchdog) -> None:
         """Order the present stream behind the works, between two marks; does not block."""
         streams = self.streams
-        assert streams is not None, "a watch without streams"
+        assert streams is not None, "a watchdog without streams"
         self.came = partial(streams.reached, streams.mark())
         done = 0
         try:
@@ -485,17 +485,17 @@ class Pending:
                 work.wait()
                 done += 1
         except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
-            mesh, place, peers = self.mesh, self.place, self.peers[done]
+            mesh, site, peers = self.mesh, self.site, self.peers[done]
             if isinstance(error, DEVICE_ERROR):
-                mesh.use.broken = own_fault(mesh, place, error)
+                mesh.state.broken = own_fault(mesh, site, error)
             else:  # it says that something failed, but not which rank: ask the monitor
-                cause = _cause(error, place)
-                if mesh.watch is not None:
-                    mesh.watch.waits(peers, place.key, str(place))
-                    mesh.watch.accuse(peers, cause)
-                mesh.use.broken = blame(mesh, place.hop, peers, cause)
-            self.hand_over()  # the watch aborts what is stuck
-            raise mesh.use.broken from error
+                cause = _cause(error, site)
+                if mesh.detector is not None:
+                    mesh.detector.report_wait(peers, site.key, str(site))
+                    mesh.detector.report_timeout(peers, cause)
+                mesh.state.broken = blame(mesh, site.hop, peers, cause)
+            self.hand_over()  # the watchdog aborts what is stuck
+            raise mesh.state.broken from error
         self.arrived = partial(streams.reached, streams.mark())
 
 
@@ -510,10 +510,10 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class DeviceWatch:
-    """Watch over works of a device, in the order in which they were waited for; [Note: no host in the loop].
+class WorkWatchdog:
+    """Supervise the works of a device in the order of their waits; [Note: no host in the loop].
 
-    Meshes of one `MeshUse` share a watch. Its `broken` is set where a batch fails.
+    Meshes of one `MeshState` share a watchdog. Its `broken` is set where a batch fails.
     """
 
     def __init__(self) -> None:
@@ -523,11 +523,11 @@ class DeviceWatch:
         self._running = False
 
     @classmethod
-    def of(cls, mesh: RingMesh) -> DeviceWatch:
-        """Return the watch of a mesh; made when first asked for."""
-        if mesh.use.device_watch is None:
-            mesh.use.device_watch = cls()
-        return mesh.use.device_watch
+    def of(cls, mesh: RingMesh) -> WorkWatchdog:
+        """Return the watchdog of a mesh; made when first asked for."""
+        if mesh.state.work_watchdog is None:
+            mesh.state.work_watchdog = cls()
+        return mesh.state.work_watchdog
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
@@ -536,8 +536,8 @@ class DeviceWatch:
         if not self._running:
             self._start()
 
-    def settle(self, mesh: RingMesh) -> None:
-        """Wait until all batches so far are over; see `RingMesh.settle`."""
+    def synchronize(self, mesh: RingMesh) -> None:
+        """Wait until all batches so far are over; see `RingMesh.synchronize`."""
         if self._running or self._queue:
             seen = threading.Event()
             self._queue.append(seen)
@@ -553,10 +553,10 @@ class DeviceWatch:
         if start:
             Task(self._run).start()
 
-    # [Note: a watch that sweeps]
+    # [Note: a watchdog that sweeps]
     # A thread that were woken for each batch would take the interpreter from the pass at every hop. This one
     # looks every SWEEP_S at what was waited for since, and ends after IDLE_SWEEPS without anything. Most
-    # batches are over by then, which takes one query. While somebody waits in `settle` it looks every LOOK_S.
+    # batches are over by then, which takes one query. During `synchronize` it looks every POLL_S.
     def _run(self) -> None:
         idle, streams = 0, None
         while True:
@@ -578,7 +578,7 @@ class DeviceWatch:
                     if not _is_over(one):
                         self._see_through(one)
                 except Exception as error:  # the device is lost, say; the batches behind it are looked at
-                    one.mesh.use.broken = own_fault(one.mesh, one.place, error)
+                    one.mesh.state.broken = own_fault(one.mesh, one.site, error)
                 one.works = []
                 del one  # or its works would live on until the next one comes
             self._hurried.wait(SWEEP_S)
@@ -588,14 +588,14 @@ class DeviceWatch:
         """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
         mesh = one.mesh
         try:
-            if mesh.use.broken is None:
+            if mesh.state.broken is None:
                 self._wait_for_begin(one)
                 deadline = time.monotonic() + one.timeout_s
-                wait_for(one.works, one.peers, mesh, one.place, deadline, one.arrived, self._hurried)
+                wait_for(one.works, one.peers, mesh, one.site, deadline, one.arrived, self._hurried)
                 return
         except RingPeerError as error:
-            # Nobody has seen it yet: a host that is stuck is still ended (`Watch._last_resort`).
-            mesh.use.broken = error
+            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._last_resort`).
+            mesh.state.broken = error
         # Whatever else was posted and does not end is stuck, too: nobody completes it any more.
         others = [other for other in list(self._queue) if isinstance(other, Pending) and not _is_over(other)]
         abort_groups((other.mesh, other.group) for other in (one, *others))
@@ -610,16 +610,16 @@ class DeviceWatch:
         limit = mesh.timeouts.limit("step")
 
         try:
-            if look(
-                lambda: one.came() or (mesh.watch is not None and mesh.watch.fault is not None),
+            if poll(
+                lambda: one.came() or (mesh.detector is not None and mesh.detector.fault is not None),
                 limit.seconds,
                 self._hurried,
             ):
                 return
         except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, one.place, error) from error
-        cause = f"its device did not come to {one.place} within {limit.seconds:g} s ({limit.key})"
-        raise own_fault(mesh, one.place, f"{cause}: what was launched before does not end")
+            raise own_fault(mesh, one.site, error) from error
+        cause = f"its device did not come to {one.site} within {limit.seconds:g} s ({limit.key})"
+        raise own_fault(mesh, one.site, f"{cause}: what was launched before does not end")
 
 
 def _is_over(one: Pending) -> bool:

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import psutil
 
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
-from ds_ring.health.monitor import failure_detector, handshake
-from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import LINGER_S, Watch, keep_for_ever, peer_error
+from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, peer_error
+from ds_ring.health.failure_detector import handshake, verdicts
+from ds_ring.health.failure_detector.verdicts import Fault
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -142,7 +142,7 @@ ENDED = "its process ended while the ranks were starting (killed, or crashed)"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-WARNED_PART = failure_detector.WARNED_PART
+WARNED_PART = verdicts.WARNED_PART
 START = Limit(Timeouts().start, "timeout_s")
 
 
@@ -444,14 +444,14 @@ def join(
     secret: str | None = None,
     limit: Limit = START,
     collective: FirstCollective | None = None,
-) -> Watch:
+) -> DetectorClient:
     """Join the failure detector of this job; rank 0 starts it. All ranks must call it in the same order.
 
     Args:
         store: of the process group.
         rank, world_size: of the world.
         heartbeat_timeout_s: a rank that is silent for so long has failed; rank 0's holds.
-        exit_after_s: of `Watch`.
+        exit_after_s: of `DetectorClient`.
         secret: what the launcher handed over, the same on all ranks; None without one.
         limit: until every rank has come here.
         collective: of `Arrival`.
@@ -466,7 +466,7 @@ def join(
             f"secret: expected at least {handshake.SECRET_BYTES} characters, got {len(secret)}; make one with"
             " `openssl rand -hex 32`, or let ds-ring launch make it"
         )
-    name = f"ds_ring/watch/{store.add(f'ds_ring/watch/of/{rank}', 1)}"
+    name = f"ds_ring/detector/{store.add(f'ds_ring/detector/of/{rank}', 1)}"
     arrival = Arrival(store, name, rank, world_size, limit, collective)
     arrival.announce()
     if rank == 0:
@@ -491,10 +491,10 @@ def join(
             " value on all"
         )
     connection = _connect(address, known.encode(), rank)
-    watch = Watch(rank, connection, 0, address.heartbeat_timeout_s, exit_after_s)
+    detector = DetectorClient(rank, connection, 0, address.heartbeat_timeout_s, exit_after_s)
     if collective is not None:
         collective.end()
-    return watch
+    return detector
 
 
 def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret: str) -> int:
@@ -504,7 +504,7 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
         host: the address to listen at; "" for every one.
         world_size, heartbeat_timeout_s, secret: of `join`.
     """
-    command = [sys.executable, "-I", "-S", str(Path(failure_detector.__file__).parent)]
+    command = [sys.executable, "-I", "-S", str(Path(verdicts.__file__).parent)]
     settings = {"host": host, "world_size": world_size, "secret": secret}
     settings |= {"heartbeat_timeout_s": heartbeat_timeout_s}
     done = subprocess.run(
@@ -551,17 +551,17 @@ def _connect(address: MonitorAddress, secret: bytes, rank: int) -> socket.socket
     )
 
 
-def join_monitor(
+def join_detector(
     grid: Grid,
     heartbeat_timeout_s: float,
     exit_after_fault_s: float | None,
     secret: str | None,
     limit: Limit = START,
-) -> Watch | None:
+) -> DetectorClient | None:
     """Join the failure detector of this world; arguments as in `RingMesh.from_world`. Collective.
 
     Returns:
-        None where there is nobody to watch: the world has one rank, or its process group is fake.
+        None where there is no other rank: the world has one rank, or its process group is fake.
 
     Raises:
         RingPeerError: another rank died meanwhile, or did not come in time; names it.
@@ -581,16 +581,16 @@ def join_monitor(
 
 
 @contextmanager
-def leave_on_error(watch: Watch | None) -> Iterator[None]:
+def leave_on_error(detector: DetectorClient | None) -> Iterator[None]:
     """Leave the failure detector where a start fails, and say why before that."""
     try:
         yield
     except BaseException as error:
-        if watch is not None and isinstance(error, RingPeerError):
-            watch.noticed = True
-        elif watch is not None:
+        if detector is not None and isinstance(error, RingPeerError):
+            detector.noticed = True
+        elif detector is not None:
             if not isinstance(error, RingError):  # those are of the user: every rank raises one
                 text = str(error).splitlines()[0][:300] if str(error) else ""
-                watch.failed(f"{type(error).__name__} while the ranks were starting: {text}")
-            watch.leave()
+                detector.report_failure(f"{type(error).__name__} while the ranks were starting: {text}")
+            detector.leave()
         raise

@@ -1,7 +1,7 @@
 """Say where in its program this process is: the collectives that it has begun, and a line of its stack.
 
-Reads torch.distributed and the interpreter; changes nothing, and is called from the watch's thread while the
-training thread computes or waits.
+Reads torch.distributed and the interpreter and changes nothing. The thread of `DetectorClient` calls it while
+the training thread computes or waits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ds_ring.health.monitor.collective_calls import NOT_COMPARED
+from ds_ring.health.failure_detector.collective_calls import NOT_COMPARED
 
 MOST_GROUPS = 256  # of which numbers are told
 _OF_OTHERS = (

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.streams import Kept, active_fake_mode, makes_kept_tensors, to_device
+from ds_ring.comm.streams import ByteLRU, active_fake_mode, outside_inference_mode, to_device
 from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
@@ -304,7 +304,7 @@ def hop_mask(
     return found
 
 
-_kept: Kept[HopMask] = Kept(KEPT_TABLE_BYTES)
+_kept: ByteLRU[HopMask] = ByteLRU(KEPT_TABLE_BYTES)
 # By tiles, which plans keep: what is found without looking at a single row of them.
 _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.WeakKeyDictionary()
 
@@ -315,7 +315,7 @@ _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.W
 # tables of a hop fit TABLE_BYTES: causal zigzag on 64 shards of 256 Ki tokens takes 6 to 7 MiB a hop, for
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
-@makes_kept_tensors
+@outside_inference_mode
 def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
     # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.

@@ -161,7 +161,7 @@ _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and 
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class SavedRows:
     """Say which local slots' (out, lse) are kept, int64 [rows], and how to compute those of the others."""
 
     slots: Tensor
@@ -180,7 +180,7 @@ class KeptRows:
 
 
 @dataclass
-class _Kept:
+class SavedResults:
     """Hold the results of a region's calls, in their order.
 
     Attributes:
@@ -203,11 +203,11 @@ class _Kept:
         return results() if same == call else None
 
 
-def kept_or_run(
+def reuse_or_run(
     call: object,
     run: Callable[[], Results],
     memory: HostMemory | None = None,
-    rows: KeptRows | None = None,
+    rows: SavedRows | None = None,
 ) -> Results:
     """Return what a pass gives: kept results where its region is run again, else those of `run`.
 
@@ -226,7 +226,7 @@ def kept_or_run(
             return run()
         return found if rows is None else rows.completed(found)
     if kept is None:
-        kept = _Kept()
+        kept = SavedResults()
         setattr(region, _ATTRIBUTE, kept)
     results = run()
     to_keep = results if rows is None else rows.of(results)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.exchange import Agreement, Exchange, agree, compare_headers
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import active_fake_mode, makes_kept_tensors, to_device
+from ds_ring.comm.streams import active_fake_mode, outside_inference_mode, to_device
 from ds_ring.comm.waiting import Task
 from ds_ring.errors import (
     RingConfigError,
@@ -555,11 +555,11 @@ def context_for(
     def make() -> RingContext:
         return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
 
-    found: RingContext = kept(mesh, (pattern, layout, options, own), make)
+    found: RingContext = cached_context(mesh, (pattern, layout, options, own), make)
     return found
 
 
-@makes_kept_tensors
+@outside_inference_mode
 def first_queries(
     context: RingContext, local_tokens: int, device: torch.device
 ) -> tuple[RingContext, Tensor]:
@@ -591,13 +591,13 @@ def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
     There only an operator can raise an error unchanged. Eager calls raise at once (`refuse`).
     """
     key = (type(error), str(error))
-    found: RingContext = kept(
+    found: RingContext = cached_context(
         mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error)
     )
     return found
 
 
-def kept(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def cached_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
     table: OrderedDict[Any, Any] = mesh.contexts
     if key not in table:

@@ -155,7 +155,7 @@ def _is_number(value: object) -> bool:
 # On a GPU each rank compiles its kernels at its own pace: one finds them in its cache, another one compiles
 # for minutes, and peers that no call has met yet connect. Whoever is done first waits meanwhile, for headers
 # and for messages. So a rank that is about to compile asks for `first_pass_timeout_s` in its header, and all
-# ranks wait that long (`MeshUse.patience_s`): in this pass and for the header of the next call, since a rank
+# ranks wait that long (`MeshState.patience_s`): in this pass and for the header of the next call, since one
 # may compile at the last hop of a pass. Every other wait has hop_timeout_s. Whether a pass compiles is the
 # kernel's own word: flex looks into the table of the functions that it has compiled (`flex.py`'s [Note: one
 # compilation]). The first pass of its kind on a mesh counts as well, because its peers connect.
@@ -178,6 +178,6 @@ def patience_s(
     if not may_compile(q.device.type):
         return 0.0
     kind: Hashable = (operation, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
-    known = kind in mesh.use.operations
-    mesh.use.operations.add(kind)
+    known = kind in mesh.state.operations
+    mesh.state.operations.add(kind)
     return 0.0 if known and not compiles else options.first_pass_timeout_s

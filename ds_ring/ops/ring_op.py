@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.latents.kernel import LatentKernel
-from ds_ring.memory.saved_results import KeptRows, kept_or_run, saved_on_host
+from ds_ring.memory.saved_results import SavedRows, reuse_or_run, saved_on_host
 from ds_ring.ops.context import RingContext, context_of, first_queries
 from ds_ring.ops.handles import operator
 from ds_ring.ring.buffers import PreparedPasses
@@ -110,9 +110,9 @@ def run_forward(
         rows = None
         if options.recompute:
             first, slots = first_queries(context, q.shape[2], q.device)
-            rows = KeptRows(slots, lambda: run(first))
+            rows = SavedRows(slots, lambda: run(first))
         call = (context.handle, q.shape, k.shape, v.shape, q.dtype, up is None)
-        return kept_or_run(call, run, memory if memory.enabled else None, rows)
+        return reuse_or_run(call, run, memory if memory.enabled else None, rows)
 
 
 def run_backward(

@@ -15,7 +15,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
 from ds_ring.ops.checks import why_not_an_operand, why_not_transformed
 from ds_ring.ops.handles import never_traced
@@ -120,13 +120,13 @@ def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=64)
-@makes_kept_tensors
+@outside_inference_mode
 def _positions(layout: Layout, ring_rank: int, first: int, end: int) -> Tensor:
     return torch.from_numpy(layout.positions(ring_rank)[first:end].copy())
 
 
 @lru_cache(maxsize=16)
-@makes_kept_tensors
+@outside_inference_mode
 def _slots_by_position(layout: Layout) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(layout.slots_by_position()))
 

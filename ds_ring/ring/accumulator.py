@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, Rows
-from ds_ring.ring.merge import MOST_PARTS, add_parts_, assign_, merge_, merge_parts_
+from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_parts_
 from ds_ring.ring.trace import Trace
 
 # [Note: the first part of a row]
@@ -128,7 +128,7 @@ def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> 
     return getattr(kernel, "few_parts", False) and dtype.itemsize < accumulator.itemsize
 
 
-class Total:
+class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
@@ -188,7 +188,7 @@ class Total:
         """Merge (or add) a part of each, now or later; nobody may write to it from here on."""
         made = self._made  # calls of Python are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            if len(self.waiting) == MOST_PARTS - (made is not None):  # all of one hop, or returned
+            if len(self.waiting) == MAX_PARTS - (made is not None):  # all of one hop, or returned
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
             return

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import slot_index, stream_of
-from ds_ring.ring.accumulator import Total
+from ds_ring.ring.accumulator import Accumulator
 from ds_ring.ring.trace import PostedBatch, is_fake
 from ds_ring.schedule.steps import (
     RESULTS,
@@ -43,7 +43,7 @@ from ds_ring.schedule.steps import (
 )
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
-MOST = 32  # pairs that a block keeps
+MAX_PAIRS_PER_BLOCK = 32  # pairs that a block keeps
 
 
 class Pair(NamedTuple):
@@ -54,8 +54,8 @@ class Pair(NamedTuple):
     travel apart (`keys_apart`). It is empty for the caller's tensors.
     """
 
-    first: Tensor
-    second: Tensor
+    k: Tensor
+    v: Tensor
     memory: tuple[Tensor, ...] = ()
 
 
@@ -133,7 +133,7 @@ def keys_apart(like: Pair) -> bool:
     The tokens of such a head lie densely in the caller's tensors, so the own shard is sent without a copy.
     A copy would be held together with the last keys of the head before: the peak of a forward pass.
     """
-    return like.first.shape[0] == 1 and like.first.device.type == "cpu"
+    return like.k.shape[0] == 1 and like.k.device.type == "cpu"
 
 
 def kind_of(
@@ -143,12 +143,12 @@ def kind_of(
 
     `apart` is whether its two tensors are messages of their own; None: of PARTS alone.
     """
-    batch, heads, _, head_dim = like.first.shape
+    batch, heads, _, head_dim = like.k.shape
     scales = 2 if payload is Payload.SCALED else 0
-    shape = (slots, batch, heads, head_dim + like.second.shape[3] + scales)
+    shape = (slots, batch, heads, head_dim + like.v.shape[3] + scales)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     apart = payload is Payload.PARTS if apart is None else apart
-    return BufferKind(shape, head_dim, dtype, like.first.device, nbytes, is_fake(like.first), apart)
+    return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)
 
 
 # [Note: float8 rows] A row of K (or V) of one token and head is rounded to float8 (e4m3fn; Micikevicius et
@@ -156,7 +156,7 @@ def kind_of(
 # magnitude to at most 448. The power's exponent is kept as a byte, as in the OCP Microscaling formats (there
 # for 32 elements, here for a row). The division of float32 and narrower ones is exact, so each element is
 # rounded once: by at most 1/16 of its magnitude, or 2^-10 times the power. (float64 is float32 before that.)
-FLOAT8, MOST_FLOAT8 = torch.float8_e4m3fn, 448.0
+FLOAT8, MAX_FLOAT8 = torch.float8_e4m3fn, 448.0
 BIAS = 127  # of the exponents of float32
 NOT_FINITE = -128  # exponent whose power is infinite
 ROWS_AT_ONCE = 2048  # slots whose rows are rounded at once: what that takes stays small beside a message
@@ -183,7 +183,7 @@ def pack_scaled(first: Tensor, second: Tensor, rows: Tensor) -> None:
             x = x if x.dtype == torch.bfloat16 else x.float()
             largest = torch.linalg.vector_norm(x, math.inf, dim=3, keepdim=True)
             m, e = torch.frexp(largest.float())  # m * 2^e with 0.5 <= m < 1
-            exponents = torch.where(m <= MOST_FLOAT8 / 2**9, e - 9, e - 8).clamp_(1 - BIAS, BIAS - 1)
+            exponents = torch.where(m <= MAX_FLOAT8 / 2**9, e - 9, e - 8).clamp_(1 - BIAS, BIAS - 1)
             exponents.masked_fill_(~largest.isfinite(), NOT_FINITE)
             into[..., start:end].view(FLOAT8).copy_(x * _power_of_two(-exponents, x.dtype))
             into[..., number - 2 : number - 1 or None].copy_(exponents.to(torch.int8).view(torch.uint8))
@@ -228,7 +228,7 @@ class Block:
         """Return the tensors of a kind in this memory, the same ones at every call."""
         found = self._kept.get(kind)
         if found is None:
-            if len(self._kept) >= MOST:
+            if len(self._kept) >= MAX_PAIRS_PER_BLOCK:
                 self._kept.clear()
             # Not in inference mode, or they could not be written to in a later training step.
             with torch.inference_mode(False):
@@ -241,7 +241,7 @@ class Block:
         return found
 
 
-class Size(NamedTuple):
+class BlockKey(NamedTuple):
     """Name what free blocks are found by."""
 
     nbytes: int
@@ -258,7 +258,7 @@ class Buffers:
     adopts = True
 
     def __init__(self) -> None:
-        self._free: OrderedDict[Size, list[Block]] = OrderedDict()
+        self._free: OrderedDict[BlockKey, list[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self._used_bytes = self._most_bytes = 0
         self.free_bytes = 0  # that are kept, and not in use
@@ -271,7 +271,7 @@ class Buffers:
     def take(self, kind: BufferKind, stream: int) -> Block:
         """Return a block for a buffer of this kind, for the stream of this number (`stream_of`)."""
         nbytes = kind.nbytes
-        size = Size(nbytes, kind.device, stream)
+        size = BlockKey(nbytes, kind.device, stream)
         with self._lock:
             block = self._pop(size) if size in self._free else None
             # Counted before a new one is made: what is kept unused makes room for it.
@@ -283,7 +283,7 @@ class Buffers:
 
     def give(self, block: Block) -> None:
         """Take a block back after use; its buffers must not be in flight any more."""
-        size = Size(block.nbytes, block.device, block.stream)
+        size = BlockKey(block.nbytes, block.device, block.stream)
         with self._lock:
             self._free.setdefault(size, []).append(block)
             # Sizes given back longest ago stand first, and go first.
@@ -301,7 +301,7 @@ class Buffers:
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
 
-    def _pop(self, size: Size) -> Block:
+    def _pop(self, size: BlockKey) -> Block:
         free = self._free[size]
         block = free.pop()
         if not free:
@@ -321,7 +321,7 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
     The slots that a step names are the target's, of an `Accumulate`, or the source's, of a `Send`; the other
     pair has exactly so many.
     """
-    sides = [(target.first, source.first, 2), (target.second, source.second, 2)]
+    sides = [(target.k, source.k, 2), (target.v, source.v, 2)]
     if target.memory and len(target.memory) == len(source.memory):
         sides = [(to, of, 0) for to, of in zip(target.memory, source.memory, strict=True)]
     gather = isinstance(step, Send)
@@ -382,15 +382,15 @@ class RingBuffers:
 
     def __init__(
         self, chunk: HeadChunk, pool: Buffers, kinds: BufferKinds, shard: Pair,
-        home: Total | None = None, parts_dtype: torch.dtype | None = None,
+        home: Accumulator | None = None, parts_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.chunk, self.home = chunk, home
         self._pool, self._kinds = pool, kinds
         # SHARD and RESULTS are the caller's tensors, which no step frees. All other buffers come from the
         # pool, including the copies made for sends.
         self._pairs = {SHARD: shard}
-        self._dtypes = payload_dtypes(shard.first.dtype, None if home is None else home.dtype, parts_dtype)
-        apart = pool.adopts and shard.first.shape[1] == 1 and keys_apart(shard)
+        self._dtypes = payload_dtypes(shard.k.dtype, None if home is None else home.dtype, parts_dtype)
+        apart = pool.adopts and shard.k.shape[1] == 1 and keys_apart(shard)
         self._apart = {Payload.PARTS, Payload.KEYS} if apart else {Payload.PARTS}
         self._blocks: dict[int, Block] = {}
         self._stream: int | None = None  # found once, by the first buffer that is taken
@@ -467,7 +467,7 @@ class RingBuffers:
             kind = self._kinds[buffer] = kind_of(shard, slots, payload, self._dtypes[payload], apart)
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
-            taken = kind.pair(shard.first.new_empty(math.prod(kind.shape), dtype=kind.dtype))
+            taken = kind.pair(shard.k.new_empty(math.prod(kind.shape), dtype=kind.dtype))
         else:
             if self._stream is None:
                 self._stream = stream_of(kind.device)
@@ -483,7 +483,7 @@ class RingBuffers:
         """
         pair, in_place = self._pairs[step.buffer], step.in_place
         if step.buffer == SHARD and len(step.ranges) == 1 and step.payload in self._apart:
-            dense = tokens_first(pair.first, pair.second)
+            dense = tokens_first(pair.k, pair.v)
             pair, in_place = (pair, False) if dense is None else (dense, True)
         if in_place:
             start, end = step.ranges[0]
@@ -509,11 +509,11 @@ class RingBuffers:
         if kept is Payload.KEYS and payload is Payload.SCALED:
             _pack(target.memory[0], source, step)
         elif kept is Payload.SCALED and payload is Payload.KEYS:
-            unpack_scaled(source.memory[0], target.first, target.second)
+            unpack_scaled(source.memory[0], target.k, target.v)
         else:
             _move(target, source, step, add=payload is Payload.GRADIENTS)
 
-    def _add_home(self, home: Total, step: Accumulate) -> None:
+    def _add_home(self, home: Accumulator, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
         (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:

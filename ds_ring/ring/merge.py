@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_ring.ring.trace import is_fake
 
 Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
-MOST_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel
+MAX_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +93,7 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> No
     Args:
         out_BHSD, lse_BHS: results, of any dtype and strides; their old values do not count. They may be one
             of the parts.
-        parts: at most `MOST_PARTS`, over disjoint keys, of the same shapes.
+        parts: at most `MAX_PARTS`, over disjoint keys, of the same shapes.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         with torch.cuda.device(out_BHSD.device):
@@ -104,7 +104,7 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> No
 
 def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
     """Do what `merge_parts_` or, without lse, `add_parts_` does by torch's operators, on any device."""
-    assert 0 < len(parts) <= MOST_PARTS, f"{len(parts)} parts in one merge"  # as the kernel's launch
+    assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # as the kernel's launch
     if lse_BHS is None:
         total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
         for part, _ in parts[1:]:
@@ -124,7 +124,7 @@ def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: S
 
 
 def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the sum of at most `MOST_PARTS` parts, which `total` may be one of; see `merge_parts_`."""
+    """Write the sum of at most `MAX_PARTS` parts, which `total` may be one of; see `merge_parts_`."""
     given = [(part, None) for part in parts]
     if total.is_cuda and not is_fake(total):
         with torch.cuda.device(total.device):

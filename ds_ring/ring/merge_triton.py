@@ -18,7 +18,7 @@ from torch import Tensor
 
 ELEMENTS = 2048  # of the output that one program merges
 ROW_DIMS = 4  # of the output but the last: [batch, repeats, heads, tokens]
-MOST_PARTS = 5  # of one launch; as in `merge.py`
+MAX_PARTS = 5  # of one launch; as in `merge.py`
 
 
 @triton.jit
@@ -144,14 +144,14 @@ def launch(out: Tensor, lse: Tensor | None, parts: Sequence[tuple[Tensor, Tensor
     shapes = [(out.shape, None if lse is None else lse.shape)]
     shapes += [(part.shape, None if of is None else of.shape) for part, of in parts]
     assert len(set(shapes)) == 1 and shapes[0][1] in (None, out.shape[:-1]), shapes
-    assert out.dim() <= ROW_DIMS + 1 and 0 < len(parts) <= MOST_PARTS, (out.shape, len(parts))
+    assert out.dim() <= ROW_DIMS + 1 and 0 < len(parts) <= MAX_PARTS, (out.shape, len(parts))
     missing, rows, head_dim = ROW_DIMS + 1 - out.dim(), out[..., 0].numel(), out.shape[-1]
     if not rows:
         return
     add = lse is None
-    pairs = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]
+    pairs = [*parts, *[parts[0]] * (MAX_PARTS - len(parts))]
     outputs = [part for part, _ in pairs]
-    sums = [out] * (1 + MOST_PARTS) if lse is None else [lse, *(of for _, of in pairs if of is not None)]
+    sums = [out] * (1 + MAX_PARTS) if lse is None else [lse, *(of for _, of in pairs if of is not None)]
     sizes, none = (1,) * missing + tuple(out.shape[:-1]), (0,) * missing
     strides = [step for one in (out, *outputs) for step in none + one.stride()]
     strides += [step for one in sums for step in (none + one.stride())[:ROW_DIMS]]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ds_ring.comm.messages import InFlight, Label, Message, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
 from ds_ring.memory.saved_results import HeadStream, HostMemory
-from ds_ring.ring.accumulator import Total, parts_wait
+from ds_ring.ring.accumulator import Accumulator, parts_wait
 from ds_ring.ring.buffers import (
     Buffers,
     Pair,
@@ -44,7 +44,7 @@ class ForwardChunk:
     """
 
     def __init__(
-        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Total,
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Accumulator,
         sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
@@ -58,7 +58,7 @@ class ForwardChunk:
         keys, total = self.buffers.pair(step.buffer), self.total
         if total.waiting:
             total.make_room()
-        for part in self.kernel.forward(self.q, keys.first, keys.second, step.tiles, self.ring.scale):
+        for part in self.kernel.forward(self.q, keys.k, keys.v, step.tiles, self.ring.scale):
             total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
             del part  # else it stays alive while the kernel computes the next one
         if self.ring.check is not None:
@@ -84,8 +84,8 @@ class BackwardChunk:
     """The backward pass of a head chunk: adds to dQ, and to the dK and dV of each hop's keys."""
 
     def __init__(
-        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Total,
-        home: Total, waits: bool,
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, queries: Queries, dq: Accumulator,
+        home: Accumulator, waits: bool,
     ) -> None:  # fmt: skip
         self.ring, self.kernel, self.buffers = ring, kernel, buffers
         self.queries, self.dq, self.home, self.waits = queries, dq, home, waits
@@ -103,10 +103,10 @@ class BackwardChunk:
         if step.gradients != RESULTS:
             # Sums of other ranks will be added to GRADIENTS; the others are this rank's own part.
             of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
-            shapes, waits = (keys.first.shape, keys.second.shape), of_stage and self.waits
+            shapes, waits = (keys.k.shape, keys.v.shape), of_stage and self.waits
             there = partial(self.buffers.pair, step.gradients)
-            of_keys = Total(there, grad_out, shapes, self.home.dtype, None, waits, self.ring.trace)
-        inputs = (keys.first, keys.second, out, lse, step.tiles, self.ring.scale, grad_lse)
+            of_keys = Accumulator(there, grad_out, shapes, self.home.dtype, None, waits, self.ring.trace)
+        inputs = (keys.k, keys.v, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
             if tokens_first:  # the kernel returned tokens before heads
@@ -197,7 +197,7 @@ class RingPass:
             of_sinks = None if sinks is None else sinks[heads]
             q_here, lse_here = some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
-            total = Total(
+            total = Accumulator(
                 lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits, self.trace
             )
             return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
@@ -237,10 +237,10 @@ class RingPass:
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
             given = lse.dtype, None, waits, self.trace
-            of_queries = Total(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
+            of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
-            home = Total(partial(tuple, results), grad_here, [x.shape for x in results], *given)
+            home = Accumulator(partial(tuple, results), grad_here, [x.shape for x in results], *given)
             kernel, own = self.kernel.of_heads(heads), Pair(k_here, v_here)
             parts_dtype = k.dtype if waits else lse.dtype
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], own, home, parts_dtype)

@@ -328,15 +328,15 @@ class HeadClass:
         return HopPlan(
             hop,
             origin,
-            came_from=direction.reader(origin, direction.before(hop), size) if hop else ring_rank,
-            goes_to=direction.reader(origin, hop + 1, size),
+            recv_rank=direction.reader(origin, direction.before(hop), size) if hop else ring_rank,
+            send_rank=direction.reader(origin, hop + 1, size),
             held=held,
             relayed=self.relayed(origin, direction, hop) if hop else none,
             forward=self.relayed(origin, direction, hop + 1) if direction.is_next(hop + 1) else none,
-            across=self.relayed(origin, direction, hop + inner) if enters else none,
-            across_to=direction.reader(origin, hop + inner, size),
-            sums_in=self.sums(origin, direction, hop),
-            sums_on=self.sums(origin, direction, hop + 1) if hop else none,
+            inter_node=self.relayed(origin, direction, hop + inner) if enters else none,
+            inter_node_to=direction.reader(origin, hop + inner, size),
+            grad_recv=self.sums(origin, direction, hop),
+            grad_send=self.sums(origin, direction, hop + 1) if hop else none,
             tiles=tiles,
         )
 

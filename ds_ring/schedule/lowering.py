@@ -221,7 +221,7 @@ class _Direction:
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
         self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
         self.partial: tuple[int, SlotRanges] | None = None  # other ranks' gradients of the current keys
-        self.across = SHARD  # buffer of the keys that go to the next node
+        self.inter_node = SHARD  # buffer of the keys that go to the next node
         self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
         self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients this rank sends to the owner
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
@@ -233,7 +233,7 @@ class _Direction:
     @property
     def left(self) -> list[int]:
         """Return the buffers that are still in use after the last batch."""
-        return [] if self.across == SHARD else [self.across]
+        return [] if self.inter_node == SHARD else [self.inter_node]
 
     def post(self, hop: int) -> list[Send | Recv]:
         """Return the messages of the batch that is posted before a hop is computed.
@@ -244,7 +244,7 @@ class _Direction:
         here, coming = self.plan.at(hop), self.plan.at(hop + 1)
         steps: list[Send | Recv] = []
         if here is not None and len(here.forward):
-            steps.append(self._send(self.keys, here, here.goes_to, here.forward))
+            steps.append(self._send(self.keys, here, here.send_rank, here.forward))
         steps += self._post_across(hop)
         for direct in self.plan.direct_sends:
             # sent in the batch before the hop that reads it
@@ -253,7 +253,7 @@ class _Direction:
         if coming is not None:
             # At hop 1 the neighbour is the origin, so everything counts as relayed.
             if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
-                steps.append(self._receive(hop, coming, coming.came_from, coming.relayed, self.parts))
+                steps.append(self._receive(hop, coming, coming.recv_rank, coming.relayed, self.parts))
             if len(coming.from_origin):
                 steps.append(self._receive(hop, coming, coming.origin, coming.from_origin, self.parts))
         return steps + self._post_gradients(hop) if self.backward else steps
@@ -266,10 +266,10 @@ class _Direction:
         first = hop - hop % inner
         leaving, coming = self.plan.at(first), self.plan.at(first + inner)
         steps: list[Send | Recv] = []
-        if leaving is not None and len(part := part_of(leaving.across, hop % inner, inner)):
-            steps.append(self._send(self.across, leaving, leaving.across_to, part))
+        if leaving is not None and len(part := part_of(leaving.inter_node, hop % inner, inner)):
+            steps.append(self._send(self.inter_node, leaving, leaving.inter_node_to, part))
         if coming is not None and len(part := part_of(coming.relayed, hop % inner, inner)):
-            steps.append(self._receive(hop, coming, coming.came_from, part, self.crossing))
+            steps.append(self._receive(hop, coming, coming.recv_rank, part, self.crossing))
         return steps
 
     def _receive(
@@ -287,13 +287,13 @@ class _Direction:
         steps: list[Send | Recv] = []
         # The gradients of the own shard stay in RESULTS.
         leaving = done if done is not None and done.hop > 0 else None
-        if leaving is not None and len(leaving.sums_on):
+        if leaving is not None and len(leaving.grad_send):
             found = self.gradients[leaving.hop]
-            steps.append(self._send(found, leaving, leaving.goes_to, leaving.sums_on))
-        if here is not None and len(here.sums_in):
-            buffer = self._new(Payload.GRADIENTS, here.sums_in)
-            self.partial = buffer, locate_ranges(here.sums_in, here.held)
-            steps.append(Recv(Payload.GRADIENTS, buffer, here.came_from, here.origin, here.sums_in))
+            steps.append(self._send(found, leaving, leaving.send_rank, leaving.grad_send))
+        if here is not None and len(here.grad_recv):
+            buffer = self._new(Payload.GRADIENTS, here.grad_recv)
+            self.partial = buffer, locate_ranges(here.grad_recv, here.held)
+            steps.append(Recv(Payload.GRADIENTS, buffer, here.recv_rank, here.origin, here.grad_recv))
         if leaving is not None:
             self.returning.append((leaving, self.gradients.pop(leaving.hop)))
         return steps + self._post_returns(hop, Payload.ROUNDED if self.plan.rounded else Payload.GRADIENTS)
@@ -338,13 +338,13 @@ class _Direction:
         if self.plan.direction.crosses(hop + 1):
             # All parts were sent to the next node, and all parts of the next keys came from another node.
             self.parts, self.crossing = self.crossing + self.parts, []
-            gone, self.across = self.across, SHARD
+            gone, self.inter_node = self.inter_node, SHARD
             steps += [] if gone in (SHARD, self.keys) else [Free(gone)]
         if self.parts:
             # In the batch that has ended, this rank computed with the current keys and sent them on.
             steps += [*self._drop_keys(), *self._join()]
             if self.plan.direction.crosses(hop + 1):
-                self.across = self.keys
+                self.inter_node = self.keys
         elif self.plan.at(hop + 1) is None:
             # No later hop reads these keys. Free them now and not with the gradients that still return,
             # because the next chunk's keys arrive meanwhile.
@@ -382,7 +382,7 @@ class _Direction:
 
     def _drop_keys(self) -> list[Free]:
         """Return the steps that free the current keys, unless they are the shard or still go to a node."""
-        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.across})]
+        return [Free(buffer) for buffer in sorted({self.keys, self.read} - {SHARD, self.inter_node})]
 
     def _send(
         self, buffer: int, hop_plan: HopPlan, peer: int, slots: SlotRanges, payload: Payload | None = None

@@ -109,18 +109,19 @@ class HopPlan:
 
     hop: int  # s; at hop 0 the rank computes with its own shard, in place
     origin: int  # ring rank that owns these keys and values
-    came_from: int  # the rank before this one on the shard's way
-    goes_to: int  # the rank after this one, in the same node
+    recv_rank: int  # the rank before this one on the shard's way
+    send_rank: int  # the rank after this one, in the same node
     held: SlotRanges  # of the origin's shard, here packed in ascending order (hop 0: in place)
-    relayed: SlotRanges  # the subset that `came_from` sends; `origin` itself sends the rest
-    forward: SlotRanges  # the subset that `goes_to` reads as well and receives from here
+    relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
+    forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
     tiles: Tiles  # that this rank computes; key slots index the packed payload
-    across: SlotRanges = field(default_factory=no_slots)  # with two levels, the subset sent to the next node
-    across_to: int = 0  # the rank there
-    # the subset for which `came_from` sends this rank a sum of dK/dV
-    sums_in: SlotRanges = field(default_factory=no_slots)
-    # the subset whose summed dK/dV this rank sends to `goes_to`; the dK/dV of the other slots go to `origin`
-    sums_on: SlotRanges = field(default_factory=no_slots)
+    # with two levels, the subset that is sent to `inter_node_to`, a rank of the next node
+    inter_node: SlotRanges = field(default_factory=no_slots)
+    inter_node_to: int = 0
+    # the subset for which `recv_rank` sends this rank a sum of dK/dV
+    grad_recv: SlotRanges = field(default_factory=no_slots)
+    # the subset whose summed dK/dV this rank sends to `send_rank`; it sends those of other slots to `origin`
+    grad_send: SlotRanges = field(default_factory=no_slots)
 
     @property
     def from_origin(self) -> SlotRanges:
@@ -130,7 +131,7 @@ class HopPlan:
     @property
     def ends_here(self) -> SlotRanges:
         """Return the slots of the origin's shard whose gradients return from here to the origin."""
-        return subtract_slots(self.held, self.sums_on)
+        return subtract_slots(self.held, self.grad_send)
 
     @property
     def pairs(self) -> int:
@@ -195,7 +196,7 @@ class DirectionPlan:
         """Return the number of batches of the forward pass in which this rank computes, receives or sends."""
         # The tokens read at hop s are sent in batch s - 1.
         last = self.direction.stage(self.direct_sends[-1].hop) if self.direct_sends else 0
-        crossing = (hop.hop for hop in self.hops if hop is not None and len(hop.across))
+        crossing = (hop.hop for hop in self.hops if hop is not None and len(hop.inter_node))
         return max(len(self.stages), last, *(hop + self.direction.ranks_per_node for hop in crossing))
 
     @cached_property
@@ -214,7 +215,7 @@ class DirectionPlan:
     def tokens_sent(self) -> int:
         """Return the tokens that leave in a forward pass, per K/V head."""
         held = [hop_plan for hop_plan in self.hops if hop_plan is not None]
-        handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.across))
+        handed_on = sum(count_slots(part) for one in held for part in (one.forward, one.inter_node))
         return handed_on + sum(count_slots(direct_send.slots) for direct_send in self.direct_sends)
 
     @cached_property

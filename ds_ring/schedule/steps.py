@@ -315,7 +315,7 @@ class MessageKey(NamedTuple):
         return cls(sender, receiver, what, origin, slots.tobytes(), heads.start)
 
 
-class Places(NamedTuple):
+class BufferOffsets(NamedTuple):
     """Where the buffers of one rank's pass lie.
 
     Attributes:
@@ -329,7 +329,7 @@ class Places(NamedTuple):
     nbytes: int
 
 
-def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int], Any]) -> Places:
+def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int], Any]) -> BufferOffsets:
     """Return where the buffers of a pass lie, which takes and frees them as the schedule says.
 
     Args:
@@ -371,7 +371,7 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
                 message = MessageKey.of(*where, chunk.kv_heads)
                 assert message not in messages, f"two messages of a pass look alike: {step}"
                 messages[message] = offsets[key] + skipped
-    return Places(offsets, messages, max((end for _, end, _, _ in placed), default=0))
+    return BufferOffsets(offsets, messages, max((end for _, end, _, _ in placed), default=0))
 
 
 def _uses(schedule: Schedule) -> Iterator[tuple[int, int, bool]]:

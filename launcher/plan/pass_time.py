@@ -36,8 +36,8 @@ class PassRates(NamedTuple):
     """Describe what a machine takes for the work of a pass, seconds."""
 
     flops_per_s: float  # of the kernel
-    tile_s: float  # of a tile beside its pairs; of a hop where `one_call`
-    one_call: bool  # the kernel takes all tiles of a hop at once
+    tile_s: float  # of a tile beside its pairs; of a hop where `exclusive_call`
+    exclusive_call: bool  # the kernel takes all tiles of a hop at once
     post_s: float  # of posting a batch that has messages; nothing hides it
     bytes_per_s: float  # of the slowest link of the ring
     latency_s: float = 0.0  # of the link
@@ -128,7 +128,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         mine = work[id(chunk.steps)]
         _, executed, tiles, far, near = mine.T
         rows = shape.batch * count_heads(chunk.kv_heads)
-        calls = np.minimum(tiles, 1) if rates.one_call else tiles
+        calls = np.minimum(tiles, 1) if rates.exclusive_call else tiles
         seconds = [
             rows * sizes / rate
             for sizes, rate in ((far, rates.bytes_per_s), (near, rates.node_bytes_per_s or rates.bytes_per_s))

@@ -226,18 +226,18 @@ class LostHop(NamedTuple):
 
 def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) -> LostHop:
     """Train a step and save; then a hop of rank 1 fails on a device, half a second after the backward pass."""
-    from ds_ring.comm.waiting import DeviceWatch, Pending, Place
+    from ds_ring.comm.waiting import CallSite, Pending, WorkWatchdog
 
     engine = start_engine(config)
     mesh, waits = engine.ring.mesh, [0]
-    device_watch = DeviceWatch.of(mesh)
-    settle = device_watch.settle
+    work_watchdog = WorkWatchdog.of(mesh)
+    synchronize = work_watchdog.synchronize
 
     def counted(*args: Any) -> None:
         waits[0] += 1
-        settle(*args)
+        synchronize(*args)
 
-    device_watch.settle = counted
+    work_watchdog.synchronize = counted
     seen = []
     for _ in range(2):  # micro batches; the first one only accumulates
         train_to(engine, engine.global_steps + 1)
@@ -258,12 +258,12 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
             return False
 
         work = SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
-        batch = Pending([work], [(0,)], mesh, Place(9, 1), 30.0, [], [], watch=device_watch)
+        batch = Pending([work], [(0,)], mesh, CallSite(9, 1), 30.0, [], [], detector=work_watchdog)
         batch.arrived = fails
-        device_watch.add(batch)
+        work_watchdog.add(batch)
     else:  # whose own messages were all right: it hears of the fault
         end = time.monotonic() + 20.0
-        while mesh.watch.fault is None and time.monotonic() < end:
+        while mesh.detector.fault is None and time.monotonic() < end:
             time.sleep(0.01)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     calls: dict[str, Callable[[], object]] = {

@@ -231,8 +231,8 @@ def before_call(owner: Any, name: str, number: int, act: Callable[[], object]) -
 def arm_the_start(where: str, act: Callable[[], object], folder: Path) -> None:
     """Let this process act at one point of what comes before the first pass."""
     from ds_ring.health import joining
+    from ds_ring.health.failure_detector import handshake
     from ds_ring.health.joining import Arrival
-    from ds_ring.health.monitor import handshake
     from ds_ring.integrations.deepspeed import config_agreement
 
     def fault() -> None:

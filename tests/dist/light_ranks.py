@@ -1,7 +1,7 @@
 """Ranks that are nothing but a connection to a real monitor process: a thousand of them fit one machine.
 
 Owns joining, beating, and the time until every rank knows the verdict. The protocol is ds_ring's own
-(`health/monitor/handshake.py`), the monitor is started as rank 0 starts it.
+(`health/failure_detector/handshake.py`), the monitor is started as rank 0 starts it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 from types import TracebackType
 from typing import Any
 
+from ds_ring.health.failure_detector.handshake import RankHandshake
+from ds_ring.health.failure_detector.verdicts import ranges_of
 from ds_ring.health.joining import start_monitor
-from ds_ring.health.monitor.failure_detector import ranges_of
-from ds_ring.health.monitor.handshake import RankHandshake
 
 BEATS_PER_TIMEOUT = 5
 
@@ -155,7 +155,7 @@ def verdict_seconds(how: str, count: int, heartbeat_timeout_s: float = 3.0) -> t
                 ranks.say(rank, kind="wait", on=on[rank], place=[7, 3], what="call 7, hop 3")
             started = time.monotonic()
             for rank in others:
-                ranks.say(rank, kind="accuse", on=on[rank], cause="it is late")
+                ranks.say(rank, kind="timeout", on=on[rank], cause="it is late")
             ranks.await_verdict(30.0)
             seconds = time.monotonic() - started
         assert {rank for rank, _ in ranks.verdicts.values()} == {culprit}, set(ranks.verdicts.values())

@@ -1,7 +1,7 @@
 """Starts the monitors of the harness's ranks: forks of one small process, where `start_monitor` starts a Python each.
 
 Owns that process, which has imported the monitor: a mesh costs 50 ms less. What a monitor does is ds_ring's own
-(`health/monitor`); that ds_ring starts one is tested by tests/unit/health/test_joining.py and by all ranks that
+(`health/failure_detector`); that ds_ring starts one is tested by tests/unit/health/test_joining.py and by all ranks that
 are not the harness's (test_faults.py, test_strangers.py, `ds-ring launch`).
 
     python -I -S tests/dist/monitors.py FOLDER_OF_THE_MONITOR < pipe      # ends when the pipe is closed
@@ -27,10 +27,10 @@ _TIMEOUT_S = 60.0
 
 def serve(folder: str) -> None:
     """Print an address, and fork a monitor for each line of settings that comes there."""
-    spec = importlib.util.spec_from_file_location("monitor", Path(folder, "__init__.py"))
+    spec = importlib.util.spec_from_file_location("failure_detector", Path(folder, "__init__.py"))
     assert spec is not None
-    sys.modules["monitor"] = importlib.util.module_from_spec(spec)
-    monitor = importlib.import_module("monitor.server")
+    sys.modules["failure_detector"] = importlib.util.module_from_spec(spec)
+    monitor = importlib.import_module("failure_detector.server")
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind("")  # Linux chooses a name, for which there is no file
         listener.listen(64)

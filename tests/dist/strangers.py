@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ds_ring.health.monitor.handshake import HandshakeError, RankHandshake, authenticate
+from ds_ring.health.failure_detector.handshake import HandshakeError, RankHandshake, authenticate
 from ds_ring.integrations.deepspeed.config_agreement import SECRET_VARIABLE
 
 HELLO = b"ds_ring/1 hello 1 " + b"0" * 32 + b"\n"
@@ -132,23 +132,23 @@ def store_of(target: Target) -> dist.Store:
 
 
 def read_the_store(target: Target) -> None:
-    found = store_of(target).get("default_pg/0//ds_ring/watch/1/0")  # where rank 0 announced itself
+    found = store_of(target).get("default_pg/0//ds_ring/detector/1/0")  # where rank 0 announced itself
     assert b"host" in found or found.startswith(b"["), found
     address = store_of(target)
-    if address.check(["default_pg/0//ds_ring/watch/1/monitor"]):
-        assert target.secret.encode() not in address.get("default_pg/0//ds_ring/watch/1/monitor")
+    if address.check(["default_pg/0//ds_ring/detector/1/monitor"]):
+        assert target.secret.encode() not in address.get("default_pg/0//ds_ring/detector/1/monitor")
 
 
 def overwrite_in_the_store(target: Target) -> None:
     store = store_of(target)
     for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.set(f"default_pg/0//ds_ring/watch/1/{key}", '[1, "a stranger says so"]')
+        store.set(f"default_pg/0//ds_ring/detector/1/{key}", '[1, "a stranger says so"]')
 
 
 def delete_from_the_store(target: Target) -> None:
     store = store_of(target)
     for key in ("monitor", "0", "1", "fault", "dead", "broken"):
-        store.delete_key(f"default_pg/0//ds_ring/watch/1/{key}")
+        store.delete_key(f"default_pg/0//ds_ring/detector/1/{key}")
 
 
 ATTACKS: dict[str, Callable[[Target], object]] = {
@@ -203,10 +203,10 @@ def rank_main(rank: int, job: dict[str, Any]) -> None:
     config = json_config(job["world_size"], 1, 1) | {"ring_attention": section}
     engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
     batch = engine.ring.shard_batch(build_batch(size))
-    watch = engine.ring.mesh.watch
-    assert watch is not None
+    detector = engine.ring.mesh.detector
+    assert detector is not None
     if rank == 0:
-        (folder / "monitor").write_text(str(watch._connection.getpeername()[1]))
+        (folder / "monitor").write_text(str(detector._connection.getpeername()[1]))
     losses: list[str] = []
     stop = torch.zeros(1)
     while not stop and len(losses) < job["steps"]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.errors import RingShapeError
-from ds_ring.health.monitor import failure_detector
+from ds_ring.health.failure_detector import verdicts
 from tests.dist import harness, light_ranks
 from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
 from tests.dist.monitors import Monitors
@@ -152,7 +152,7 @@ def test_monitors_of_ranks_are_forks_of_a_process_that_ends_with_its_parent(
 ) -> None:
     """As `start_monitor` of ds_ring starts one: ranks join it; and that says what is wrong where none starts."""
     assert rank_pool(1).run(monitors_are_forked) == [True]
-    monitors = Monitors(str(Path(failure_detector.__file__).parent), lambda *settings: -len(settings))
+    monitors = Monitors(str(Path(verdicts.__file__).parent), lambda *settings: -len(settings))
     monkeypatch.setattr(light_ranks, "start_monitor", monitors.start)
     for _ in range(2):
         with light_ranks.LightRanks(2, 2.0) as ranks:

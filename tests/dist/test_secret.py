@@ -30,7 +30,7 @@ def join(
         return type(error).__name__, str(error), None
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()
-    address = json.loads(store.get(f"ds_ring/watch/{number}/monitor"))
+    address = json.loads(store.get(f"ds_ring/detector/{number}/monitor"))
     dist.barrier()
     mesh.close()
     return "", "", address[2]

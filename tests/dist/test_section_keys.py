@@ -189,7 +189,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "gradient payload": lambda: context.options.gradient_payload,
         "recompute": lambda: context.options.recompute,
         "offload": lambda: context.options.offload,
-        "heartbeat": lambda: session.mesh.watch.heartbeat_timeout_s,
+        "heartbeat": lambda: session.mesh.detector.heartbeat_timeout_s,
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
         "first deadline": lambda: context.options.first_pass_timeout_s,
         "late ranks": lambda: session.mesh.timeouts,

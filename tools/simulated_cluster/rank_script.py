@@ -21,7 +21,7 @@ from simulated_cluster.store import TorchStore
 
 JOIN_SECONDS = 300.0
 STEP_SECONDS = 0.5
-PATIENCE_SECONDS = 0.25  # that a pass has to end after a fault (watch.py, waiting.py)
+PATIENCE_SECONDS = 0.25  # that a pass has to end after a fault (client.py, waiting.py)
 
 
 class SimulatedBugError(Exception):
@@ -40,22 +40,22 @@ def main() -> None:
     sys.modules["ds_ring.integrations.deepspeed.run_report"] = report
     store = TorchStore("127.0.0.1", int(told["--store-port"]), f"{told['--figures']}/{attempt}")
     secret, heartbeat_s = os.environ["DS_RING_SECRET"], float(told["--heartbeat-seconds"])
-    watch = join(
+    detector = join(
         cast(Any, store), rank, ranks, heartbeat_s, None, secret, Limit(JOIN_SECONDS, "JOIN_SECONDS")
     )
     figures.note(rank, Of.HAS_TORCH, "torch" in sys.modules)
     figures.note(rank, Of.JOINED, time.time())
     wake = threading.Event()
-    watch.expect(wake)
+    detector.subscribe(wake)
     is_culprit = rank == int(told["--culprit"])
     while figures.order != "finish":
         wake.wait(0.01 if is_culprit else STEP_SECONDS)
-        if watch.fault is not None:
+        if detector.fault is not None:
             figures.note(rank, Of.TOLD, time.time())
-            figures.note(rank, Of.BLAMED, watch.fault.rank)
-            watch.noticed = True
+            figures.note(rank, Of.BLAMED, detector.fault.rank)
+            detector.noticed = True
             time.sleep(PATIENCE_SECONDS)
-            raise RingPeerError(rank, None, watch.fault.rank, watch.fault.cause)
+            raise RingPeerError(rank, None, detector.fault.rank, detector.fault.cause)
         if figures.order == "raise" and is_culprit:
             figures.note(rank, Of.RAISED, time.time())
             raise SimulatedBugError("on purpose")

@@ -19,7 +19,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
-from ds_ring.integrations.compile.placed_op import Placed
+from ds_ring.integrations.compile.placed_op import BatchContexts
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
@@ -120,15 +120,15 @@ class RegisteredSource:
 
     source: StaticSource | SessionSource
     handle: int = field(init=False)
-    _recent: OrderedDict[Parts, Placed] = field(default_factory=OrderedDict)
+    _recent: OrderedDict[Parts, BatchContexts] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.handle = new_handle(self)
 
-    def placed(self, parts: Parts) -> Placed:
+    def placed(self, parts: Parts) -> BatchContexts:
         """Return the one compiled attention of these parts."""
         if parts not in self._recent:
-            self._recent[parts] = Placed(parts)
+            self._recent[parts] = BatchContexts(parts)
             if len(self._recent) > KEPT:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(parts)

@@ -23,7 +23,7 @@ BatchRows = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Placed:
+class BatchContexts:
     """Hold the attention of a batch, under a number in a graph: contexts, and the rows that each is for.
 
     Every rank has the parts in the same order. One part without rows is for all of them.
@@ -71,7 +71,7 @@ def placed_attention_op(q: Tensor, k: Tensor, v: Tensor, which: Tensor) -> tuple
         run = partial(run_forward, context)
         return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse=True)
 
-    return object_of(int(which), Placed).fill(lambda: fake_results(q, v), attention, q, k, v)
+    return object_of(int(which), BatchContexts).fill(lambda: fake_results(q, v), attention, q, k, v)
 
 
 @operator("ds_ring::placed_attention_backward")
@@ -81,7 +81,7 @@ def placed_attention_backward_op(
     """Return (dq, dk, dv)."""
 
     given = (grad_out, q, k, v, out, lse)
-    return object_of(int(which), Placed).fill(
+    return object_of(int(which), BatchContexts).fill(
         lambda: tuple(x.new_empty(x.shape) for x in (q, k, v)), _all_gradients, *given
     )
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ds_ring.api import RingAttention
 from ds_ring.comm.exchange import once_a_batch
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
@@ -75,7 +75,7 @@ class BatchSharding:
         """Return the slots of this rank, S: its part of the shard where Ulysses ranks share one."""
         return self.layout.local_tokens // self.mesh.ulysses_size
 
-    @makes_kept_tensors
+    @outside_inference_mode
     def with_slots(self, device: torch.device) -> BatchSharding:
         """Return a copy with `slots`."""
         whole = self.layout.positions(self.mesh.ring_rank)

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from ds_ring.config.json_text import SP_KEY
 from ds_ring.config.section import RingConfig, by_json_key
 from ds_ring.errors import RingConfigError, RingError, RingMismatchError
+from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import Rendezvous, leave_on_error
-from ds_ring.health.watch import Watch, call_guarded
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -44,7 +44,7 @@ def agree_on_config(
     config: RingConfig | None,
     deepspeed_config: Mapping[str, Any],
     fault: RingError | None,
-    watch: Watch | None,
+    detector: DetectorClient | None,
     ranks_per_node: int | None,
 ) -> int | None:
     """Compare the configurations of all ranks; raise the same error on every rank. Collective.
@@ -60,17 +60,17 @@ def agree_on_config(
     # Of a value that no JSON has, its type: the repr could hold an address.
     flat = {key: json.dumps(value, default=lambda x: f"<{type(x).__name__}>") for key, value in mine.items()}
     digest = hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()
-    # Nobody waits for a rank that is dead: `watch` guards the two collectives.
-    with leave_on_error(watch):
+    # Nobody waits for a rank that is dead: `detector` guards the two collectives.
+    with leave_on_error(detector):
         limit = (Timeouts() if config is None else config.timeouts).limit("hop")
-        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), watch, 0, limit)
+        reports = _gather((None if fault is None else str(fault), digest, ranks_per_node), detector, 0, limit)
         if fault is not None:
             raise fault
         refusing = [rank for rank, (refused, *_) in enumerate(reports) if refused is not None]
         if refusing:
             raise RingMismatchError(f"rank {refusing[0]} refused to start: {reports[refusing[0]][0]}")
         if len({digest for _, digest, _ in reports}) > 1:
-            raise RingMismatchError(_describe(_gather(flat, watch, 1, limit)))
+            raise RingMismatchError(_describe(_gather(flat, detector, 1, limit)))
     return ranks_per_node if len({per_node for *_, per_node in reports}) == 1 else None
 
 
@@ -101,7 +101,7 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield name, value
 
 
-def _gather(mine: Any, watch: Watch | None, step: int, limit: Limit) -> list[Any]:
+def _gather(mine: Any, detector: DetectorClient | None, step: int, limit: Limit) -> list[Any]:
     size = dist.get_world_size()
 
     def gather() -> list[Any]:
@@ -110,7 +110,7 @@ def _gather(mine: Any, watch: Watch | None, step: int, limit: Limit) -> list[Any
         return everyones
 
     what = "the comparison of configurations"
-    return call_guarded(gather, watch, Grid(size, size), what, step, limit)
+    return call_guarded(gather, detector, Grid(size, size), what, step, limit)
 
 
 # Replace `"auto"` in the DeepSpeed JSON as Hugging Face's integration does. A value that cannot be derived is

@@ -2,7 +2,7 @@
 
 Owns what happens to a RuntimeError of torch.distributed outside the ring: in the engine's own collectives,
 and in those of the training script; and that results of a pass whose messages failed are not kept. Who
-failed is the monitor's to say (`health/monitor/`).
+failed is the monitor's to say (`health/failure_detector/`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
-from ds_ring.health.joining import join_monitor
-from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import Watch, is_of_distributed, peer_error, verdict
+from ds_ring.health.client import DetectorClient, is_of_distributed, peer_error, verdict
+from ds_ring.health.failure_detector.verdicts import Fault
+from ds_ring.health.joining import join_detector
 from ds_ring.integrations.adapter import AppliedPatch, apply, patch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
@@ -29,7 +29,7 @@ from ds_ring.schedule.grid import Grid
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
-_named_at_exit: weakref.WeakSet[Watch] = weakref.WeakSet()
+_named_at_exit: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
 _hooked: list[AppliedPatch] = []  # once for a process
 _SETTLED = "waits until all messages have arrived, since the result lasts"
 
@@ -39,8 +39,8 @@ _SETTLED = "waits until all messages have arrived, since the result lasts"
 # name. The methods of the engine wait a moment for the verdict and raise RingPeerError from it. A collective
 # of the script is nobody's to wrap: there the error is left as it is, and when it ends the process, the
 # culprit is said before the traceback. Who is stuck in a collective instead ends by the last resort of
-# `health/watch.py`.
-def join_job(config: RingConfig | None) -> Watch | None:
+# `health/client.py`.
+def join_job(config: RingConfig | None) -> DetectorClient | None:
     """Join the failure detector of an initialised world, with the launcher's secret. Collective.
 
     Args:
@@ -53,19 +53,21 @@ def join_job(config: RingConfig | None) -> Watch | None:
     heartbeat_s = DEFAULT_HEARTBEAT_S if config is None else config.heartbeat_timeout_seconds
     exit_after_s = None if config is None else config.hop_timeout_seconds
     timeouts = Timeouts() if config is None else config.timeouts
-    watch = join_monitor(Grid(size, size), heartbeat_s, exit_after_s, job_secret(), timeouts.limit("start"))
-    if watch is not None:
-        watch.judge_collectives("ds_ring.initialize", timeouts.limit("start"))
+    detector = join_detector(
+        Grid(size, size), heartbeat_s, exit_after_s, job_secret(), timeouts.limit("start")
+    )
+    if detector is not None:
+        detector.report_collectives("ds_ring.initialize", timeouts.limit("start"))
         if not _hooked:
             _hooked.extend(apply(_print_culprit))
-        _named_at_exit.add(watch)
-    return watch
+        _named_at_exit.add(detector)
+    return detector
 
 
 # [Note: results that stay]
 # On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
-# the receive buffers, and only the watch's thread knows. Before parameters change, and before anything is
-# saved, the host therefore waits until the watch has seen every message, and raises the fault.
+# the receive buffers, and only the watchdog's thread knows. Before parameters change, and before anything is
+# saved, the host therefore waits until the watchdog has seen every message, and raises the fault.
 # The cost: at the last micro batch of a step the host waits for the last message of the backward pass, about
 # a millisecond more, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the
 # norm on the host here anyway. To check without waiting would cost nothing, but the optimizer could then add
@@ -82,7 +84,7 @@ class Settled:
     @patch(ENGINE, "step", stage="around_step", feature="settled", reason=_SETTLED)
     def around_step(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         if self._engine.is_gradient_accumulation_boundary():
-            self._mesh.settle()
+            self._mesh.synchronize()
         return step(*args, **kwargs)
 
     @patch(
@@ -90,7 +92,7 @@ class Settled:
         stage="around_save", feature="settled", reason=_SETTLED,
     )  # fmt: skip
     def around_save(self, save: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        self._mesh.settle()
+        self._mesh.synchronize()
         return save(*args, **kwargs)
 
 
@@ -116,9 +118,9 @@ def in_engine(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.k
     """
     name = getattr(call, "__name__", "")
     limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")
-    limit = limit._replace(seconds=max(limit.seconds, mesh.use.patience_s))
-    assert mesh.watch is not None
-    with mesh.watch.within(f"engine.{name}", limit):
+    limit = limit._replace(seconds=max(limit.seconds, mesh.state.patience_s))
+    assert mesh.detector is not None
+    with mesh.detector.within(f"engine.{name}", limit):
         return name_culprit(mesh, call, *args, **kwargs)
 
 
@@ -127,18 +129,18 @@ def name_culprit(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: 
     try:
         return call(*args, **kwargs)
     except RuntimeError as error:
-        watch = mesh.watch
-        fault = _verdict_on(error, watch) if watch is not None and is_of_distributed(error) else None
-        if watch is None or fault is None:
+        detector = mesh.detector
+        fault = _verdict_on(error, detector) if detector is not None and is_of_distributed(error) else None
+        if detector is None or fault is None:
             raise
-        watch.noticed = True
-        raise peer_error(mesh.grid, watch.rank, None, fault) from error
+        detector.noticed = True
+        raise peer_error(mesh.grid, detector.rank, None, fault) from error
 
 
-def _verdict_on(error: BaseException, watch: Watch) -> Fault | None:
+def _verdict_on(error: BaseException, detector: DetectorClient) -> Fault | None:
     """Return which other rank has failed, if the monitor knows of one within a moment."""
-    fault = verdict(watch, error)
-    return None if fault is None or fault.rank == watch.rank else fault
+    fault = verdict(detector, error)
+    return None if fault is None or fault.rank == detector.rank else fault
 
 
 @patch(
@@ -153,12 +155,12 @@ def _print_culprit(
 ) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
     if is_of_distributed(error, "__main__"):  # the script's own collectives
-        for watch in list(_named_at_exit):
-            fault = _verdict_on(error, watch)
+        for detector in list(_named_at_exit):
+            fault = _verdict_on(error, detector)
             if fault is not None:
-                watch.noticed = True
+                detector.noticed = True
                 text = f"ds_ring: rank {fault.rank} has failed first: {fault.cause}"
-                text += f". What follows is how rank {watch.rank} noticed"
+                text += f". What follows is how rank {detector.rank} noticed"
                 print(text, file=sys.stderr, flush=True)
                 break
     before(kind, error, trace)

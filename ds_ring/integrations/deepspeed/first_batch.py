@@ -435,8 +435,8 @@ class FirstBatch:
 
     def _patience(self) -> AbstractContextManager[None]:
         """Let the others wait as long as at the start: rank 0 computes a step of the whole model."""
-        watch, limit = self.session.mesh.watch, self.session.mesh.timeouts.limit("start")
-        return nullcontext() if watch is None else watch.within("verify_first_batch", limit)
+        detector, limit = self.session.mesh.detector, self.session.mesh.timeouts.limit("start")
+        return nullcontext() if detector is None else detector.within("verify_first_batch", limit)
 
     @torch.no_grad()
     def _verify(self, engine: Any) -> None:

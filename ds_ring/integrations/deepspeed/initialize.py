@@ -118,21 +118,21 @@ def initialize(
         fault = error  # raised below, on all ranks together
     timeouts = Timeouts() if ring_config is None else ring_config.timeouts
     device = init_distributed(distributed_port, dist_init_required, timeouts)
-    watch = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
-    if watch is not None:
-        report_late_ranks(watch)
+    detector = join_job(ring_config)  # before any collective of ours: from here on a dead rank is named
+    if detector is not None:
+        report_late_ranks(detector)
     compared = deepspeed_config | {"optimizer=": type(optimizer).__name__}
-    per_node = agree_on_config(ring_config, compared, fault, watch, ranks_per_node())
+    per_node = agree_on_config(ring_config, compared, fault, detector, ranks_per_node())
     assert model is not None and ring_config is not None  # else there was a fault
     trains = optimizer is not None or bool((deepspeed_config.get("optimizer") or {}).get("type"))
-    with leave_on_error(watch):
+    with leave_on_error(detector):
         ring_config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(
         ring_config.ring_size,
         ring_config.ulysses_size,
         heartbeat_timeout_s=ring_config.heartbeat_timeout_seconds,
         exit_after_fault_s=ring_config.hop_timeout_seconds,
-        watch=watch,
+        detector=detector,
         ranks_per_node=per_node,
         timeouts=ring_config.timeouts,
     )
@@ -186,8 +186,8 @@ def initialize(
         )
         loader.on_batch = engine.tput_timer.start  # as DeepSpeed's: the timer covers loading, too
         apply(_training_dataloader.to(loader), session=session, engine=engine)
-    if watch is not None:
-        watch.judge_collectives("the training script", ring_config.timeouts.limit("step"))
+    if detector is not None:
+        detector.report_collectives("the training script", ring_config.timeouts.limit("step"))
     return engine, engine_optimizer, loader, scheduler
 
 
@@ -250,7 +250,7 @@ def _patches_of(
     elif not trains:  # ZeRO 3
         patches.append(refuse_checkpoints)
     patches += [Settled(engine, session.mesh), partial(_destroy, session)]
-    if session.mesh.watch is not None:
+    if session.mesh.detector is not None:
         patches.append(partial(in_engine, session.mesh))
     return [*(one for one in patches if one is not None), refuse_to_pickle]
 

@@ -53,7 +53,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.health.watch import LateNotice, Watch, log_late
+from ds_ring.health.client import DetectorClient, LateNotice, log_late
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
 from ds_ring.integrations.deepspeed.loss import world_sum
@@ -284,11 +284,11 @@ def mark_ring() -> None:
             append_text(folder / f"rank-{dist.get_rank()}.ring", "")
 
 
-def report_late_ranks(watch: Watch) -> None:
+def report_late_ranks(detector: DetectorClient) -> None:
     """Let `ds-ring status` know of ranks that others wait for, where there is a run folder."""
     folder = attempt_folder()
     if folder is not None:
-        watch.on_late = partial(_write_late, folder, watch.rank)
+        detector.on_late = partial(_write_late, folder, detector.rank)
 
 
 def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:

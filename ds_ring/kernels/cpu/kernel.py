@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
-from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
@@ -333,14 +333,14 @@ class Biases:
         return squares(inside, SMALL_BIAS if small else BIASED, dtype, mode)[:queries, :keys]
 
 
-@makes_kept_tensors
+@outside_inference_mode
 def _corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     """Return the bias that masks the pairs outside low <= i - j <= high."""
     hidden = torch.full((queries, keys), HIDDEN, dtype=dtype)
     return hidden.tril(-high - 1) + hidden.triu(1 - low)
 
 
-@makes_kept_tensors
+@outside_inference_mode
 def _square_of_weights(inside: InsideTile, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(side, side, dtype, torch.device("cpu"))
 

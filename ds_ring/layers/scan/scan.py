@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingError, RingPatternError, RingShapeError, shown, whole_number
 from ds_ring.layers.scan.sequence_runs import (
     Piece,
@@ -41,7 +41,7 @@ from ds_ring.layers.scan.sequence_runs import (
 from ds_ring.masks.catalog import Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.ops.checks import why_not_an_operand
-from ds_ring.ops.context import check_layout, count_forward_pass, kept, refuse
+from ds_ring.ops.context import cached_context, check_layout, count_forward_pass, refuse
 from ds_ring.ops.handles import (
     constant,
     constant_in_graphs,
@@ -110,7 +110,7 @@ class Neighbours:
         through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
         return through, continues
 
-    @makes_kept_tensors
+    @outside_inference_mode
     def _new_masks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         rows = torch.ones(2, self.own_runs)
         if self.documents is not None:
@@ -120,7 +120,7 @@ class Neighbours:
                 rows[1, piece.run] += piece.continues
         return rows.to(device, dtype)
 
-    @makes_kept_tensors
+    @outside_inference_mode
     def exists(self, offset: int, device: torch.device) -> Tensor:
         """Return for each slot whether there is a token `offset` positions behind it in its document, [S]."""
         if (offset, device) in self._exists:
@@ -175,7 +175,7 @@ def neighbours_of(
             refused = error
         return Neighbours(layout, documents, mesh, hop_timeout_s, refused=refused)
 
-    found: Neighbours = kept(mesh, (Neighbours, layout, documents, hop_timeout_s), make)
+    found: Neighbours = cached_context(mesh, (Neighbours, layout, documents, hop_timeout_s), make)
     if found.refused is not None:
         refuse(mesh, found.refused)
     return found

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from ds_ring.comm.exchange import Exchange, walk_owners
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
-from ds_ring.comm.streams import makes_kept_tensors
+from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.kernels.interface import each_tile
 from ds_ring.kernels.reference import weights_of
@@ -747,7 +747,7 @@ class _SelectedPass:
 
 
 @lru_cache(maxsize=16)
-@makes_kept_tensors
+@outside_inference_mode
 def _slots_by_position(layout: Layout, device: torch.device) -> Tensor:
     return torch.from_numpy(layout.slots_by_position()).to(device)
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange, gather_texts
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.waiting import ABORT_S, LOOK_S, Pending, Place, first_line
+from ds_ring.comm.waiting import ABORT_S, POLL_S, CallSite, Pending, first_line
 from ds_ring.errors import RingBufferError, RingConfigError
 
 READY, TAKEN = 0, 1  # signals; on CUDA the channels of a signal pad
@@ -209,7 +209,7 @@ class CudaShared:
         """Launch a batch behind the present stream; see [Note: one-sided pulls].
 
         Signals have no timeout on the device: it would end the process. `abort` releases a stream that waits
-        in vain, when the watch says so.
+        in vain, when the watchdog says so.
         """
         handle, works = self._handle, []
         self._pulling.wait_stream(torch.cuda.current_stream(self.device))
@@ -238,7 +238,7 @@ class CudaShared:
         while not self._pulling.query() and time.monotonic() < end:
             for puts in (False, True):  # in turn: what releases a wait here holds up a put elsewhere
                 self._release(puts)
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
     def _release(self, puts: bool) -> None:
         """Let the next wait end, as if its signal had come; or the next put, as if the last were heard."""
@@ -288,7 +288,7 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
     if why is None:
         works: list[Any] = [_HostWork(open_doors)]
         peers = [tuple(mesh.global_rank_in_sequence(rank) for rank in others.values())]
-        Pending(works, peers, mesh, Place(exchange.call, None), exchange.deadline_s, [], []).wait()
+        Pending(works, peers, mesh, CallSite(exchange.call, None), exchange.deadline_s, [], []).wait()
         for rank, text in enumerate(gather_texts(exchange, "".join(failed))):
             if text.strip() and why is None:
                 what = f"{mesh.describe(rank)}, which cannot open the memory of its ring: {text.strip()}"

@@ -44,7 +44,7 @@ from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.plan import Plan
-from ds_ring.schedule.steps import HeadChunk, MessageKey, Payload, Places, Schedule, place_buffers
+from ds_ring.schedule.steps import BufferOffsets, HeadChunk, MessageKey, Payload, Schedule, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
 
 MOST_BLOCKS = 1024  # places whose tensors are kept
@@ -192,7 +192,7 @@ def kind_in_pass(
 
 
 def give_places(
-    prepared: PreparedPass, schedule: Schedule, places: Places, kind_at: Callable[..., BufferKind]
+    prepared: PreparedPass, schedule: Schedule, places: BufferOffsets, kind_at: Callable[..., BufferKind]
 ) -> None:
     """Let the buffers of a pass lie where `places` says."""
     for (index, number), place in places.offsets.items():

@@ -9,7 +9,7 @@ import torch
 
 from ds_ring.comm.exchange import Agreement, Exchange, Route, compare_headers, once_a_batch
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.waiting import Place, Task
+from ds_ring.comm.waiting import CallSite, Task
 from ds_ring.errors import RingBufferError, RingConfigError, RingMismatchError, RingPeerError
 from ds_ring.schedule.grid import Grid
 
@@ -81,6 +81,6 @@ def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() ->
 def test_a_wait_outside_of_a_pass_has_its_own_name_and_key() -> None:
     exchange = once_a_batch(RingMesh(Grid(2, 2), 0), "the next batch")
     assert exchange.deadline_s == 600.0
-    place = Place(0, None, ("the next batch", "step_timeout_seconds"))
-    assert (str(place), place.limit_key, place.key) == ("the next batch", "step_timeout_seconds", (0, -1))
-    assert Place(3, 1).limit_key.startswith("hop_timeout_seconds")
+    site = CallSite(0, None, ("the next batch", "step_timeout_seconds"))
+    assert (str(site), site.limit_key, site.key) == ("the next batch", "step_timeout_seconds", (0, -1))
+    assert CallSite(3, 1).limit_key.startswith("hop_timeout_seconds")

@@ -30,10 +30,10 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
         assert found.keys() == {1, 2, 4} and found[4] is mesh
         for size, one in found.items():
             assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
-            for name in ("buffers", "traces", "use", "host_memory"):
+            for name in ("buffers", "traces", "state", "host_memory"):
                 assert getattr(one, name) is getattr(mesh, name), (size, name)
         assert found[2].ranks_per_node == 2 and found[2].ring_group == "ring"
-        assert found[1].ring_group is None and found[1].watch is None
+        assert found[1].ring_group is None and found[1].detector is None
     assert set(asked) == {Grid(8, 2, 1, order)}
 
 

@@ -16,6 +16,8 @@ from torch.distributed import HashStore
 
 from ds_ring.errors import RingConfigError, RingMeshError, RingPeerError
 from ds_ring.health import joining
+from ds_ring.health.client import DetectorClient
+from ds_ring.health.failure_detector.verdicts import Fault
 from ds_ring.health.joining import (
     START,
     Arrival,
@@ -23,14 +25,12 @@ from ds_ring.health.joining import (
     PeerLost,
     Rendezvous,
     join,
-    join_monitor,
+    join_detector,
     leave_on_error,
     loopback_listener,
     presence,
     wait_for_ranks,
 )
-from ds_ring.health.monitor.failure_detector import Fault
-from ds_ring.health.watch import Watch
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -90,10 +90,14 @@ def test_a_rank_that_ended_because_it_saw_a_fault_is_not_the_fault() -> None:
 def test_only_a_failure_of_its_own_is_told_to_the_others_at_the_start(
     error: Exception, noticed: bool, failed: int, left: int
 ) -> None:
-    watch = mock.Mock(spec=Watch, noticed=False)
-    with pytest.raises(type(error)), leave_on_error(watch):
+    detector = mock.Mock(spec=DetectorClient, noticed=False)
+    with pytest.raises(type(error)), leave_on_error(detector):
         raise error
-    assert (watch.noticed, watch.failed.call_count, watch.leave.call_count) == (noticed, failed, left)
+    assert (detector.noticed, detector.report_failure.call_count, detector.leave.call_count) == (
+        noticed,
+        failed,
+        left,
+    )
 
 
 @pytest.fixture
@@ -157,7 +161,7 @@ def test_a_monitor_that_cannot_be_spoken_to_is_refused(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     store: Any = HashStore()
-    store.set("ds_ring/watch/1/monitor", json.dumps(MonitorAddress(port, ["127.0.0.1"], published, 10.0)))
+    store.set("ds_ring/detector/1/monitor", json.dumps(MonitorAddress(port, ["127.0.0.1"], published, 10.0)))
     with pytest.raises(RingMeshError, match=message):
         join(store, 1, 2, 10.0, secret=own)
 
@@ -205,7 +209,7 @@ def test_a_port_that_is_taken_is_left_for_torch_to_say() -> None:
 
 
 def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*_: object) -> Watch:
+    def lose(*_: object) -> DetectorClient:
         raise PeerLost(Fault(2, "its process ended"))
 
     monkeypatch.setattr(joining, "join", lose)
@@ -213,7 +217,7 @@ def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", HashStore)
     with pytest.raises(RingPeerError, match="its process ended") as raised:
-        join_monitor(Grid(4, 4), 10.0, None, None)
+        join_detector(Grid(4, 4), 10.0, None, None)
     assert raised.value.peer == 2
 
 

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
-from ds_ring.comm.streams import Kept
+from ds_ring.comm.streams import ByteLRU
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels import block_mask
 from ds_ring.kernels.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask
@@ -192,7 +192,7 @@ def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pyt
     """Each batch has new ones: a sum over all that are kept took 0.76 s a batch after 6,400 batches."""
     measured, nbytes = [], HopTensors.nbytes.fget
     monkeypatch.setattr(HopTensors, "nbytes", property(lambda x: measured.append(x) or nbytes(x)))
-    kept = Kept[HopMask](40_000)
+    kept = ByteLRU[HopMask](40_000)
     monkeypatch.setattr(block_mask, "_kept", kept)
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     for seed in range(50):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_ring.memory.saved_results import HostMemory, KeptRows, kept_or_run
+from ds_ring.memory.saved_results import HostMemory, SavedRows, reuse_or_run
 
 
 class Pass(torch.autograd.Function):
@@ -49,7 +49,7 @@ class Counted:
             self.ran[number] += 1
             return results()
 
-        return kept_or_run(call, run, **self.how)
+        return reuse_or_run(call, run, **self.how)
 
 
 def leaf() -> Tensor:
@@ -102,8 +102,8 @@ def test_results_that_the_first_way_back_left_are_no_ones() -> None:
         return 2 * y, 3 * y[..., 0]
 
     def region(x: Tensor) -> Tensor:
-        y = Pass.apply(x, partial(kept_or_run, "a"))
-        return y + kept_or_run("a", lambda: passed(y.detach()))[0]
+        y = Pass.apply(x, partial(reuse_or_run, "a"))
+        return y + reuse_or_run("a", lambda: passed(y.detach()))[0]
 
     x = leaf()
     loss = checkpoint(region, x, use_reentrant=False).sum()
@@ -121,7 +121,7 @@ def test_results_that_a_model_wrote_to_are_made_again() -> None:
             ran.append(1)
             return x * 2, x[..., 0] * 2
 
-        out, _lse = kept_or_run("a", run)
+        out, _lse = reuse_or_run("a", run)
         if len(ran) == 1 and not torch.is_grad_enabled():
             out += 1.0
         return out * x
@@ -138,11 +138,11 @@ def test_rows_that_are_not_kept_are_made_again() -> None:
         others.append(1)
         return torch.full((1, 2, 4, 3), 7.0), torch.full((1, 2, 4), 5.0)
 
-    rows, results = KeptRows(slots, run_others), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4))
+    rows, results = SavedRows(slots, run_others), (torch.ones(1, 2, 4, 3), torch.ones(1, 2, 4))
     seen = []
 
     def region(x: Tensor) -> Tensor:
-        seen.append([one.clone() for one in kept_or_run("a", lambda: results, None, rows)])
+        seen.append([one.clone() for one in reuse_or_run("a", lambda: results, None, rows)])
         return x * x
 
     checkpoint(region, leaf(), use_reentrant=False).sum().backward()

@@ -10,7 +10,7 @@ import torch
 
 import ds_ring
 from ds_ring import Causal, RingMesh, RingShapeError
-from ds_ring.integrations.compile.placed_op import Placed
+from ds_ring.integrations.compile.placed_op import BatchContexts
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ulysses import _packed, _unpacked
@@ -48,7 +48,7 @@ def test_a_packet_gives_back_tensors_of_any_width() -> None:
 
 def test_a_placement_is_for_one_number_of_samples() -> None:
     context = context_for(Causal(), "zigzag", RingMesh.single(), Options())
-    placed, x = Placed(((context, (0, 2)), (context, (1,)))), torch.arange(8.0).view(4, 2)
+    placed, x = BatchContexts(((context, (0, 2)), (context, (1,)))), torch.arange(8.0).view(4, 2)
 
     def doubled(x: torch.Tensor) -> torch.Tensor:
         (found,) = placed.fill(lambda: [torch.empty_like(x)], lambda context, part: [2 * part], x)

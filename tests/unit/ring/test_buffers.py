@@ -74,7 +74,7 @@ def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest
 def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:
     for one, slots in ((kind(), 8), (kind(3, torch.bfloat16), 3)):
         block = Block(one.nbytes, CPU)
-        first, second = (pair := block.pair(one)).first, pair.second
+        first, second = (pair := block.pair(one)).k, pair.v
         assert first.shape == (1, 2, slots, 4) and second.shape == (1, 2, slots, 6)
         assert first.dtype == second.dtype == one.dtype
         (both,) = pair.memory
@@ -122,8 +122,8 @@ def test_release_frees_everything() -> None:
 def test_buffers_of_an_inference_pass_serve_training() -> None:
     with torch.inference_mode():
         pair = take(Buffers()).pair(kind())
-    assert not pair.first.is_inference()
-    pair.first.zero_()
+    assert not pair.k.is_inference()
+    pair.k.zero_()
 
 
 def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:

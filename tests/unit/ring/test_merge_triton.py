@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ds_ring
-from ds_ring.ring.merge import MOST_PARTS, merge_parts_by_operators_
+from ds_ring.ring.merge import MAX_PARTS, merge_parts_by_operators_
 from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 
 
@@ -39,7 +39,7 @@ def test_no_size_that_differs_from_hop_to_hop_has_a_variant_of_its_own() -> None
     """All numbers but the strides of the outputs and of the last dimension of lse (1 for what is dense)."""
     source = (Path(ds_ring.__file__).parent / "ring" / "merge_triton.py").read_text()
     kernel = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "merge_rows")
-    assert isinstance(kernel, ast.FunctionDef) and f"\nMOST_PARTS = {MOST_PARTS} " in source
+    assert isinstance(kernel, ast.FunctionDef) and f"\nMAX_PARTS = {MAX_PARTS} " in source
     options = {
         keyword.arg: ast.literal_eval(keyword.value)
         for decorator in kernel.decorator_list

@@ -17,11 +17,11 @@ from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
+    BufferOffsets,
     Free,
     HeadChunk,
     MessageKey,
     Payload,
-    Places,
     Recv,
     Schedule,
     ScheduleStep,
@@ -63,7 +63,7 @@ def named(step: ScheduleStep) -> set[int]:
     return {buffer for buffer in names if buffer is not None}
 
 
-def overlaps(schedule: Schedule, places: Places) -> list[str]:
+def overlaps(schedule: Schedule, places: BufferOffsets) -> list[str]:
     """The buffers that lie where another one lies that is still needed: written to, read or in flight.
 
     By the rules of [Note: batches] and the steps' own words: a buffer is needed from the first step that
@@ -172,7 +172,7 @@ def test_it_takes_little_more_than_what_is_in_use_at_once(ring_size: int, tokens
             assert used <= max(places.nbytes for _, places in found) <= most * used
 
 
-def most_in_use(schedule: Schedule, places: Places) -> int:
+def most_in_use(schedule: Schedule, places: BufferOffsets) -> int:
     """What a pool would have in use at once, in the order of a pass."""
     used = most = 0
     held: set[tuple[int, int]] = set()

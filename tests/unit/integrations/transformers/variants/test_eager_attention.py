@@ -18,7 +18,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.variants import eager_attention
 from ds_ring.integrations.transformers.variants.eager_attention import FAMILIES, family_of, parts_of
-from tests.unit.integrations.transformers.one_call import ON, sharding
+from tests.unit.integrations.transformers.exclusive_call import ON, sharding
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
 
 # A class that computes attention in its own code in each version that is allowed; GPT-J does so up to 5.23.

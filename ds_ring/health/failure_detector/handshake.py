@@ -54,7 +54,7 @@ def _match(form: re.Pattern[str], line: bytes, expected: str) -> re.Match[str]:
     return found
 
 
-class MonitorHandshake:
+class DetectorHandshake:
     """Take the monitor's side, one line after the other.
 
     Attributes:

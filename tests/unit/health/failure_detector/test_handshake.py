@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from ds_ring.health.monitor.handshake import (
+from ds_ring.health.failure_detector.handshake import (
+    DetectorHandshake,
     HandshakeError,
-    MonitorHandshake,
     RankHandshake,
     _read_line,
     authenticate,
@@ -19,9 +19,9 @@ from ds_ring.health.monitor.handshake import (
 SECRET = b"a secret of the length that it must have"
 
 
-def both(rank_secret: bytes = SECRET, monitor_secret: bytes = SECRET, rank: int = 1) -> MonitorHandshake:
+def both(rank_secret: bytes = SECRET, monitor_secret: bytes = SECRET, rank: int = 1) -> DetectorHandshake:
     """A handshake to its end, in memory."""
-    monitor, mine = MonitorHandshake(monitor_secret, 4), RankHandshake(rank_secret, rank)
+    monitor, mine = DetectorHandshake(monitor_secret, 4), RankHandshake(rank_secret, rank)
     challenge = monitor.take(mine.hello().rstrip(b"\n")).rstrip(b"\n")
     mine.check_welcome(monitor.take(mine.answer(challenge).rstrip(b"\n")).rstrip(b"\n"))
     return monitor
@@ -38,7 +38,7 @@ def test_a_rank_does_not_answer_a_monitor_that_does_not_know_the_secret() -> Non
 
 
 def test_the_secret_is_in_no_line() -> None:
-    monitor, mine = MonitorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
+    monitor, mine = DetectorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
     lines = [mine.hello()]
     lines.append(monitor.take(lines[-1].rstrip(b"\n")))
     lines.append(mine.answer(lines[-1].rstrip(b"\n")))
@@ -46,10 +46,10 @@ def test_the_secret_is_in_no_line() -> None:
 
 
 def test_an_answer_serves_one_connection_and_one_rank() -> None:
-    monitor, mine = MonitorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
+    monitor, mine = DetectorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
     answer = mine.answer(monitor.take(mine.hello().rstrip(b"\n")).rstrip(b"\n")).rstrip(b"\n")
     for hello in (mine.hello(), mine.hello().replace(b"hello 1", b"hello 2")):
-        again = MonitorHandshake(SECRET, 4)
+        again = DetectorHandshake(SECRET, 4)
         again.take(hello.rstrip(b"\n"))
         with pytest.raises(HandshakeError, match="another secret"):
             again.take(answer)
@@ -60,7 +60,7 @@ def test_an_answer_serves_one_connection_and_one_rank() -> None:
 
 def test_the_challenge_is_no_answer() -> None:
     """A stranger that sends back what it got, as its own proof."""
-    monitor, mine = MonitorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
+    monitor, mine = DetectorHandshake(SECRET, 4), RankHandshake(SECRET, 1)
     proof = monitor.take(mine.hello().rstrip(b"\n")).split()[-1]
     with pytest.raises(HandshakeError, match="another secret"):
         monitor.take(b"ds_ring/1 answer " + proof)
@@ -78,7 +78,7 @@ def test_the_challenge_is_no_answer() -> None:
     ],
 )  # fmt: skip
 def test_anything_else_is_refused(line: bytes) -> None:
-    monitor = MonitorHandshake(SECRET, 4)
+    monitor = DetectorHandshake(SECRET, 4)
     with pytest.raises(HandshakeError):
         monitor.take(line)
     assert not monitor.done

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from ds_ring.health.monitor.failure_detector import GRACE_S, JOIN_S, LEFT_S, FailureDetector, ranges_of
+from ds_ring.health.failure_detector.verdicts import GRACE_S, JOIN_S, LEFT_S, FailureDetector, ranges_of
 
 TIMEOUT_S = 10.0
 
@@ -33,7 +33,7 @@ def waits(
 
 
 def accuses(detector: FailureDetector, rank: int, on: int, now: float) -> None:
-    detector.hear(rank, {"kind": "accuse", "on": [[on, on]], "cause": "late"}, now)
+    detector.hear(rank, {"kind": "timeout", "on": [[on, on]], "cause": "late"}, now)
 
 
 def culprit(detector: FailureDetector, now: float) -> int | None:
@@ -144,7 +144,7 @@ def test_in_a_collective_the_one_that_is_not_there_is_blamed() -> None:
     detector = detector_of()
     for rank in (0, 1, 3):
         waits(detector, rank, [r for r in range(4) if r != rank], 1.0)
-    detector.hear(1, {"kind": "accuse", "on": [[0, 0], [2, 3]], "cause": "late"}, 2.0)
+    detector.hear(1, {"kind": "timeout", "on": [[0, 0], [2, 3]], "cause": "late"}, 2.0)
     assert culprit(detector, 3.0) == 2
 
 
@@ -229,7 +229,7 @@ def test_a_short_heartbeat_leaves_time_to_join() -> None:
         {"kind": "beat", "in": "a place", "limit": 1.0, "key": "k", "calls": {"0": 1.5}},
         {"kind": "beat", "in": "a place", "limit": 1.0, "calls": {"0": 1}},
         {"kind": "at"},
-        {"kind": "accuse", "on": [[1, 1]]},
+        {"kind": "timeout", "on": [[1, 1]]},
         {"kind": "failed"},
         {"kind": "failed", "cause": 7},
     ],
@@ -257,7 +257,7 @@ def test_a_verdict_over_1024_ranks_that_all_wait_and_accuse_takes_little_time(ho
     for rank in everyone - {culprit_rank}:
         on = [(rank - 1) % size] if how == "ring" else sorted(everyone - {rank})
         waits(detector, rank, on, 1.0)
-        detector.hear(rank, {"kind": "accuse", "on": ranges(on), "cause": "late"}, 1.0)
+        detector.hear(rank, {"kind": "timeout", "on": ranges(on), "cause": "late"}, 1.0)
     detector.hear(culprit_rank, {"kind": "bye"}, 1.0)  # so that every look follows the waits, too
     started = time.process_time()
     assert culprit(detector, 1.0 + GRACE_S) == culprit_rank

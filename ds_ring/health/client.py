@@ -1,6 +1,6 @@
 """Connect a rank to the failure detector: send heartbeats, report waits, and hear who failed.
 
-The monitor process (`monitor/`) decides who failed. Ranks here are world ranks.
+The monitor process (`failure_detector/`) decides who failed. Ranks here are world ranks.
 
 [Note: last resort]
 No exception can reach a rank that is stuck in somebody else's collective. Under `ds_ring.initialize` such a
@@ -29,7 +29,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
 from ds_ring.errors import RingError, RingPeerError, compiled_in, is_inside
-from ds_ring.health.monitor.failure_detector import GRACE_S, Fault, ranges_of
+from ds_ring.health.failure_detector.verdicts import GRACE_S, Fault, ranges_of
 from ds_ring.health.whereabouts import collective_calls, default_group_id, names_of, where_is
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
@@ -64,13 +64,13 @@ class LateNotice(NamedTuple):
         )
 
 
-class Watch:
+class DetectorClient:
     """Keep this rank's connection to the monitor process, by a thread.
 
     Args:
         rank: of the world.
         connection: to the monitor, authenticated.
-        monitor_rank: the rank on whose host the monitor is.
+        detector_rank: the rank on whose host the monitor is.
         heartbeat_timeout_s: the monitor's: a rank that is silent for so long has failed.
         exit_after_s: see below.
 
@@ -79,15 +79,15 @@ class Watch:
         noticed: an error about it was raised here.
         exit_after_s: seconds after a fault within which it must have been noticed; see `_last_resort`. None
             leaves the process alone.
-        on_late: called, in the watch's thread, with a notice that a rank is late (this one, or another one if
-            this rank reports it), and with that rank's number once it goes on.
+        on_late: called, in this client's thread, with a notice that a rank is late (this one, or another one
+            if this rank reports it), and with that rank's number once it continues.
     """
 
     def __init__(
         self,
         rank: int,
         connection: socket.socket,
-        monitor_rank: int,
+        detector_rank: int,
         heartbeat_timeout_s: float,
         exit_after_s: float | None = None,
     ) -> None:
@@ -97,10 +97,10 @@ class Watch:
         self.on_late: Callable[[LateNotice | int], object] = log_late
         self._stage: tuple[str, Limit] | None = None
         self._leaves_at = math.inf
-        self._told_calls: dict[str, int] = {}
+        self._sent_calls: dict[str, int] = {}
         self._not_compared: set[str] = set()
         self._thread, self._group = threading.get_ident(), default_group_id()
-        self._host = monitor_rank
+        self._host = detector_rank
         self._since = 0.0  # when the fault was known here
         # A garbage collection may say goodbye for a mesh while this very thread is in here: reentrant.
         self._lock, self._sending = threading.RLock(), threading.RLock()
@@ -111,28 +111,30 @@ class Watch:
         if os.getpid() not in _prepared_in:  # children of multiprocessing run no atexit functions
             _prepared_in.add(os.getpid())
             util.Finalize(None, _say_goodbye, exitpriority=100)
-        threading.Thread(target=self._run, name="ds_ring watch", daemon=True).start()
+        threading.Thread(target=self._run, name="ds_ring detector", daemon=True).start()
         _living.add(self)
 
-    def expect(self, wake: threading.Event) -> None:
+    def subscribe(self, wake: threading.Event) -> None:
         """Set this event when a fault becomes known."""
         with self._lock:
             self._waiting.add(wake)
         if self.fault is not None:
             wake.set()
 
-    def expect_no_more(self, wake: threading.Event) -> None:
+    def unsubscribe(self, wake: threading.Event) -> None:
         with self._lock:
             self._waiting.discard(wake)
 
-    def waits(self, on: Sequence[int], place: tuple[int, int], what: str, limit: Limit | None = None) -> None:
+    def report_wait(
+        self, on: Sequence[int], place: tuple[int, int], what: str, limit: Limit | None = None
+    ) -> None:
         """Report that this rank waits for the world ranks `on` at (call, hop), longer than for a moment."""
         message: dict[str, Any] = {"kind": "wait", "on": ranges_of(on), "place": place, "what": what}
         if limit is not None:
             message |= {"limit": limit.seconds, "key": limit.key}
         self._send(message)
 
-    def judge_collectives(self, what: str, limit: Limit) -> None:
+    def report_collectives(self, what: str, limit: Limit) -> None:
         """Report from now on how many collectives of torch.distributed this rank has begun, and where it is.
 
         So a rank is named that keeps the others in a collective that is not ds_ring's, longer than its
@@ -142,7 +144,7 @@ class Watch:
         self._thread, self._group = threading.get_ident(), default_group_id()
         self._stage = what, limit
 
-    def compare_not(self, groups: Iterable[object]) -> None:
+    def exclude_groups(self, groups: Iterable[object]) -> None:
         """Leave process groups out of that comparison: their ranks send and receive."""
         self._not_compared |= names_of(groups)
 
@@ -157,19 +159,19 @@ class Watch:
         finally:
             self._stage = before
 
-    def goes_on(self) -> None:
+    def wait_done(self) -> None:
         """Report that the wait is over."""
         self._send({"kind": "go"})
 
-    def accuse(self, on: Sequence[int], cause: str) -> None:
+    def report_timeout(self, on: Sequence[int], cause: str) -> None:
         """Report that the ranks `on` are late, or a connection failed: the monitor decides who failed."""
-        self._send({"kind": "accuse", "on": ranges_of(on), "cause": cause})
+        self._send({"kind": "timeout", "on": ranges_of(on), "cause": cause})
 
-    def broken(self, cause: str) -> None:
+    def report_broken_collective(self, cause: str) -> None:
         """Report that a collective that is not ours has failed here: the monitor decides who is to blame."""
         self._send({"kind": "broken", "cause": cause[:300]})
 
-    def failed(self, cause: str) -> None:
+    def report_failure(self, cause: str) -> None:
         """Report that this rank has failed in a way that leaves the others waiting."""
         self._send({"kind": "failed", "cause": cause})
         self._know(Fault(self.rank, cause))
@@ -182,7 +184,7 @@ class Watch:
             self._close()
         _living.discard(self)
 
-    def leave_soon(self) -> None:
+    def leave_later(self) -> None:
         """Leave as a mesh that is garbage does.
 
         A process that ends by SystemExit drops its meshes first. Where collectives are judged the goodbye
@@ -239,8 +241,8 @@ class Watch:
         if stage is None or default_group_id() != self._group:
             return {}
         calls = collective_calls(self._not_compared)
-        changed = {name: number for name, number in calls.items() if self._told_calls.get(name) != number}
-        self._told_calls = calls
+        changed = {name: number for name, number in calls.items() if self._sent_calls.get(name) != number}
+        self._sent_calls = calls
         what, limit = stage
         return {"in": what, "limit": limit.seconds, "key": limit.key, "calls": changed}
 
@@ -318,7 +320,7 @@ def log_late(notice: LateNotice | int) -> None:
         log.warning("%s", notice)
 
 
-_living: weakref.WeakSet[Watch] = weakref.WeakSet()
+_living: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
 _stuck: list[object] = []  # what a thread that waits for ever still uses
 _prepared_in: set[int] = set()  # process ids in which the goodbye is registered
 
@@ -329,14 +331,14 @@ def keep_for_ever(*things: object) -> None:
 
 
 def _say_goodbye() -> None:
-    """End all watches of this process in order; [Note: the end of a process]."""
+    """End all detectors of this process in order; [Note: the end of a process]."""
     error = getattr(sys, "last_value", None)
-    watches = list(_living)
-    for watch in watches:
-        if error is not None and watch.fault is None:
-            watch.failed(f"it ended with {type(error).__name__}: {str(error)[:300]}")
-    for watch in watches:
-        watch.end()
+    detectors = list(_living)
+    for detector in detectors:
+        if error is not None and detector.fault is None:
+            detector.report_failure(f"it ended with {type(error).__name__}: {str(error)[:300]}")
+    for detector in detectors:
+        detector.end()
     if _stuck:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -346,9 +348,9 @@ def _say_goodbye() -> None:
 
 def _forget_in_child() -> None:
     """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
-    for watch in list(_living):
-        watch.is_open = False
-        watch._connection.close()
+    for detector in list(_living):
+        detector.is_open = False
+        detector._connection.close()
     _living.clear()
 
 
@@ -364,13 +366,13 @@ T = TypeVar("T")
 
 
 def call_guarded(
-    act: Callable[[], T], watch: Watch | None, grid: Grid, what: str, step: int, limit: Limit
+    act: Callable[[], T], detector: DetectorClient | None, grid: Grid, what: str, step: int, limit: Limit
 ) -> T:
     """Make a call in which all ranks of the world take part; leave it when one of them fails.
 
     Args:
         act: the call. Where it is left, its thread stays: [Note: the end of a process].
-        watch: None calls without a guard.
+        detector: None calls without a guard.
         grid: for the names of ranks in the error.
         what: for messages, "making process groups" say.
         step: the number of this call among those before the mesh's first one; the same on all ranks.
@@ -379,7 +381,7 @@ def call_guarded(
     Raises:
         RingPeerError: a rank failed, or the time is over; names the rank.
     """
-    if watch is None:
+    if detector is None:
         return act()
     import torch
 
@@ -399,7 +401,7 @@ def call_guarded(
     thread.start()
     # Most calls end at once: only a long one is worth a message to the monitor.
     if wait([call], PATIENCE_S).not_done:
-        _wait_watched(call, watch, grid, what, step, limit)
+        _wait_watched(call, detector, grid, what, step, limit)
     error = None
     if call.done():
         thread.join()  # it only lets go of the call; [Note: threads at exit] in comm/waiting.py
@@ -409,45 +411,49 @@ def call_guarded(
     else:
         keep_for_ever(call, act)
     cause = f"{what} failed" if call.done() else f"{what} did not end within {limit.seconds:g} s"
-    fault = verdict(watch, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
-    raise peer_error(grid, watch.rank, None, fault) from error
+    fault = verdict(detector, error) or Fault(-1, f"{cause}, and no rank is known to have failed: {error}")
+    raise peer_error(grid, detector.rank, None, fault) from error
 
 
-def _wait_watched(call: Future[T], watch: Watch, grid: Grid, what: str, step: int, limit: Limit) -> None:
+def _wait_watched(
+    call: Future[T], detector: DetectorClient, grid: Grid, what: str, step: int, limit: Limit
+) -> None:
     """Tell the monitor, and wait until the call is over, a fault is known or the limit passes."""
     deadline = time.monotonic() + limit.seconds
-    others = [rank for rank in range(grid.world_size) if rank != watch.rank]
+    others = [rank for rank in range(grid.world_size) if rank != detector.rank]
     wake = threading.Event()
     call.add_done_callback(lambda _: wake.set())
-    watch.expect(wake)
-    watch.waits(others, (-1, step), what, limit)
+    detector.subscribe(wake)
+    detector.report_wait(others, (-1, step), what, limit)
     try:
-        while not call.done() and watch.fault is None and time.monotonic() < deadline:
+        while not call.done() and detector.fault is None and time.monotonic() < deadline:
             wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-        if watch.fault is not None:
+        if detector.fault is not None:
             wait([call], PATIENCE_S)
         # The deadline has passed and nobody is known to have failed: ask the monitor who is late.
         elif not call.done():
-            watch.accuse(others, f"it did not come to {what} within {limit.seconds:g} s ({limit.key})")
+            detector.report_timeout(
+                others, f"it did not come to {what} within {limit.seconds:g} s ({limit.key})"
+            )
         if call.done():
-            watch.goes_on()
+            detector.wait_done()
     finally:
-        watch.expect_no_more(wake)
+        detector.unsubscribe(wake)
 
 
-def verdict(watch: Watch, error: BaseException | None = None) -> Fault | None:
+def verdict(detector: DetectorClient, error: BaseException | None = None) -> Fault | None:
     """Wait a moment for the monitor's verdict; return who failed, if that is known then.
 
     Args:
-        watch: of this rank.
+        detector: of this rank.
         error: of a collective that is not ours; the monitor hears of it and looks for who left or never came.
     """
     if error is not None:
-        watch.broken(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        detector.report_broken_collective(str(error).splitlines()[0] if str(error) else type(error).__name__)
     end = time.monotonic() + VERDICT_S
-    while watch.fault is None and watch.is_open and time.monotonic() < end:
+    while detector.fault is None and detector.is_open and time.monotonic() < end:
         time.sleep(0.005)
-    return watch.fault
+    return detector.fault
 
 
 def is_of_distributed(error: BaseException, *callers: str) -> bool:

@@ -189,7 +189,7 @@ class FailureDetector:
             self._waits.begin(rank, ReportedWait(self._group(rank, message), at, what, now, limit_s, key))
         elif kind == "go":
             self._waits.end(rank)
-        elif kind == "accuse":
+        elif kind == "timeout":
             accusation = Accusation(now + GRACE_S, self._group(rank, message), _text_in(message, "cause"))
             # A rank's later accusations follow from its first.
             self._accusations.setdefault(rank, accusation)
@@ -198,7 +198,7 @@ class FailureDetector:
         elif kind == "failed":
             self.blame(rank, _text_in(message, "cause"))
         elif kind == "bye":
-            if not self._take_calls(rank, message, now):  # it goes on without this watch
+            if not self._take_calls(rank, message, now):  # it goes on without this connection
                 self._calls.forget(rank)
             self._left.setdefault(rank, now)
             self._waits.end(rank)

@@ -18,10 +18,17 @@ import psutil
 import pytest
 
 from ds_ring.errors import RingMeshError
+from ds_ring.health.failure_detector import verdicts
+from ds_ring.health.failure_detector.handshake import DetectorHandshake, authenticate
+from ds_ring.health.failure_detector.server import (
+    ASKED_S,
+    EMPTY_S,
+    Client,
+    Server,
+    listen_at,
+    raise_file_limit,
+)
 from ds_ring.health.joining import start_monitor
-from ds_ring.health.monitor import failure_detector
-from ds_ring.health.monitor.handshake import MonitorHandshake, authenticate
-from ds_ring.health.monitor.server import ASKED_S, EMPTY_S, Client, Server, listen_at, raise_file_limit
 from tests.dist.light_ranks import LightRanks, verdict_seconds
 
 pytestmark = pytest.mark.alone
@@ -118,7 +125,7 @@ def test_1100_ranks_join_under_a_limit_of_1024_files() -> None:
 
 def test_a_hard_limit_that_is_too_low_is_said_at_the_start() -> None:
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(Path(failure_detector.__file__).parent)],
+        [sys.executable, "-I", "-S", str(Path(verdicts.__file__).parent)],
         input=json.dumps({"host": "", "world_size": 300, "secret": "x" * 32, "heartbeat_timeout_s": 5.0}),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
         capture_output=True,
@@ -141,12 +148,12 @@ def test_an_address_that_is_not_here_is_said_at_the_start() -> None:
 
 
 def test_a_line_that_is_too_long_is_no_message_of_a_rank() -> None:
-    detector = failure_detector.FailureDetector(2, 10.0)
+    detector = verdicts.FailureDetector(2, 10.0)
     detector.join(0, 0.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         server = Server([], detector, b"secret", 1)
-        client = Client(ours, "here", 0.0, MonitorHandshake(b"secret", 2))
+        client = Client(ours, "here", 0.0, DetectorHandshake(b"secret", 2))
         client.handshake.rank, client.handshake.done = 0, True
         server.ranks[0] = client
         server._take(client, b"x" * (server.line_bytes + 1))
@@ -184,12 +191,12 @@ class Rank(NamedTuple):
 
 
 def test_a_late_rank_is_asked_where_it_is_and_one_other_rank_is_told() -> None:
-    detector = failure_detector.FailureDetector(3, 100.0)
+    detector = verdicts.FailureDetector(3, 100.0)
     server, ranks = Server([], detector, b"secret", 1), []
     for rank in range(3):
         detector.join(rank, 0.0)
         ours, theirs = socket.socketpair()
-        client = Client(ours, "here", 0.0, MonitorHandshake(b"secret", 3))
+        client = Client(ours, "here", 0.0, DetectorHandshake(b"secret", 3))
         client.handshake.rank, client.handshake.done = rank, True
         server.selector.register(ours, 1, client)
         server.ranks[rank] = client
@@ -214,7 +221,7 @@ def test_a_late_rank_is_asked_where_it_is_and_one_other_rank_is_told() -> None:
 
 
 def test_a_late_rank_that_does_not_answer_is_named_without_its_place() -> None:
-    detector = failure_detector.FailureDetector(2, 100.0)
+    detector = verdicts.FailureDetector(2, 100.0)
     server = Server([], detector, b"secret", 1)
     for rank in range(2):
         detector.join(rank, 0.0)

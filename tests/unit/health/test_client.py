@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingPeerError
-from ds_ring.health import watch as watch_module
-from ds_ring.health.watch import LateNotice, Watch, call_guarded, is_of_distributed
+from ds_ring.health import client as client_module
+from ds_ring.health.client import DetectorClient, LateNotice, call_guarded, is_of_distributed
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid
 
@@ -23,7 +23,7 @@ HEARTBEAT_S = 1.0
 
 
 class Clock:
-    """The time of the watch's module: the real one, and what a test adds."""
+    """The time of the detector's module: the real one, and what a test adds."""
 
     def __init__(self) -> None:
         self.added_s = 0.0
@@ -78,21 +78,21 @@ def test_a_pause_of_this_process_is_no_silence_of_the_monitor(
 ) -> None:
     """(Suspended, or stopped for a debugger. A seeded fault did not excuse it.)"""
     clock = Clock()
-    monkeypatch.setattr(watch_module, "time", clock)
-    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    monkeypatch.setattr(client_module, "time", clock)
+    detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     until(lambda: len(monitor.kinds("beat")) > 1)
     clock.added_s = 100.0
     beats = len(monitor.kinds("beat"))
     until(lambda: len(monitor.kinds("beat")) > beats + 2)
-    assert watch.fault is None and watch.is_open
-    watch.leave()
+    assert detector.fault is None and detector.is_open
+    detector.leave()
 
 
 def test_a_monitor_that_is_silent_while_this_process_runs_is_lost(monitor: Monitor) -> None:
     ours, theirs = socket.socketpair()
-    watch = Watch(1, ours, 0, 0.3)
-    until(lambda: watch.fault is not None)
-    assert watch.fault is not None and "no answer for" in watch.fault.cause
+    detector = DetectorClient(1, ours, 0, 0.3)
+    until(lambda: detector.fault is not None)
+    assert detector.fault is not None and "no answer for" in detector.fault.cause
     theirs.close()
 
 
@@ -101,12 +101,12 @@ def in_a_function_of_the_test(seconds: float) -> None:
 
 
 def test_a_late_rank_says_where_it_is_and_logs_it(monitor: Monitor, caplog: pytest.LogCaptureFixture) -> None:
-    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     threading.Timer(0.1, lambda: monitor.say(kind="where")).start()
     in_a_function_of_the_test(0.5)
     until(lambda: monitor.kinds("at"))
     (answer,) = monitor.kinds("at")
-    assert answer["text"].startswith("in_a_function_of_the_test (test_watch.py:"), answer
+    assert answer["text"].startswith("in_a_function_of_the_test (test_client.py:"), answer
     late = {"rank": 1, "what": "collective 7", "since": 6.0, "limit_s": 60.0, "key": "a_key"}
     with caplog.at_level(logging.WARNING, "ds_ring"):
         monitor.say(kind="late", at="load (train.py:3)", **late)
@@ -117,7 +117,7 @@ def test_a_late_rank_says_where_it_is_and_logs_it(monitor: Monitor, caplog: pyte
         " it counts as failed after 60 s (a_key)"
     )
     assert caplog.records[1].getMessage() == "rank 1 goes on"
-    watch.leave()
+    detector.leave()
 
 
 def test_a_notice_without_a_place_is_a_sentence() -> None:
@@ -125,55 +125,55 @@ def test_a_notice_without_a_place_is_a_sentence() -> None:
 
 
 def test_heartbeats_say_nothing_of_collectives_unless_asked(monitor: Monitor) -> None:
-    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     until(lambda: monitor.kinds("beat"))
     assert monitor.kinds("beat")[0] == {"kind": "beat"}
-    with watch.within("nothing", Limit(1.0, "key")):
-        assert watch._calls() == {}
-    watch.leave()
+    with detector.within("nothing", Limit(1.0, "key")):
+        assert detector._calls() == {}
+    detector.leave()
 
 
 def test_a_mesh_that_is_dropped_while_its_process_ends_says_so(
     monitor: Monitor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SystemExit frees the mesh before the process ends: others may be in a collective for ever."""
-    monkeypatch.setattr(watch_module, "collective_calls", lambda not_compared: {"0": 7})
-    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
-    watch.judge_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
-    watch.leave_soon()
-    assert watch.is_open
-    watch.end()
+    monkeypatch.setattr(client_module, "collective_calls", lambda not_compared: {"0": 7})
+    detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
+    detector.report_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
+    detector.leave_later()
+    assert detector.is_open
+    detector.end()
     until(lambda: monitor.kinds("bye"))
-    assert monitor.kinds("bye")[0]["in"] == "the training script" and not watch.is_open
+    assert monitor.kinds("bye")[0]["in"] == "the training script" and not detector.is_open
 
 
 @pytest.mark.parametrize("judges", [True, False])
 def test_a_mesh_that_is_dropped_leaves_the_job(
     monitor: Monitor, monkeypatch: pytest.MonkeyPatch, judges: bool
 ) -> None:
-    monkeypatch.setattr(watch_module, "collective_calls", lambda not_compared: {"0": 7})
-    monkeypatch.setattr(watch_module, "LINGER_S", 0.3)
-    watch = Watch(1, monitor.of_rank, 0, HEARTBEAT_S)
+    monkeypatch.setattr(client_module, "collective_calls", lambda not_compared: {"0": 7})
+    monkeypatch.setattr(client_module, "LINGER_S", 0.3)
+    detector = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S)
     if judges:
-        watch.judge_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
-    watch.leave_soon()
+        detector.report_collectives("the training script", Limit(10.0, "step_timeout_seconds"))
+    detector.leave_later()
     until(lambda: monitor.kinds("bye"))
-    assert monitor.kinds("bye") == [{"kind": "bye"}] and not watch.is_open
+    assert monitor.kinds("bye") == [{"kind": "bye"}] and not detector.is_open
 
 
 def test_a_guarded_call_that_takes_too_long_names_the_limit(monitor: Monitor) -> None:
-    watch, wake = Watch(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
+    detector, wake = DetectorClient(1, monitor.of_rank, 0, HEARTBEAT_S), threading.Event()
 
     def verdict() -> None:
-        until(lambda: monitor.kinds("accuse"))
-        monitor.say(kind="fault", rank=0, cause=monitor.kinds("accuse")[0]["cause"])
+        until(lambda: monitor.kinds("timeout"))
+        monitor.say(kind="fault", rank=0, cause=monitor.kinds("timeout")[0]["cause"])
 
     threading.Thread(target=verdict, daemon=True).start()
     with pytest.raises(RingPeerError, match=r"did not come to a call within 0.5 s \(a_key\)"):
-        call_guarded(wake.wait, watch, Grid(2, 2), "a call", 1, Limit(0.5, "a_key"))
+        call_guarded(wake.wait, detector, Grid(2, 2), "a call", 1, Limit(0.5, "a_key"))
     assert monitor.kinds("wait")[0]["limit"] == 0.5
     wake.set()
-    watch.leave()
+    detector.leave()
 
 
 def test_an_error_is_of_a_collective_by_who_called_it() -> None:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from .failure_detector import FailureDetector, Fault
-from .handshake import HANDSHAKE_LINE_BYTES, HandshakeError, MonitorHandshake
+from .handshake import HANDSHAKE_LINE_BYTES, DetectorHandshake, HandshakeError
+from .verdicts import FailureDetector, Fault
 
 EMPTY_S = 1.0  # end the process if no rank was connected for this time
 FIRST_S = 20.0  # end it if no rank has connected within this time of its start
@@ -64,7 +64,7 @@ class Client:
     connection: socket.socket
     address: str
     since: float
-    handshake: MonitorHandshake
+    handshake: DetectorHandshake
     unread: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     gone: bool = False
@@ -178,7 +178,7 @@ class Server:
             connection.setblocking(False)
             with suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = MonitorHandshake(self.secret, self.detector.world_size)
+            handshake = DetectorHandshake(self.secret, self.detector.world_size)
             client = Client(connection, str(address[0]), time.monotonic(), handshake)
             self.strangers[client] = None
             self.selector.register(connection, selectors.EVENT_READ, client)

@@ -16,10 +16,10 @@ from ds_ring.comm import streams as device
 from ds_ring.comm import waiting
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.waiting import DeviceWatch, Pending, Place
+from ds_ring.comm.waiting import CallSite, Pending, WorkWatchdog
 from ds_ring.errors import RingConfigError, RingPeerError
-from ds_ring.health import watch
-from ds_ring.health.monitor.failure_detector import Fault
+from ds_ring.health import client
+from ds_ring.health.failure_detector.verdicts import Fault
 from ds_ring.limits import Timeouts
 from ds_ring.ops.checks import check_tensors
 from ds_ring.schedule.grid import Grid
@@ -32,7 +32,7 @@ DEVICE_FAILS = torch.AcceleratorError("CUDA error: an illegal memory access was 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is kept for ever, until the end of a test: else the tests' process ends with exit code 1."""
     kept: list[object] = []
-    monkeypatch.setattr(watch, "_stuck", kept)
+    monkeypatch.setattr(client, "_stuck", kept)
     return kept
 
 
@@ -43,18 +43,18 @@ class Monitor:
         self.fault: Fault | None = None
         self.noticed, self.is_open, self.told = False, True, []
 
-    def accuse(self, on: Sequence[int], cause: str) -> None:
-        self.told.append(("accuse", tuple(on)))
+    def report_timeout(self, on: Sequence[int], cause: str) -> None:
+        self.told.append(("timeout", tuple(on)))
         self.fault = self.fault or Fault(on[0], cause)
 
-    def failed(self, cause: str) -> None:
+    def report_failure(self, cause: str) -> None:
         self.told.append(("failed", cause))
         self.fault = self.fault or Fault(OWN, cause)
 
-    def expect(self, wake: Any) -> None: ...
-    def expect_no_more(self, wake: Any) -> None: ...
-    def waits(self, on: Sequence[int], place: Any, what: str) -> None: ...
-    def goes_on(self) -> None: ...
+    def subscribe(self, wake: Any) -> None: ...
+    def unsubscribe(self, wake: Any) -> None: ...
+    def report_wait(self, on: Sequence[int], place: Any, what: str) -> None: ...
+    def wait_done(self) -> None: ...
 
 
 class Work:
@@ -118,8 +118,8 @@ class Ring:
             name: Group(name, self.aborted) for name in ("sequence", "ring", "ulysses", "data", "world")
         }
         made: dict[str, Any] = {f"{name}_group": g for name, g in self.groups.items() if name != "world"}
-        self.mesh = RingMesh(Grid(4, 4), OWN, watch=self.monitor, **made)  # type: ignore[arg-type]
-        self.watch = DeviceWatch.of(self.mesh)
+        self.mesh = RingMesh(Grid(4, 4), OWN, detector=self.monitor, **made)  # type: ignore[arg-type]
+        self.watchdog = WorkWatchdog.of(self.mesh)
 
     def post(
         self, works: Callable[[], bool], came: Callable[[], bool] = at_once, group: str = "ring",
@@ -128,8 +128,8 @@ class Ring:
         """A batch from rank 2, and the wait that the host makes for it."""
         received = torch.zeros(1) if received is None else received
         batch = Pending(
-            [Work(works, error)], [(PEER,)], self.mesh, Place(7, 3), SOON_S, [], [received],
-            self.groups[group], self.watch, Marks(came, works),
+            [Work(works, error)], [(PEER,)], self.mesh, CallSite(7, 3), SOON_S, [], [received],
+            self.groups[group], self.watchdog, Marks(came, works),
         )  # type: ignore[arg-type, list-item]  # fmt: skip
         before = time.monotonic()
         batch.wait()
@@ -137,9 +137,9 @@ class Ring:
 
     def broken(self) -> RingPeerError:
         """The error that the next call raises, as soon as it is there."""
-        self.until(lambda: self.mesh.use.broken is not None)
+        self.until(lambda: self.mesh.state.broken is not None)
         with pytest.raises(RingPeerError) as caught:
-            Exchange(RingMesh(self.mesh.grid, OWN, use=self.mesh.use)).all_gather(torch.zeros(1), Any, 4)
+            Exchange(RingMesh(self.mesh.grid, OWN, state=self.mesh.state)).all_gather(torch.zeros(1), Any, 4)
         return caught.value
 
     def until(self, true: Callable[[], bool]) -> None:
@@ -183,7 +183,7 @@ def test_a_verdict_about_another_rank_ends_the_wait_for_a_busy_device() -> None:
     ring = Ring()
     ring.post(never, never)
     time.sleep(0.1)
-    assert ring.mesh.use.broken is None
+    assert ring.mesh.state.broken is None
     ring.monitor.fault = Fault(3, "its process ended")
     error = ring.broken()
     assert error.peer == 3 and error.cause.endswith("its process ended")
@@ -244,18 +244,18 @@ def test_an_error_of_a_wait_names_the_culprit_and_keeps_the_memory(
     """(It was raised as it is, and this rank, a victim, told the monitor that it had failed itself.)"""
     ring, received = Ring(), torch.zeros(1)
 
-    def accuse(on: Sequence[int], cause: str) -> None:
-        ring.monitor.told.append(("accuse", tuple(on)))
+    def report_timeout(on: Sequence[int], cause: str) -> None:
+        ring.monitor.told.append(("timeout", tuple(on)))
         ring.monitor.fault = Fault(3, "its process ended")  # rank 2 waits for rank 3
 
-    ring.monitor.accuse = accuse  # type: ignore[method-assign]
+    ring.monitor.report_timeout = report_timeout  # type: ignore[method-assign]
     with pytest.raises(RingPeerError) as caught, Exchange(ring.mesh).guarded():
         ring.post(at_once, error=error, received=received)
     assert (caught.value.hop, caught.value.peer) == (3, 3) and caught.value.cause.endswith(
         "its process ended"
     )
     assert caught.value.__cause__ is error
-    assert ring.monitor.told == [("accuse", (PEER,))] and ring.monitor.noticed
+    assert ring.monitor.told == [("timeout", (PEER,))] and ring.monitor.noticed
     assert any(received is one for tensors in kept if isinstance(tensors, list) for one in tensors)
     assert ring.broken().peer == 3
     ring.until(lambda: ring.aborted == ["ring"])
@@ -275,35 +275,35 @@ def test_results_are_not_settled_where_a_message_failed(fault: Callable[[], bool
     ring.post(at_once)
     ring.post(fault)
     with pytest.raises(RingPeerError) as caught:
-        ring.mesh.settle()
+        ring.mesh.synchronize()
     assert caught.value.peer == (PEER if fault is never else OWN)
     assert ring.monitor.noticed, "it was raised here"
 
 
 def test_results_are_settled_once_every_message_has_arrived() -> None:
     ring = Ring()
-    ring.mesh.settle()
-    assert not ring.watch._running, "a thread for nothing"
+    ring.mesh.synchronize()
+    assert not ring.watchdog._running, "a thread for nothing"
     began = time.monotonic()
     ring.post(lambda: time.monotonic() > began + 0.1)
-    ring.mesh.settle()
-    assert time.monotonic() > began + 0.1 and ring.mesh.use.broken is None
+    ring.mesh.synchronize()
+    assert time.monotonic() > began + 0.1 and ring.mesh.state.broken is None
 
 
-@pytest.mark.parametrize("hurried", [False, True])
+@pytest.mark.parametrize("poll_fast", [False, True])
 def test_a_watch_asks_more_and_more_seldom_unless_somebody_waits(
-    monkeypatch: pytest.MonkeyPatch, hurried: bool
+    monkeypatch: pytest.MonkeyPatch, poll_fast: bool
 ) -> None:
     """(Each millisecond, whoever waits: 400 queries of a batch that takes 0.4 s.)"""
     slept, woken = [], []
     clock = SimpleNamespace(monotonic=lambda: sum(slept) + sum(woken), sleep=slept.append)
     monkeypatch.setattr(waiting, "time", clock)
-    event = SimpleNamespace(is_set=lambda: hurried, wait=woken.append)
-    assert not waiting.look(never, 0.4, event)  # type: ignore[arg-type]
-    pauses, others = (slept, woken) if hurried else (woken, slept)
+    event = SimpleNamespace(is_set=lambda: poll_fast, wait=woken.append)
+    assert not waiting.poll(never, 0.4, event)  # type: ignore[arg-type]
+    pauses, others = (slept, woken) if poll_fast else (woken, slept)
     assert not others and sum(pauses) == pytest.approx(0.4)
-    if hurried:
-        assert max(pauses) == waiting.LOOK_S
+    if poll_fast:
+        assert max(pauses) == waiting.POLL_S
     else:
         assert pauses[:3] == [0.001, 0.002, 0.004] and max(pauses) == 0.02 and len(pauses) < 30
 
@@ -339,14 +339,14 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
     monkeypatch.setattr(cuda, "mark", lambda: event)
     ring = Ring()
     batch = Pending(
-        [Work(at_once)], [(PEER,)], ring.mesh, Place(7, 3), SOON_S, [], [], ring.groups["ring"], ring.watch,
-        cuda,
+        [Work(at_once)], [(PEER,)], ring.mesh, CallSite(7, 3), SOON_S, [], [], ring.groups["ring"],
+        ring.watchdog, cuda,
     )  # type: ignore[arg-type, list-item]  # fmt: skip
     batch.wait()
-    ring.mesh.settle()
+    ring.mesh.synchronize()
     assert [call[1:] for call in driver.calls[:2]] == [("mode", device.THREAD_LOCAL), ("query", 4711)]
     threads = {thread for thread, *_ in driver.calls}
-    assert len(threads) == 1 and threads != {threading.get_ident()} and ring.mesh.use.broken is None
+    assert len(threads) == 1 and threads != {threading.get_ident()} and ring.mesh.state.broken is None
 
 
 def test_a_query_that_fails_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +368,8 @@ def test_a_batch_of_a_pass_that_raised_is_aborted_too() -> None:
     ring = Ring()
     exchange = Exchange(ring.mesh)
     exchange._latest = Pending(
-        [Work(never)], [(PEER,)], ring.mesh, Place(7, 3), SOON_S, [], [torch.zeros(1)],
-        ring.groups["ring"], ring.watch, Marks(),
+        [Work(never)], [(PEER,)], ring.mesh, CallSite(7, 3), SOON_S, [], [torch.zeros(1)],
+        ring.groups["ring"], ring.watchdog, Marks(),
     )  # type: ignore[arg-type, list-item]  # fmt: skip
     with pytest.raises(ZeroDivisionError), exchange.guarded():
         raise ZeroDivisionError("out of memory, say")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_ring.health.monitor.failure_detector import LEFT_S, FailureDetector
+from ds_ring.health.failure_detector.verdicts import LEFT_S, FailureDetector
 
 HEARTBEAT_S = 2.0
 SCRIPT = ("the training script", 10.0, "step_timeout_seconds")
@@ -93,7 +93,7 @@ def test_in_a_call_that_is_watched_as_a_whole_the_one_that_sleeps_in_it_is_named
     assert detector.late_ranks(1.0) == {}
     (late,) = detector.late_ranks(1.2).values()
     assert (late.rank, late.limit_s, late.key) == (2, 8.0, "k")
-    detector.hear(0, {"kind": "accuse", "on": [[1, 2]], "cause": "late"}, 8.3)
+    detector.hear(0, {"kind": "timeout", "on": [[1, 2]], "cause": "late"}, 8.3)
     assert culprit(detector, 8.9) == 2
 
 
@@ -174,6 +174,6 @@ def test_of_ranks_in_one_call_that_is_watched_as_a_whole_the_one_behind_is_blame
         message = {"kind": "wait", "on": others, "place": [-1, 2], "what": "the making of groups"}
         detector.hear(rank, message, 0.1)
         beat(detector, rank, 0.2, {"": 4 if rank < 2 else 3})
-    detector.hear(0, {"kind": "accuse", "on": [[1, 2]], "cause": "late"}, 5.0)
+    detector.hear(0, {"kind": "timeout", "on": [[1, 2]], "cause": "late"}, 5.0)
     beats(detector, 6.0, since=4.5)
     assert culprit(detector, 6.0) == 2
