@@ -163,8 +163,8 @@ _of_session: weakref.WeakKeyDictionary[Any, dict[Patch, None]] = weakref.WeakKey
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows with one replacement: a decorator of the function or class that it is."""
+class PatchRows:
+    """PatchRows with one replacement: a decorator of the function or class that it is."""
 
     rows: tuple[Patch, ...]
 
@@ -173,14 +173,14 @@ class Rows:
         marked.patch_rows = (*self.rows, *getattr(replacement, "patch_rows", ()))
         return replacement
 
-    def to(self, value: Any) -> BoundRows:
+    def to(self, value: Any) -> BoundPatch:
         """Return the rows with a value, for `apply`."""
-        return BoundRows(self.rows, value)
+        return BoundPatch(self.rows, value)
 
 
 @dataclass(frozen=True)
-class BoundRows:
-    """Rows and what they put in place."""
+class BoundPatch:
+    """PatchRows and what they put in place."""
 
     patch_rows: tuple[Patch, ...]
     value: Any
@@ -196,7 +196,7 @@ def patch(
     versions: str = "",
     when: str = "",
     options: tuple[str, ...] = (),
-) -> Rows:
+) -> PatchRows:
     """Add a row for each of the owner's attributes `names`, or for a hook on the owner if there are none.
 
     It decorates the replacement, in a module or in a class there. A replacement that is made later takes its
@@ -211,7 +211,7 @@ def patch(
         Patch(owner, name, stage, kind, feature, reason, versions, when, options) for name in names or ("",)
     ]
     owner.table.rows += rows
-    return Rows(tuple(rows))
+    return PatchRows(tuple(rows))
 
 
 def apply(*replacements: Any, session: Any = None, **objects: Any) -> list[AppliedPatch]:
@@ -221,10 +221,10 @@ def apply(*replacements: Any, session: Any = None, **objects: Any) -> list[Appli
 
     Args:
         replacements: functions and classes that `patch` decorates, partials of such functions, objects that
-            have such methods, or `Rows.to(value)`.
+            have such methods, or `PatchRows.to(value)`.
         session: the session for which `describe` lists the rows; None for changes of the whole process. Its
             list `changes`, if it has one, gets those of objects that may outlive it.
-        objects: by the names with which targets begin. Rows of objects that are not given are left out.
+        objects: by the names with which targets begin. PatchRows of objects that are not given are left out.
 
     Raises:
         RingConfigError: the installed package has no such target.
@@ -283,7 +283,7 @@ def paused(changes: Sequence[AppliedPatch]) -> Iterator[None]:
 def describe(session: Any) -> str:
     """Return the rows that apply to a session and its process, by table, in the order of application.
 
-    Rows of their features that were not applied yet come last.
+    PatchRows of their features that were not applied yet come last.
     """
     found = _of_process | _of_session.get(session, {})
     features = {(row.owner.table, row.main_feature) for row in found}
@@ -342,18 +342,18 @@ def _note(changes: Sequence[AppliedPatch], session: Any) -> None:
     found.update((change.row, None) for change in changes)
 
 
-def _bound(replacement: Any) -> Iterator[BoundRows]:
+def _bound(replacement: Any) -> Iterator[BoundPatch]:
     """Yield the rows of a replacement with what they put in place."""
     marked = replacement.func if isinstance(replacement, functools.partial) else replacement
     if hasattr(marked, "patch_rows"):
-        yield replacement if isinstance(replacement, BoundRows) else BoundRows(marked.patch_rows, replacement)
+        yield replacement if isinstance(replacement, BoundPatch) else BoundPatch(marked.patch_rows, replacement)
         return
     # In the order in which the bases and the class define them.
     names = dict.fromkeys(name for kind in reversed(type(replacement).__mro__) for name in vars(kind))
     methods = [name for name in names if hasattr(getattr(type(replacement), name, None), "patch_rows")]
     assert methods, f"{replacement!r}: expected what `patch` decorates, got none of it"
     for method in (getattr(replacement, name) for name in methods):
-        yield BoundRows(method.patch_rows, method)
+        yield BoundPatch(method.patch_rows, method)
 
 
 def _apply_all(replacements: Iterable[Any], objects: Mapping[str, Any]) -> list[AppliedPatch]:
@@ -475,9 +475,9 @@ class FeatureTable(PatchTable):
         with applied(*self._of_given(features, objects), session=session, **objects):
             yield
 
-    def _of_given(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[BoundRows]:
+    def _of_given(self, features: Mapping[str, Any], objects: Mapping[str, Any]) -> list[BoundPatch]:
         return [
-            BoundRows((row,), getattr(features[row.feature], row.stage))
+            BoundPatch((row,), getattr(features[row.feature], row.stage))
             for row in self.rows
             if row.feature in features and (row.owner.class_name is None or row.owner.root in objects)
         ]

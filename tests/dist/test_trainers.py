@@ -531,6 +531,13 @@ def test_trl_is_the_same_as_on_one_process(
         assert moved[0] <= 1e-5 < 1e-2 < max(moved)  # before the first update, and after
 
 
+def test_every_target_in_trl_exists() -> None:
+    pytest.importorskip("trl")
+    from ds_ring.integrations.trainers.trl import TRL
+
+    TRL.check()
+
+
 def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     pytest.importorskip("trl")
     import ds_ring

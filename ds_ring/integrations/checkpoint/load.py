@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingConfigError, RingMismatchError
-from ds_ring.integrations.adapter import BoundRows, applied, patch
+from ds_ring.integrations.adapter import BoundPatch, applied, patch
 from ds_ring.integrations.checkpoint.compatible import deepspeed_errors_typed, require_loadable
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -72,7 +72,7 @@ def guard_checkpoints(
     engine: DeepSpeedEngine,
     attempt: Attempt | None = None,
     limit: Limit = Timeouts().limit("checkpoint"),  # noqa: B008  # an immutable value
-) -> list[BoundRows]:
+) -> list[BoundPatch]:
     """Return save.py's save_checkpoint and the load_checkpoint below as methods of an engine.
 
     `attempt` is that of `FolderLocks`, `limit` that of a save in the background.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> PatchTable:
     return PatchTable("torch", ">=2")
 
 
-def row(owner: adapter.Owner, *names: str, feature: str = "one", **others: Any) -> adapter.Rows:
+def row(owner: adapter.Owner, *names: str, feature: str = "one", **others: Any) -> adapter.PatchRows:
     return patch(owner, *names, feature=feature, **{"stage": "around_forward", "reason": "a", **others})
 
 
@@ -41,11 +40,11 @@ class Around:
 
 
 def test_every_target_exists_in_the_installed_packages() -> None:
+    """Those of diffusers and TRL, which take long to import, are looked for by tests/dist."""
     adapter.import_all()
-    checked = [one for one in adapter._tables if find_spec(one.package) is not None]
-    for one in checked:
-        one.check()
-    assert {"deepspeed", "transformers"} <= {one.package for one in checked}
+    for table in adapter._tables:
+        if table.package in ("deepspeed", "accelerate", "transformers"):
+            table.check()
 
 
 def test_a_target_that_the_installed_package_lacks_is_one_error_that_names_it() -> None:
