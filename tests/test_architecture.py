@@ -99,7 +99,7 @@ IMPORTERS = {
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},
     "integrations.deepspeed.loss": {"comm.exchange"},
-    "integrations.deepspeed.run_report": {"comm.exchange"},  # the limit of a sum
+    "integrations.deepspeed.step_metrics": {"comm.exchange"},  # the limit of a sum
     "integrations.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
     "integrations.transformers.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
     "integrations.transformers.images": {"comm.exchange"},  # features, to the ranks of their tokens

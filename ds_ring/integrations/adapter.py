@@ -346,7 +346,9 @@ def _bound(replacement: Any) -> Iterator[BoundPatch]:
     """Yield the rows of a replacement with what they put in place."""
     marked = replacement.func if isinstance(replacement, functools.partial) else replacement
     if hasattr(marked, "patch_rows"):
-        yield replacement if isinstance(replacement, BoundPatch) else BoundPatch(marked.patch_rows, replacement)
+        yield (
+            replacement if isinstance(replacement, BoundPatch) else BoundPatch(marked.patch_rows, replacement)
+        )
         return
     # In the order in which the bases and the class define them.
     names = dict.fromkeys(name for kind in reversed(type(replacement).__mro__) for name in vars(kind))

@@ -17,23 +17,23 @@ SIZE = Size(hidden=32, layers=2, tokens=21, samples=2)
 
 # From the inside out.
 METHODS = {
-    "forward": ["RingUse", "FirstBatch", "in_engine"],
-    "backward": ["RingUse", "in_engine"],
+    "forward": ["RingUse", "FirstBatch", "attribute_engine_failure"],
+    "backward": ["RingUse", "attribute_engine_failure"],
     "_backward_prologue": ["refuse_direct_backward"],
-    "step": ["FirstBatch", "RingMonitor", "_Report", "Settled", "in_engine"],
-    "save_checkpoint": ["save_checkpoint", "Settled", "in_engine"],
-    "load_checkpoint": ["load_checkpoint", "in_engine"],
+    "step": ["FirstBatch", "StepMetrics", "_Report", "SynchronizedResults", "attribute_engine_failure"],
+    "save_checkpoint": ["save_checkpoint", "SynchronizedResults", "attribute_engine_failure"],
+    "load_checkpoint": ["load_checkpoint", "attribute_engine_failure"],
     "compile": ["_compile"],
-    "save_16bit_model": ["Settled", "in_engine"],
-    "save_fp16_model": ["Settled", "in_engine"],
-    "module_state_dict": ["Settled", "in_engine"],
-    "allreduce_gradients": ["in_engine"],
-    "load_module_state_dict": ["in_engine"],
-    "destroy": ["_destroy", "in_engine"],
+    "save_16bit_model": ["SynchronizedResults", "attribute_engine_failure"],
+    "save_fp16_model": ["SynchronizedResults", "attribute_engine_failure"],
+    "module_state_dict": ["SynchronizedResults", "attribute_engine_failure"],
+    "allreduce_gradients": ["attribute_engine_failure"],
+    "load_module_state_dict": ["attribute_engine_failure"],
+    "destroy": ["_destroy", "attribute_engine_failure"],
 }
 # In the order in which torch calls them.
-BEFORE = ["WholeBatches", "_find_sharding", "RingMonitor", "_Report"]
-AFTER = ["RingMonitor", "_Report", "WholeBatches"]
+BEFORE = ["WholeBatches", "_find_sharding", "StepMetrics", "_Report"]
+AFTER = ["StepMetrics", "_Report", "WholeBatches"]
 
 
 def name_of(part: Any) -> str:

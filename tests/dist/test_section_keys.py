@@ -322,7 +322,7 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
 def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:
     start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.deepspeed.run_report import tokens_of
+    from ds_ring.integrations.deepspeed.step_metrics import tokens_of
 
     model = build_model(SIZE, "sdpa")
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

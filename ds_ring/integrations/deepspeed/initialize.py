@@ -32,11 +32,17 @@ from ds_ring.integrations.adapter import apply, imports_of, patch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.checkpoint.manifest import attempt_in
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, rendezvous_settings, resolve_auto
-from ds_ring.integrations.deepspeed.culprits import Settled, in_engine, join_job, name_culprit
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
+from ds_ring.integrations.deepspeed.failure_attribution import (
+    SynchronizedResults,
+    attribute_engine_failure,
+    attribute_failure,
+    join_job,
+)
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
+from ds_ring.integrations.deepspeed.rank_speeds import MeasuredSpeeds
 from ds_ring.integrations.deepspeed.refusals import (
     RingUse,
     divides_twice,
@@ -48,16 +54,14 @@ from ds_ring.integrations.deepspeed.refusals import (
     without_optimizer,
 )
 from ds_ring.integrations.deepspeed.run_report import (
-    MeasuredSpeeds,
-    RingMonitor,
     attempt_folder,
-    check_monitor,
     mark_ring,
     ranks_per_node,
     report_late_ranks,
     report_steps,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.deepspeed.step_metrics import StepMetrics, check_monitor
 from ds_ring.limits import Timeouts
 
 log = logging.getLogger(__name__)
@@ -159,7 +163,7 @@ def initialize(
         if getattr(args, "deepspeed_config", None) is not None:
             args = copy.copy(args)
             args.deepspeed_config = None  # DeepSpeed refuses a configuration twice, and gets ours as a dict
-        engine, engine_optimizer, _, scheduler = name_culprit(
+        engine, engine_optimizer, _, scheduler = attribute_failure(
             mesh, _start_engine,
             args=args, model=model, optimizer=optimizer, model_parameters=model_parameters,
             lr_scheduler=lr_scheduler, distributed_port=distributed_port,
@@ -174,7 +178,7 @@ def initialize(
             apply(refuse_to_pickle, session=session, module=module)
         if sizes is not None:
             dtype = next(engine.module.parameters()).dtype
-            name_culprit(mesh, session.dynamic.start, sizes, session, dtype)
+            attribute_failure(mesh, session.dynamic.start, sizes, session, dtype)
     loader = None
     if training_data is not None:
         loader = session.loader(
@@ -231,7 +235,7 @@ def _patches_of(
     patches += [RingUse(session, engine, is_own=not attached), first_batch]
     patches.append(partial(_compile, engine, session, attached))
     if session.config.monitor:
-        patches.append(RingMonitor(engine, session))
+        patches.append(StepMetrics(engine, session))
     speeds = session.config.rank_speeds
     if speeds == "measured":
         patches.append(MeasuredSpeeds(engine, session))
@@ -249,9 +253,9 @@ def _patches_of(
         )
     elif not trains:  # ZeRO 3
         patches.append(refuse_checkpoints)
-    patches += [Settled(engine, session.mesh), partial(_destroy, session)]
+    patches += [SynchronizedResults(engine, session.mesh), partial(_destroy, session)]
     if session.mesh.detector is not None:
-        patches.append(partial(in_engine, session.mesh))
+        patches.append(partial(attribute_engine_failure, session.mesh))
     return [*(one for one in patches if one is not None), refuse_to_pickle]
 
 

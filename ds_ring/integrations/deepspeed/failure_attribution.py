@@ -1,8 +1,8 @@
-"""Name whoever failed first, wherever in a DeepSpeed job the others notice it.
+"""Attribute a torch.distributed error to the rank that failed first.
 
-Owns what happens to a RuntimeError of torch.distributed outside the ring: in the engine's own collectives,
-and in those of the training script; and that results of a pass whose messages failed are not kept. Who
-failed is the monitor's to say (`health/failure_detector/`).
+This file handles a RuntimeError of torch.distributed outside the ring: in the engine's collectives and in
+those of the training script. It also waits for the messages of a pass before its results are used. The
+failure detector (`health/failure_detector/`) decides which rank failed.
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from ds_ring.schedule.grid import Grid
 P = ParamSpec("P")
 T = TypeVar("T")
 DEFAULT_HEARTBEAT_S = 10.0  # where the configuration could not be read
-_named_at_exit: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
+_detectors: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
 _hooked: list[AppliedPatch] = []  # once for a process
 _SETTLED = "waits until all messages have arrived, since the result lasts"
 
 
 # [Note: outside the ring]
-# A rank that dies in `engine.step` shows on the others as a broken connection of gloo or NCCL, without a
-# name. The methods of the engine wait a moment for the verdict and raise RingPeerError from it. A collective
-# of the script is nobody's to wrap: there the error is left as it is, and when it ends the process, the
-# culprit is said before the traceback. Who is stuck in a collective instead ends by the last resort of
-# `health/client.py`.
+# When a rank dies in `engine.step`, the others see a broken connection of gloo or NCCL, without a rank. The
+# methods of the engine wait a moment for the detector's verdict and raise RingPeerError from it. Collectives
+# of the script are not wrapped: their error stays as it is, and if it ends the process, the failed rank is
+# printed before the traceback. A rank that hangs in a collective is ended by `health/client.py`.
 def join_job(config: RingConfig | None) -> DetectorClient | None:
     """Join the failure detector of an initialised world, with the launcher's secret. Collective.
 
     Args:
-        config: the section; None where this rank could not read it, which it tells the others later on.
+        config: the section; None if this rank could not read it, which `agree_on_config` reports.
 
     Raises:
         RingPeerError, RingMeshError: of `health/joining.py`.
@@ -59,23 +58,23 @@ def join_job(config: RingConfig | None) -> DetectorClient | None:
     if detector is not None:
         detector.report_collectives("ds_ring.initialize", timeouts.limit("start"))
         if not _hooked:
-            _hooked.extend(apply(_print_culprit))
-        _named_at_exit.add(detector)
+            _hooked.extend(apply(_print_failed_rank))
+        _detectors.add(detector)
     return detector
 
 
 # [Note: results that stay]
-# On a GPU the host is ahead of the messages, so after a failed hop the device computes with whatever is in
-# the receive buffers, and only the watchdog's thread knows. Before parameters change, and before anything is
-# saved, the host therefore waits until the watchdog has seen every message, and raises the fault.
-# The cost: at the last micro batch of a step the host waits for the last message of the backward pass, about
-# a millisecond more, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the
-# norm on the host here anyway. To check without waiting would cost nothing, but the optimizer could then add
-# garbage before the fault is known, and a script that catches the later error could go on with it.
+# On a GPU the host runs ahead of the messages. After a failed hop the device computes with whatever the
+# receive buffers hold, and only the watchdog's thread knows. So before parameters change, and before anything is
+# saved, the host waits until the watchdog has seen every message, and raises the fault.
+# Cost: at the last micro batch of a step the host waits for the last message of the backward pass, about a
+# millisecond, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the norm on
+# the host at this point anyway. A check without a wait would be free, but the optimizer could add garbage
+# before the fault is known, and a script that catches the later error could continue with it.
 # Another rank, whose own messages arrived, may have changed its part of the parameters. It cannot save them:
 # saving is collective, and the rank whose step was refused does not take part. No GPU has measured the wait;
 # `tests/dist/test_checkpoint.py` seeds the fault into real engines.
-class Settled:
+class SynchronizedResults:
     """Wait for all messages before a result lasts; a step that only accumulates gradients does not wait."""
 
     def __init__(self, engine: Any, mesh: RingMesh) -> None:
@@ -96,7 +95,7 @@ class Settled:
         return save(*args, **kwargs)
 
 
-# What the engine's other methods are is a part of a step, which no rank is expected to be late in.
+# Methods with the deadline of a checkpoint; all others are parts of a step.
 _OF_CHECKPOINTS = {
     "save_checkpoint", "load_checkpoint", "save_16bit_model", "save_fp16_model", "module_state_dict",
     "load_module_state_dict",
@@ -110,21 +109,21 @@ _OF_CHECKPOINTS = {
     "get_global_grad_norm", "destroy",
     stage="around_call", feature="culprits", reason="raises RingPeerError in place of a broken connection",
 )  # fmt: skip
-def in_engine(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a method of the engine as `name_culprit` does; others may wait for this rank as long as it takes.
+def attribute_engine_failure(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a method of the engine as `attribute_failure` does, with a deadline for the ranks that wait.
 
-    That is `checkpoint_timeout_seconds` for one that saves or loads, and `hop_timeout_seconds` otherwise, or
-    what a rank has asked for that compiles ([Note: compile skew] in `ops/options.py`).
+    The deadline is `checkpoint_timeout_seconds` for a method that saves or loads, else `hop_timeout_seconds`,
+    or what a rank that compiles has asked for ([Note: compile skew] in `ops/options.py`).
     """
     name = getattr(call, "__name__", "")
     limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")
     limit = limit._replace(seconds=max(limit.seconds, mesh.state.patience_s))
     assert mesh.detector is not None
     with mesh.detector.within(f"engine.{name}", limit):
-        return name_culprit(mesh, call, *args, **kwargs)
+        return attribute_failure(mesh, call, *args, **kwargs)
 
 
-def name_culprit(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def attribute_failure(mesh: RingMesh, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call; raise RingPeerError in place of its collectives' RuntimeError where another rank has failed."""
     try:
         return call(*args, **kwargs)
@@ -147,7 +146,7 @@ def _verdict_on(error: BaseException, detector: DetectorClient) -> Fault | None:
     DEEPSPEED.imported("sys"), "excepthook", stage="at_exit", feature="culprit_at_exit",
     reason="names the culprit before the traceback",
 )  # fmt: skip
-def _print_culprit(
+def _print_failed_rank(
     before: Callable[..., object],
     kind: type[BaseException],
     error: BaseException,
@@ -155,7 +154,7 @@ def _print_culprit(
 ) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
     if is_of_distributed(error, "__main__"):  # the script's own collectives
-        for detector in list(_named_at_exit):
+        for detector in list(_detectors):
             fault = _verdict_on(error, detector)
             if fault is not None:
                 detector.noticed = True
