@@ -385,9 +385,9 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
 # second mark, the thread asks the works whether they have failed. If they have, or do not end in time, the
 # thread asks the monitor which rank is at fault, marks the mesh as broken, and aborts the groups that are
 # blocked, so that NCCL's kernels do not spin for ever ([Note: which groups are aborted]). The next call on a
-# broken mesh raises the error, and so does `RingMesh.synchronize`, which waits for the thread ([Note: results that
-# stay] in `failure_attribution.py`). If a device fails or never reaches the first mark, the fault is this
-# rank's own.
+# broken mesh raises the error, and so does `RingMesh.synchronize`, which waits for the thread ([Note: results
+# that stay] in `failure_attribution.py`). If a device fails or never reaches the first mark, this rank is at
+# fault.
 #
 # [Note: what the host still does]
 # The host compares headers: gloo sends them as CPU tensors. `engine.step` at the end of an accumulation, and

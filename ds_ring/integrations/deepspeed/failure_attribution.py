@@ -65,8 +65,8 @@ def join_job(config: RingConfig | None) -> DetectorClient | None:
 
 # [Note: results that stay]
 # On a GPU the host runs ahead of the messages. After a failed hop the device computes with whatever the
-# receive buffers hold, and only the watchdog's thread knows. So before parameters change, and before anything is
-# saved, the host waits until the watchdog has seen every message, and raises the fault.
+# receive buffers hold, and only the watchdog's thread knows. So before parameters change, and before anything
+# is saved, the host waits until the watchdog has seen every message, and raises the fault.
 # Cost: at the last micro batch of a step the host waits for the last message of the backward pass, about a
 # millisecond, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the norm on
 # the host at this point anyway. A check without a wait would be free, but the optimizer could add garbage
