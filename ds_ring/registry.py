@@ -1,4 +1,4 @@
-"""Name what there are several of: public names, layouts, kernels. One row makes a new one known everywhere.
+"""Name what there are several of: public names, layouts, kernels, passes. One row makes a new one known.
 
 Words of the JSON, help texts, candidates of `ds-ring tune` and the tables of tests come from here. A row says
 where a thing stands; it is imported when it is first asked for, so that names take neither torch nor numpy.
@@ -91,6 +91,61 @@ KERNELS = {
 # What "auto" takes on a kind of device, for all patterns.
 FAST_KERNELS = {
     row.device: name for name, row in KERNELS.items() if row.device is not None and not row.first_for
+}
+
+
+class PassRow(NamedTuple):
+    """Say where a pass is made, and what others must know before it is imported.
+
+    A pass attends over the keys of all ranks, forward and backward (`Pass` in `ops/passes.py`).
+
+    Attributes:
+        home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
+        meaning: for the help of "transport" in the JSON.
+        exchange: class that sends its messages; None: `comm.exchange.Exchange`.
+        no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
+        no_offload: why its operands cannot wait on the host; None: they can.
+        no_latents: why it takes no latents in place of keys and values; None: it does.
+        whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
+        shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
+    """
+
+    home: str
+    meaning: str = ""
+    exchange: str | None = None
+    no_hops: str | None = None
+    no_offload: str | None = None
+    no_latents: str | None = None
+    whole_blocks: bool = False
+    shares_memory: bool = False
+
+
+# The values of "transport". Each has a file of its own, and nothing else names it.
+PASSES = {
+    "ring": PassRow("ds_ring.ops.ring_op.make_pass"),
+    "pull": PassRow(
+        "ds_ring.transports.pull.signals.make_pass",
+        "as in the ring, but each rank copies out of memory that the ranks of a node share (not run on a GPU"
+        " so far)",
+        exchange="ds_ring.transports.pull.signals.PullExchange",
+        no_offload="needs them on the device",
+        shares_memory=True,
+    ),
+    "reproducible": PassRow(
+        "ds_ring.transports.reproducible.make_pass",
+        "the bits of attention and its gradients depend on neither ring size nor layout, whose shards are"
+        " whole blocks of block_size tokens",
+        no_hops="passes nothing on",
+        no_offload="takes all of them at once",
+        no_latents="its gradient is a sum over the hops of a rank",
+        whole_blocks=True,
+    ),
+    "all_gather": PassRow(
+        "ds_ring.transports.all_gather.make_pass",
+        "takes O(T) memory and is there to be compared with",
+        no_hops="has no hops",
+        no_offload="takes all of them at once",
+    ),
 }
 
 

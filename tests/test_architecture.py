@@ -64,14 +64,10 @@ UPWARD = {
     ("comm.mesh", "ring.trace"),
     ("comm.streams", "ring.trace"),
     ("ops.context", "layers.latents.kernel"),
-    ("ops.context", "transports.pull.signals"),
     ("api", "decode.replicated_op"),
     ("ops.frontend", "layers.latents.latent_op"),
     ("ops.ring_op", "layers.latents.kernel"),
     ("ops.ring_op", "memory.saved_results"),
-    ("ops.ring_op", "transports.all_gather"),
-    ("ops.ring_op", "transports.pull.signals"),
-    ("ops.ring_op", "transports.reproducible"),
     ("ring.ring_pass", "memory.saved_results"),
 }
 
@@ -85,7 +81,8 @@ IMPORTERS = {
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
-    "ops.ring_op": {"comm.exchange", "ring.merge"},  # tells of a failure; the accumulators' dtype
+    "ops.ring_op": {"comm.exchange", "kernels", "ring.merge"},  # tells of a failure; dtypes and operands
+    "ops.passes": {"kernels"},  # in annotations
     "ops.ulysses": {"comm.exchange"},  # the all-to-all
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
     "layers.selection.select": {"comm.exchange", "kernels", "ring.merge"},

@@ -33,7 +33,7 @@ from ds_ring.errors import RingMeshError
 from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
 from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import KERNELS, LAYOUTS
+from ds_ring.registry import KERNELS, LAYOUTS, PASSES
 
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
 
@@ -162,9 +162,11 @@ FlagOrPart = Annotated[
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
     KernelName = str
+    TransportName = str
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
     KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+    TransportName = Annotated[Literal[tuple(PASSES)], WORD]
 RankSpeeds = Annotated[
     Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
     Accepts(
@@ -172,7 +174,6 @@ RankSpeeds = Annotated[
     ),
 ]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
-TransportName = Annotated[Literal["ring", "pull", "reproducible", "all_gather"], WORD]
 GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
 KVPayload = Annotated[Literal["as_is", "float8"], WORD]
 
@@ -231,10 +232,8 @@ class RingConfig(Section):
     )
     transport: TransportName = Field(
         default="ring",
-        description="how K/V move; pull: as in the ring, but each rank copies out of memory that the ranks "
-        "of a node share (not run on a GPU so far); reproducible: the bits of attention and its gradients "
-        "depend on neither ring size nor layout, whose shards are whole blocks of block_size tokens; "
-        "all_gather takes O(T) memory and is there to be compared with",
+        description="how K/V move"
+        + "".join(f"; {name}: {row.meaning}" for name, row in PASSES.items() if row.meaning),
     )
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"
@@ -417,9 +416,9 @@ class RingConfig(Section):
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         default = cls.model_fields[str(info.field_name)].default
         transport = info.data.get("transport")
-        why = {"all_gather": "has no hops", "reproducible": "passes nothing on"}.get(str(transport))
-        if why is not None and value != default:
-            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', why))
+        row = PASSES.get(transport) if isinstance(transport, str) else None
+        if row is not None and row.no_hops is not None and value != default:
+            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', row.no_hops))
         return value
 
     @field_validator("rank_speeds")

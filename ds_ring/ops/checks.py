@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingShapeError, shown
+from ds_ring.registry import PASSES
 
 QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +110,8 @@ def why_not_these_queries(
             " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
             f" {mesh.sequence_size} for this call"
         )
-    if queries == "replicated" and transport not in ("ring", "pull"):
+    row = PASSES.get(transport) if isinstance(transport, str) else None
+    if queries == "replicated" and row is not None and row.no_hops is not None:
         return (
             f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
             " cannot be honoured; leave it out"

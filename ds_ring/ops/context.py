@@ -51,6 +51,8 @@ from ds_ring.ops.checks import (
 )
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options, may_compile, patience_s
+from ds_ring.ops.passes import MakePass
+from ds_ring.registry import load
 from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.layout import (
     Layout,
@@ -74,7 +76,6 @@ from ds_ring.schedule.plan import (
     replicated_tiles,
 )
 from ds_ring.schedule.rank_plan import RankPlan
-from ds_ring.transports.pull.signals import PullExchange
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class RingContext:
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
         keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with graphs
             and modules, whose contexts hold the caller's own objects; others hold any that are equal.
+        make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         first_queries: cache of the function `first_queries`, by its arguments.
     """
@@ -143,14 +145,17 @@ class RingContext:
     in_a_graph: bool = False
     keeps_functions: bool = False
     handle: int = field(init=False)
+    make_pass: MakePass = field(init=False, repr=False)
     exchange: Exchange | None = None
     first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
-            pulls = self.options.transport == "pull" and self.mesh.ring_size > 1
-            self.exchange = (PullExchange if pulls else Exchange)(self.mesh, self.options.hop_timeout_s)
+            own = self.options.row.exchange if self.mesh.ring_size > 1 else None
+            make = Exchange if own is None else load(own)
+            self.exchange = make(self.mesh, self.options.hop_timeout_s)
+        self.make_pass = load(self.options.row.home)
         self.handle = new_handle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
@@ -167,8 +172,7 @@ class RingContext:
             self.layout, tokens=max(local_tokens, 1) * mesh.ring_size, ring_size=mesh.ring_size,
             pattern=self.pattern, multiple_of=mesh.ulysses_size, block_size=block,
         )  # fmt: skip
-        reproducible = options.transport == "reproducible"
-        return in_whole_blocks(layout, options.block_size) if reproducible else layout
+        return in_whole_blocks(layout, options.block_size) if options.row.whole_blocks else layout
 
     def heads_here(self, q: Tensor) -> slice:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
@@ -203,13 +207,14 @@ class RingContext:
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
         check_length(self.pattern, layout)
-        if self.options.transport == "reproducible":
+        transport, row = self.options.transport, self.options.row
+        if row.whole_blocks:
             whole_blocks(layout, self.options.block_size)
-            if latents:
-                raise RingConfigError(
-                    'up_projection: expected none beside transport "reproducible", got one: its gradient is a'
-                    ' sum over the hops of a rank; use transport "ring", or expand k and v'
-                )
+        if latents and row.no_latents is not None:
+            raise RingConfigError(
+                f'up_projection: expected none beside transport "{transport}", got one: {row.no_latents}; use'
+                ' transport "ring", or expand k and v'
+            )
         # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))

@@ -17,10 +17,9 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, shown, true_or_false, whole_number
 from ds_ring.limits import MOST_BYTES, MOST_SECONDS
 from ds_ring.masks.mask_mod import ScoreMod
+from ds_ring.registry import PASSES, PassRow
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
 from ds_ring.schedule.plan import GRADIENT_PAYLOADS, KV_PAYLOADS
-
-TRANSPORTS = ("ring", "pull", "all_gather", "reproducible")
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Options:
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
         kernel: "auto", or a kernel of `registry.py`.
-        transport: "ring"; "pull": its hops by one-sided copies inside a node; "reproducible",
-            see `reproducible.py`; or the reference "all_gather".
+        transport: a name of `registry.PASSES`.
         overlap: compute a hop while the next one travels.
         prune: send only what the receiver or a rank after it reads.
         hop_timeout_s: seconds that a hop may take.
@@ -46,7 +44,7 @@ class Options:
         recompute: part of the sequence, its first tokens, whose attention is computed again where a
             checkpointed region is; (out, lse) of later tokens are kept. 0.0 keeps all, 1.0 nothing.
         score_mod: changes scores pair by pair.
-        block_size: side of a block of the flex kernel, slots; and of a square of transport "reproducible".
+        block_size: side of a block of the flex kernel, slots; of a transport that takes whole blocks, too.
         chunk_bytes: see [Note: head chunks]; None takes what `lowering.py` says for the device:
             a MiB on the CPU, less in rings of more than two, and 64 MiB elsewhere.
         stage_bytes: most bytes of K and V of a stage, the shards that are computed with at once
@@ -78,7 +76,7 @@ class Options:
 
     def __post_init__(self) -> None:
         payloads = ("gradient_payload", GRADIENT_PAYLOADS), ("kv_payload", KV_PAYLOADS)
-        for name, known in (("transport", TRANSPORTS), *payloads):
+        for name, known in (("transport", PASSES), *payloads):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
                 raise RingConfigError(f"{name}: expected one of {', '.join(known)}, got {shown(value)}")
@@ -89,8 +87,8 @@ class Options:
         for name, known in payloads:
             if not self.has_hops and getattr(self, name) != known[0]:
                 raise RingConfigError(
-                    f'{name}: expected "{known[0]}" beside transport "{self.transport}", which has no hops,'
-                    f' got {shown(getattr(self, name))}; use transport "ring"'
+                    f'{name}: expected "{known[0]}" beside transport "{self.transport}", which'
+                    f' {self.row.no_hops}, got {shown(getattr(self, name))}; use transport "ring"'
                 )
         asked: Any = self.stage_bytes
         is_set = asked != "auto" if isinstance(asked, str) else type(asked) is not int or asked != 0
@@ -98,19 +96,18 @@ class Options:
             whole_number(self.stage_bytes, "stage_bytes", RingConfigError, MOST_BYTES)
             if not self.has_hops:
                 raise RingConfigError(
-                    f'stage_bytes: expected "auto" or 0 beside transport "{self.transport}", which has no'
-                    f' hops, got {self.stage_bytes}; use transport "ring"'
+                    f'stage_bytes: expected "auto" or 0 beside transport "{self.transport}", which'
+                    f' {self.row.no_hops}, got {self.stage_bytes}; use transport "ring"'
                 )
         for name in ("overlap", "prune", "check_finite"):
             true_or_false(getattr(self, name), name, RingConfigError)
         if self.offload != "auto":
             true_or_false(self.offload, "offload", RingConfigError)
-        if self.offload is True and self.transport != "ring":
-            pulls = self.transport == "pull"
-            why = "needs them on the device" if pulls else "takes all of them at once"
+        if self.offload is True and self.row.no_offload is not None:
             raise RingConfigError(
                 'offload_attention: expected transport "ring", which sends heads in groups, got'
-                f' "{self.transport}", which {why}; set one of the two to its default ("ring", false)'
+                f' "{self.transport}", which {self.row.no_offload}; set one of the two to its default'
+                ' ("ring", false)'
             )
         if not _is_number(self.recompute) or not 0 <= self.recompute <= 1:
             raise RingConfigError(
@@ -132,9 +129,14 @@ class Options:
             object.__setattr__(self, "scale", float(self.scale))  # 1 and 1.0 are one header
 
     @property
+    def row(self) -> PassRow:
+        """Return the row of the transport in the table of passes."""
+        return PASSES[self.transport]
+
+    @property
     def has_hops(self) -> bool:
         """Return whether K/V travel from rank to rank, hop by hop: in a `RingPass`."""
-        return self.transport in ("ring", "pull")
+        return self.row.no_hops is None
 
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
         """Return the least bytes of K, or of V, for which a head chunk of its own pays."""
@@ -142,7 +144,7 @@ class Options:
 
     def offload_on(self, device_type: str, local_tokens: int) -> bool:
         """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
-        return self.transport == "ring" and heads_on_host(self.offload, device_type, local_tokens)
+        return self.row.no_offload is None and heads_on_host(self.offload, device_type, local_tokens)
 
 
 def _is_number(value: object) -> bool:

@@ -30,53 +30,50 @@ from torch.nn.functional import pad
 
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
+from ds_ring.kernels.interface import Operands
 from ds_ring.layers.latents.kernel import LatentKernel
 from ds_ring.memory.saved_results import SavedRows, reuse_or_run, saved_on_host
-from ds_ring.ops.context import RingContext, context_of, first_queries
+from ds_ring.ops.context import Prepared, RingContext, context_of, first_queries
 from ds_ring.ops.handles import operator
-from ds_ring.ring.buffers import PreparedPasses
+from ds_ring.ops.passes import Pass
+from ds_ring.ring.buffers import Buffers, PreparedPasses
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.transports.all_gather import GatherPass
-from ds_ring.transports.pull.signals import PullExchange
-from ds_ring.transports.reproducible import ReproduciblePass
 
 
 def pass_of(
     q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
-) -> RingPass | GatherPass | ReproduciblePass:  # fmt: skip
+) -> Pass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    (plan, own, kernel, scale, chunk_bytes, offload, _), agreed = context.prepare(
-        q, k, v, grad_out, sinks, has_grad_lse, up
-    )
+    found, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse, up)
     if up is not None:
-        assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
+        assert isinstance(found.kernel, LatentKernel), "prepared without the up-projection"
         by_head = up.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
-        kernel = kernel.of(by_head[context.heads_here(q)], backward=grad_out is not None)
-    ring_rank, options = context.mesh.ring_rank, context.options
-    # The all-gather reference sends all heads at once: no chunks, no overlap, no buffers kept between calls.
-    if options.transport == "all_gather":
-        return GatherPass(plan, ring_rank, kernel, context.exchange, scale)
-    if options.transport == "reproducible":
-        return ReproduciblePass(plan, ring_rank, kernel, context.exchange, scale, options.block_size)
-    buffers = context.mesh.buffers
-    if isinstance(context.exchange, PullExchange) and not isinstance(q, FakeTensor):
-        backward = grad_out is not None
-        buffers, agreed = context.exchange.share(plan, kernel, q, k, v, backward, chunk_bytes, agreed)
+        kernel = found.kernel.of(by_head[context.heads_here(q)], backward=grad_out is not None)
+        found = found._replace(kernel=kernel)
+    return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), agreed)
+
+
+def make_pass(
+    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None,
+    buffers: Buffers | None = None,
+) -> RingPass:  # fmt: skip
+    """Return the ring pass, with buffers of the mesh if none are given."""
+    options, mesh, exchange = context.options, context.mesh, context.exchange
     return RingPass(
-        own,
-        kernel,
-        context.exchange,
-        scale,
+        found.own,
+        found.kernel,
+        exchange,
+        found.scale,
         options.overlap,
-        chunk_bytes,
-        buffers,
+        found.chunk_bytes,
+        mesh.buffers if buffers is None else buffers,
         context.check_finite if options.check_finite else None,
-        trace=context.mesh.traces[-1] if context.mesh.traces else None,
-        host=context.mesh.host_memory if offload else None,
+        trace=mesh.traces[-1] if mesh.traces else None,
+        host=mesh.host_memory if found.offload else None,
         agreed=agreed,
-        prepared=PreparedPasses() if context.exchange is None else context.exchange.prepared,
+        prepared=PreparedPasses() if exchange is None else exchange.prepared,
     )
 
 

@@ -7,18 +7,26 @@ silently returns wrong gradients if the incoming gradient is not contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
-from ds_ring.kernels.interface import Kernel, value_dim
+from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.tiles import Tiles
+from ds_ring.ops.context import Prepared, RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
+
+
+def make_pass(
+    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+) -> GatherPass:
+    """Return the pass of a context. It sends all heads at once: no chunks, no overlap, no kept buffers."""
+    return GatherPass(found.plan, context.mesh.ring_rank, found.kernel, context.exchange, found.scale)
 
 
 @dataclass(frozen=True)

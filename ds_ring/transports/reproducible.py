@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange, walk_owners
-from ds_ring.kernels.interface import Kernel, value_dim
+from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import IntArray, Tiles
+from ds_ring.ops.context import Prepared, RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.layout import Layout, whole_blocks
 from ds_ring.schedule.lowering import query_heads_of
@@ -127,6 +128,16 @@ def _returned(leaves: tuple[int, ...], own: tuple[int, ...]) -> tuple[Node, ...]
     for leaf in own:
         tree.insert((0, leaf), True)
     return tuple(sorted(tree.nodes))
+
+
+def make_pass(
+    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+) -> ReproduciblePass:
+    """Return the pass of a context."""
+    return ReproduciblePass(
+        found.plan, context.mesh.ring_rank, found.kernel, context.exchange, found.scale,
+        context.options.block_size,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -197,9 +197,10 @@ _FLOATS = ("float", "double", "half", "bfloat16")
 def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[int, int], int]:
     """Return the error of a causal pass against float64, traffic, planned traffic, and numbers of a shard.
 
-    No backend sees pulls: the traffic is that of the same pass by messages, and both have to be exact.
+    No backend sees copies out of shared memory: the traffic is then that of the same pass by messages, and
+    both have to be exact.
     """
-    by_messages = replace(options, transport="ring") if options.transport == "pull" else options
+    by_messages = replace(options, transport="ring") if options.row.shares_memory else options
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )

@@ -15,6 +15,7 @@ from ds_ring.config.json_text import SECTION, SP_KEY, parse_object, resolve
 from ds_ring.config.messages import sentence, shown
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
+from ds_ring.registry import PASSES
 
 from ..commands.parsers import require_sizes
 from .beside import Selection
@@ -111,24 +112,25 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
     return devices, ring
 
 
-def _check_pulls(hardware: Hardware, ranks: int) -> None:
-    """Refuse transport "pull" across nodes, and on hardware without figures of it."""
+def _check_shared_memory(transport: str, hardware: Hardware, ranks: int) -> None:
+    """Refuse a transport by shared memory across nodes, and on hardware without figures of it."""
     expected, got = f"at most {hardware.devices_per_node} ranks, those of a node", str(ranks)
     if hardware.pull_latency_s is None:
         expected, got = "hardware with pull_latency_s", f"{hardware.name}, whose file has none"
     elif ranks <= hardware.devices_per_node:
         return
-    what = sentence(f'for "pull" {expected}', got, 'set "transport": "ring"')
+    what = sentence(f'for "{transport}" {expected}', got, 'set "transport": "ring"')
     raise RingConfigError(f"--config: {SECTION}.transport: {what}")
 
 
 def _setting(
     options: argparse.Namespace, config: RingConfig, whole: _Raw, devices: int | None, ring: int
 ) -> TrainingSetting:
-    for key, usual, also in (("transport", "ring", "pull"), ("rank_speeds", None, None)):
-        if (value := getattr(config, key)) not in (usual, also):
+    has_hops, equal = PASSES[config.transport].no_hops is None, config.rank_speeds is None
+    for key, usual, is_planned in (("transport", '"ring"', has_hops), ("rank_speeds", "null", equal)):
+        if not is_planned:
             advice = "plan computes ring passes of equally fast ranks: leave the key out for it"
-            what = sentence(shown(usual) if usual else "null", shown(value), advice)
+            what = sentence(usual, shown(getattr(config, key)), advice)
             raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
     model, ulysses = model_of(options), config.ulysses_size
     if ring * ulysses > _MOST_DEVICES:
@@ -144,8 +146,8 @@ def _setting(
     hardware = read_hardware(options.hardware)
     hardware.flops(dtype)  # or an error that names what it has
     hardware.runs(config.kernel, ())  # likewise
-    if config.transport == "pull":
-        _check_pulls(hardware, ring * ulysses)
+    if PASSES[config.transport].shares_memory:
+        _check_shared_memory(config.transport, hardware, ring * ulysses)
     said = (
         (None,) * model.layers if options.hf_config is None else said_by(with_layer_types(options.hf_config))
     )

@@ -20,6 +20,7 @@ import numpy as np
 from ds_ring.kernels.cpu import TRIANGLE
 from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
+from ds_ring.registry import PASSES
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.rank_plan import HeadClassPlan
 from ds_ring.schedule.steps import ChunkSteps, Recv, Schedule, Send
@@ -241,7 +242,8 @@ def pass_cost(
         bytes_per_s: of the slowest link of the ring.
         overlap: a hop's messages travel while the one before it is computed.
         executed_of: pairs that the kernel multiplies for a table; None: `executed_pairs`.
-        transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or "pull".
+        transport: "ring" for messages, whose kernels hold multiprocessors inside a node, or one that copies
+            out of shared memory.
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     # A plan that does not go by nodes has 0 ranks of a node: no peer is inside.
@@ -250,7 +252,7 @@ def pass_cost(
     inside = lambda peer: node > 0 and own is not None and peer // node == own.origin // node  # noqa: E731
     efficiency, lines, sent = hardware.efficiency(shape.kernel), [], []
     latency_s, share = hardware.link_latency_s, hardware.message_share or 0.0
-    if transport == "pull":
+    if PASSES[transport].shares_memory:
         assert hardware.pull_latency_s is not None, "hardware without figures of pulls"
         latency_s, share = hardware.pull_latency_s, 0.0
     if not overlap or bytes_per_s < hardware.intra_node_bytes_per_s:

@@ -13,11 +13,14 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ds_ring.registry import PASSES
+
 from .estimate import Estimate, estimate
 from .layer_passes import layer_passes
 from .model_memory import FLOAT
 from .training_setting import ELEMENT_BYTES
 
+_GATHERED = "all_gather"
 ALIKE = 0.01  # of attention's time: less is no reason to change anything
 
 
@@ -43,19 +46,24 @@ def transports(found: Estimate) -> Transports | None:
     setting, hardware = found.setting, found.setting.hardware
     ranks = setting.ring_size * setting.ulysses_size
     inside = setting.ring_size > 1 and ranks <= hardware.devices_per_node
-    if not inside or hardware.pull_latency_s is None or not found.passes or found.beside:
+    pull_name = next((name for name, row in PASSES.items() if row.shares_memory), None)
+    if not inside or pull_name is None or hardware.pull_latency_s is None or not found.passes or found.beside:
         return None
-    by_messages, by_pulls = (estimate(replace(setting, transport=name)) for name in ("ring", "pull"))
-    rows = [_row("ring", {"transport": "ring"}, by_messages), _row("pull", {"transport": "pull"}, by_pulls)]
+    names = ("ring", pull_name)
+    by_messages, by_pulls = (estimate(replace(setting, transport=name)) for name in names)
+    rows = [
+        _row(name, {"transport": name}, one) for name, one in zip(names, (by_messages, by_pulls), strict=True)
+    ]
     if math.gcd(setting.model.heads, setting.model.kv_heads) % ranks == 0:
         sizes: dict[str, Any] = {"ring_size": 1, "ulysses_size": ranks}
         rows.append(_row(f"Ulysses {ranks}", sizes, estimate(replace(by_messages.setting, **sizes))))
-    rows.append(_gathered(by_messages))
+    if _GATHERED in PASSES:
+        rows.append(_gathered(by_messages))
     ring, pull = rows[:2]
     figures = "; ".join(f"{row.name} {row.attention_s:.3g} s" for row in rows if row is not pull)
     wins = pull.attention_s < (1 - ALIKE) * ring.attention_s
     advice = (
-        f'inside a node {"take" if wins else "keep"} "transport": "{"pull" if wins else "ring"}": pull'
+        f'inside a node {"take" if wins else "keep"} "transport": "{names[wins]}": {pull_name}'
         f" {pull.attention_s:.3g} s of attention a step ({figures}); computed, no GPU has run pulls so far"
     )
     return Transports(tuple(rows), advice)
@@ -85,4 +93,4 @@ def _gathered(found: Estimate) -> TransportRow:
     waiting = model.attention_layers * (again * forward_s + backward_s) + found.swap_s
     attention = again * alone.forward_s + alone.backward_s + waiting
     step_s = found.step_s - found.attention_s + attention
-    return TransportRow("all-gather", {"transport": "all_gather"}, attention, waiting, step_s)
+    return TransportRow("all-gather", {"transport": _GATHERED}, attention, waiting, step_s)

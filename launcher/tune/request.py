@@ -10,7 +10,7 @@ from ds_ring.config.json_text import SECTION, SP_KEY, Json
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS
+from ds_ring.registry import FAST_KERNELS, PASSES
 from ds_ring.schedule.layout import Mix
 
 from ..plan.model_file import mix_of
@@ -52,8 +52,8 @@ class TuningRequest:
 
     @property
     def has_hops(self) -> bool:
-        """Return whether K/V go round: all_gather has nothing to overlap, no message size to choose."""
-        return self.base.transport in ("ring", "pull")
+        """Return whether K/V go round: else there is nothing to overlap, no message size to choose."""
+        return PASSES[self.base.transport].no_hops is None
 
     @property
     def kernel(self) -> str:

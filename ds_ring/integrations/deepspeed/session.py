@@ -97,6 +97,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.tiled import DeferredLogits, logprobs_and_entropies
 from ds_ring.ops.context import block_side, refuse
 from ds_ring.ops.shard import gather_sequence
+from ds_ring.registry import PASSES
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 
@@ -690,7 +691,8 @@ class RingSession:
             block_size=block_side(config.kernel, self.device.type, mix, config.block_size),
             speeds=speeds,
         )
-        return in_whole_blocks(layout, config.block_size) if config.transport == "reproducible" else layout
+        whole = PASSES[config.transport].whole_blocks
+        return in_whole_blocks(layout, config.block_size) if whole else layout
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length

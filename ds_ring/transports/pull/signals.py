@@ -23,12 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.exchange import Exchange, Route
 from ds_ring.comm.messages import Message
 from ds_ring.comm.waiting import Pending
 from ds_ring.errors import RingMismatchError
-from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.interface import Kernel, Operands
+from ds_ring.ops.context import Prepared, RingContext
+from ds_ring.ops.passes import Pass
+from ds_ring.ops.ring_op import make_pass as make_ring_pass
 from ds_ring.ring.accumulator import parts_wait
 from ds_ring.ring.buffers import (
     Block,
@@ -43,12 +47,21 @@ from ds_ring.ring.buffers import (
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.lowering import head_bytes, lower_rank
-from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import BufferOffsets, HeadChunk, MessageKey, Payload, Schedule, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
 
 MOST_BLOCKS = 1024  # places whose tensors are kept
 GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is needed
+
+
+def make_pass(
+    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+) -> Pass:
+    """Return a ring pass whose buffers lie in shared memory; on a ring of one, or of fake tensors, an own."""
+    exchange, buffers = context.exchange, None
+    if isinstance(exchange, PullExchange) and not isinstance(operands.q, FakeTensor):
+        buffers, agreed = exchange.share(found, operands, agreed)
+    return make_ring_pass(context, found, operands, agreed, buffers)
 
 
 class SharedBuffers(Buffers):
@@ -92,9 +105,8 @@ class PullExchange(Exchange):
         return self.mesh.shared_buffers.get(self._device)
 
     def share(
-        self, plan: Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, backward: bool, chunk_bytes: int,
-        agreed: Callable[[], None] | None,
-    ) -> tuple[Buffers, Callable[[], None] | None]:  # fmt: skip
+        self, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+    ) -> tuple[Buffers, Callable[[], None] | None]:
         """Return the buffers of a pass that begins now, and what is left of `agreed` (see `RingPass`).
 
         Collective where the ranks share no memory yet, or too little. What was shared is freed first:
@@ -104,16 +116,17 @@ class PullExchange(Exchange):
             RingConfigError: the ranks cannot share any; on all of them.
             RingPeerError: another rank failed meanwhile.
         """
-        mesh, size = self.mesh, head_bytes(k, v)
-        lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=chunk_bytes)
-        own = lower(plan.rank(mesh.ring_rank))
+        mesh, plan, (q, k, v, grad_out, _) = self.mesh, found.plan, operands
+        backward, size = grad_out is not None, head_bytes(k, v)
+        lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=found.chunk_bytes)
+        own = lower(found.own)
         prepared = self.prepared.of(own, k, v)
         if prepared.messages is None:
-            kind_at = partial(kind_in_pass, kernel, q, k, v)
-            found = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
-            give_places(prepared, own, found[mesh.ring_rank], kind_at)
-            prepared.messages = {key: place for one in found for key, place in one.messages.items()}
-            prepared.shared_bytes = max(one.nbytes for one in found)
+            kind_at = partial(kind_in_pass, found.kernel, q, k, v)
+            ranks = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
+            give_places(prepared, own, ranks[mesh.ring_rank], kind_at)
+            prepared.messages = {key: place for one in ranks for key, place in one.messages.items()}
+            prepared.shared_bytes = max(one.nbytes for one in ranks)
         self._messages, self._device, nbytes = prepared.messages, q.device, max(prepared.shared_bytes, 1)
         buffers = self._buffers
         # All ranks compute the same sizes, so all of them come here.
