@@ -1,0 +1,147 @@
+"""Capabilities that a deletion removes: their places, and a copy of the package without one.
+
+`removed` deletes a capability's files and its tests from a copy of the tree, and its rows: lines of
+`__init__.pyi` and of pyproject.toml, and entries of registry.py's tables that name one of its modules.
+Nothing else is changed. tests/integration/test_removals.py runs what is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+from tests import test_architecture as architecture
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# For the processes of a copy, by PYTHONPATH: an editable install finds in the original what the copy lacks.
+_SITE = """import sys
+
+sys.meta_path = [one for one in sys.meta_path if "__editable__" not in getattr(one, "__module__", "")]
+"""
+
+
+class Capability(NamedTuple):
+    """Describe what is deleted, and what the core may say of it.
+
+    Attributes:
+        places: modules and packages below ds_ring.
+        tests: files and folders below tests/ that go along, beside the folders of the same names.
+        with_it: capabilities that are made of this one, and go with it.
+        words: regular expression for its names in the code of the core.
+    """
+
+    places: tuple[str, ...]
+    tests: tuple[str, ...] = ()
+    with_it: tuple[str, ...] = ()
+    words: str = ""
+
+
+CAPABILITIES = {
+    "kernel flash": Capability(("kernels.flash",), words=r"\bflash"),
+    "simulation": Capability(("simulation",), words=r"\bsimulat"),
+    "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
+    "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
+    "ring-flash-attn's functions": Capability(
+        ("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"), words=r"\bring_flash_attn"
+    ),
+    "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),
+}
+
+
+def whole(name: str) -> tuple[str, ...]:
+    """Return a capability and those that go with it."""
+    found = [name]
+    for one in found:
+        found.extend(other for other in CAPABILITIES[one].with_it if other not in found)
+    return tuple(found)
+
+
+def places_of(name: str) -> tuple[str, ...]:
+    return tuple(place for one in whole(name) for place in CAPABILITIES[one].places)
+
+
+def files_of(name: str) -> list[Path]:
+    """Return the modules of a capability, without those that go with it."""
+    places = CAPABILITIES[name].places
+    return [
+        path
+        for module, path in architecture.MODULES.items()
+        if any(architecture.is_in(module, place) for place in places)
+    ]
+
+
+def core_lines(name: str) -> list[str]:
+    """Return the lines of code of the core that name a capability, comments and docstrings left out."""
+    word = re.compile(CAPABILITIES[name].words)
+    parts = [part for floor in architecture.CORE for part in floor]
+    found = []
+    for module, path in architecture.MODULES.items():
+        if not any(architecture.is_in(module, part) for part in parts):
+            continue
+        lines = path.read_text().splitlines()
+        tree = ast.parse(path.read_text())
+        prose = {
+            number
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        }
+        for number, line in enumerate(lines, 1):
+            code = line.split("#", 1)[0]
+            if number not in prose and word.search(code):
+                found.append(f"{module}, line {number}: {code.strip()}")
+    return found
+
+
+def removed(name: str, folder: Path) -> Path:
+    """Make a copy of the tree without a capability, and return it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for file in listed.splitlines():
+        if (ROOT / file).is_file():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, folder / file)
+    places = places_of(name)
+    for place in places:
+        path = folder / "ds_ring" / place.replace(".", "/")
+        tests = [folder / "tests" / kind / place.replace(".", "/") for kind in ("unit", "dist")]
+        for one in (path, *tests):
+            if one.is_dir():
+                shutil.rmtree(one)
+        parent, last = path.parent, path.name
+        for one in (parent / f"{last}.py", *(test.parent / f"test_{last}.py" for test in tests)):
+            one.unlink(missing_ok=True)
+        assert not path.exists() and not path.with_suffix(".py").exists()
+    for one in (file for part in whole(name) for file in CAPABILITIES[part].tests):
+        path = folder / "tests" / one
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove_rows(folder, places)
+    (folder / "sitecustomize.py").write_text(_SITE)
+    (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
+    (folder / "launcher/hardware").symlink_to("../configs/hardware")
+    return folder
+
+
+def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
+    """Remove the rows that name a module of these places."""
+    named = re.compile("|".join(rf"\bds_ring\.{re.escape(place)}\b" for place in places))
+    for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
+        lines = (folder / file).read_text().splitlines()
+        (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
+    registry = folder / "ds_ring/registry.py"
+    text = registry.read_text()
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is not None and named.search(ast.unparse(value)):
+                    for number in range(key.lineno - 1, value.end_lineno or value.lineno):
+                        lines[number] = ""
+    registry.write_text("\n".join(lines) + "\n")
