@@ -43,7 +43,9 @@ class Capability(NamedTuple):
 
 CAPABILITIES = {
     "kernel flash": Capability(("kernels.flash",), words=r"\bflash"),
-    "simulation": Capability(("simulation",), words=r"\bsimulat"),
+    "simulation": Capability(
+        ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
+    ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
     "ring-flash-attn's functions": Capability(

@@ -50,6 +50,7 @@ def test_a_capability_is_deleted_with_its_folder_and_its_row(name: str, tmp_path
 
 
 @pytest.mark.night
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_the_tests_of_the_core_pass_without_it(name: str, tmp_path: Path) -> None:
     copy = removed(name, tmp_path / "copy")
