@@ -33,16 +33,26 @@ class Capability(NamedTuple):
         tests: files and folders below tests/ that go along, beside the folders of the same names.
         with_it: capabilities that are made of this one, and go with it.
         words: regular expression for its names in the code of the core.
+        named: lines of the core that name it all the same, its row in registry.py aside; at most 5.
+        why: the reason for these lines.
     """
 
     places: tuple[str, ...]
     tests: tuple[str, ...] = ()
     with_it: tuple[str, ...] = ()
     words: str = ""
+    named: int = 0
+    why: str = ""
 
 
 CAPABILITIES = {
-    "kernel flash": Capability(("kernels.flash",), words=r"\bflash"),
+    "kernel flash": Capability(
+        ("kernels.flash",),
+        words=r"\bflash",
+        named=2,
+        why="help texts of the JSON's kernel and kernel_options",
+    ),
+    "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),
@@ -83,7 +93,7 @@ def core_lines(name: str) -> list[str]:
     parts = [part for floor in architecture.CORE for part in floor]
     found = []
     for module, path in architecture.MODULES.items():
-        if not any(architecture.is_in(module, part) for part in parts):
+        if module == "registry" or not any(architecture.is_in(module, part) for part in parts):
             continue
         lines = path.read_text().splitlines()
         tree = ast.parse(path.read_text())
@@ -125,10 +135,15 @@ def removed(name: str, folder: Path) -> Path:
         path = folder / "tests" / one
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     _remove_rows(folder, places)
-    (folder / "sitecustomize.py").write_text(_SITE)
+    import_only_from(folder)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
     (folder / "launcher/hardware").symlink_to("../configs/hardware")
     return folder
+
+
+def import_only_from(folder: Path) -> None:
+    """Let processes with this folder in PYTHONPATH import nothing by an editable install."""
+    (folder / "sitecustomize.py").write_text(_SITE)
 
 
 def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ds_ring.integrations.transformers.variants import TABLE, variants
+from tests.removals import import_only_from
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("ds_ring/integrations/transformers")
@@ -59,6 +60,7 @@ def without(name: str, folder: Path) -> Path:
     skipped = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "ds_ring", folder / "ds_ring", ignore=skipped)
     shutil.copytree(ROOT / "launcher", folder / "ds_ring_launcher", ignore=skipped)
+    import_only_from(folder)
     variant = folder / FOLDER / "variants" / name
     if variant.is_dir():
         shutil.rmtree(variant)
