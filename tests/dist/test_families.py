@@ -40,7 +40,7 @@ RECURRENT = """
     qwen3_next qwen3_5_text qwen3_5_moe_text kimi_linear olmo_hybrid bailing_hybrid minimax recurrent_gemma zaya
     rwkv xlstm qwen4_exp_text glm5_next_text
 """
-# ds_ring/integrations/transformers/variants/eager_attention.py
+# ds_ring/integrations/transformers/variants/eager_attention/families.py
 WRITTEN_OUT = """
     bloom mpt gptj gpt_neo codegen xglm biogpt falcon stablelm gpt_neox_japanese megatron-bert rembert roformer
     openai-gpt xlm nemotron

@@ -75,7 +75,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
 
 
 def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
-    """Return whether a model as it is, over the whole sequence, is what is asked for."""
+    """Return whether the section asks for no more than the model's own attention on one rank."""
     if getattr(model.config, "is_encoder_decoder", False):
         return False  # its batches are prepared as on several ranks
     # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask, as the

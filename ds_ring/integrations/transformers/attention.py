@@ -1,4 +1,4 @@
-"""The attention function and the mask function behind `attn_implementation="ds_ring"`.
+"""The attention function and the mask function of `attn_implementation="ds_ring"`.
 
 A layer's call is an `AttentionCall`. The variants of the table read it, and the first one that the layer
 belongs to computes it; any other layer is plain softmax. The sharding of the batch travels as a keyword
@@ -81,7 +81,7 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     """Return what the layers that get this mask attend to; in a graph a tensor for the backend to read.
 
     Raises:
-        RingPatternError: a padding mask, or one that no pattern stands for.
+        RingPatternError: a padding mask, or one that no pattern can express.
     """
     # The backend compares it with the pattern. Other compilers drop it: the batch's own mask was refused.
     if torch.compiler.is_compiling():  # Dynamo cannot look into functions

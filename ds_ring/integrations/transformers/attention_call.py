@@ -31,7 +31,7 @@ class AttentionCall:
     Attributes:
         mask: a `LayerMask` or None, once variants have read the call.
         sharding: of the sequence whose keys the layer reads.
-        arguments: keyword arguments of the layer that nobody has taken yet.
+        arguments: keyword arguments of the layer that no variant has taken yet.
         taken: what a variant took in `read` and needs in `attend`, by a name of its own.
         pattern: which query attends to which key, documents apart. None in compiled code: the JSON's pattern.
     """

@@ -174,7 +174,7 @@ def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
 
 
 def needs_of(model: PreTrainedModel) -> set[str]:
-    """Return what a model needs of a variant, beside softmax over the keys of a pattern."""
+    """Return the needs of a model that softmax over the keys of a pattern does not cover."""
     kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
     convolves = (
         isinstance(child, nn.Conv1d) and child.kernel_size != (1,)
@@ -205,7 +205,7 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:
-    """Return the error of a class that has no attention interface; it says what works instead."""
+    """Return the error of a class that has no attention interface, with the way that works instead."""
     advice = next(filter(None, (variant.advice(kind) for variant in variants())), None)
     if advice is not None:
         instead = f"What works with it: {advice}"
@@ -233,7 +233,7 @@ def uses_interface(kind: type[PreTrainedModel]) -> bool:
 
 
 def works_as_is(kind: type[PreTrainedModel]) -> bool:
-    """Return whether the backend can replace its attention: it calls sdpa and is told positions."""
+    """Return whether the backend can replace its attention: it calls sdpa and takes position_ids."""
     return bool(kind._supports_sdpa) and not kind._is_stateful and takes_positions(kind)
 
 

@@ -1,4 +1,4 @@
-"""What families of models need beside the ring's attention: pooled tokens, router losses, a guarded loss.
+"""Families of models that need more than attention: pooled tokens, router losses, a guarded loss.
 
 `model_adapter.py` installs the hooks on a model that has the need.
 """
@@ -140,7 +140,7 @@ class RouterLoss:
 
     experts: int  # E
     chosen: int  # experts for each token
-    weight: float  # of this loss beside the other one
+    weight: float  # of this loss in the sum of both
 
     def __call__(self, router_logits: Sequence[Tensor], counted_BS: Tensor | None, add_up: Sum) -> Tensor:
         """Return the loss [], equal to transformers' over the tokens of all ranks that `add_up` sums over.
@@ -172,7 +172,7 @@ class RouterLoss:
 
 
 def read_router_loss(model: nn.Module) -> RouterLoss | None:
-    """Read off the model's code what it computes of its routers; None where there is no such loss.
+    """Return the router loss that the model's code computes; None if it computes none.
 
     Raises:
         RingConfigError: it has a loss of its routers that is another one.

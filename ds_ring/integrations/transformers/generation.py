@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class CachedSharding(BatchSharding):
-    """Where the tokens of a cache lie, and the positions of the queries, which every rank has."""
+    """The layout of a cache's tokens, and the positions of the queries, which every rank has."""
 
     is_replicated: ClassVar[bool] = True
     q_positions: Tensor = field(kw_only=True)  # int64 [Q], on the CPU
@@ -129,7 +129,7 @@ class Generation:
         return one_ring(self._session.mesh)
 
     def start(self, asked: dict[str, Any], rewritten: bool) -> dict[str, Any]:
-        """Check a call of `generate`, by its arguments, on all ranks; return what it gets beside them.
+        """Check a call of `generate`, by its arguments, on all ranks; return the arguments to add.
 
         Raises:
             RingError: it cannot be honoured, or the ranks of the sequence ask for different things.
@@ -230,9 +230,9 @@ class Generation:
             )
         mask_BT = given.pop("attention_mask", None)
         if "output_router_logits" in self.signature.parameters:
-            given["output_router_logits"] = False  # nobody reads the loss that they are for
+            given["output_router_logits"] = False  # their loss is not read
         real_tokens: Tensor | None = None
-        # Keep which tokens are padding, if new ones are; those behind the mask that is kept are none.
+        # Keep the mask if new tokens are padding; tokens that come after a kept mask are not.
         if mask_BT is not None and not bool(mask_BT[:, -tokens:].all()):
             cache.real_BT = mask_BT.detach().cpu().bool()
             cache.groups.clear()

@@ -31,7 +31,7 @@ from ds_ring.schedule.layout import Layout
 
 # By model_type, those that tests compare with one process. Each takes in its forward pass what
 # `get_image_features` returns, and puts one feature in the place of each image token. Gemma 3 and PaliGemma
-# beside it let the tokens of an image, or of a prompt, see each other, where they are given token_type_ids:
+# also let the tokens of an image, or of a prompt, see each other, where they are given token_type_ids:
 # that mask is refused (layer_masks.py).
 EXACT = tuple(
     """
@@ -159,10 +159,10 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
 
 # [Note: shares of images]
 # Images are divided among the ranks of a sequence in their order, by their numbers of patches: each is
-# encoded once. An image token stands for one feature, so each feature goes to the one rank that has its
+# encoded once. An image token takes one feature, so each feature goes to the one rank that has its
 # token, and its gradient comes back from there: the encoder's gradient is a sum over the ranks, like any
 # other. Which rank needs which feature is known from the whole batch; how many features a rank has found is
-# asked once. A rank that has no image encodes the first one and uses none of its features, so that every rank
+# exchanged once. A rank that has no image encodes the first one without using its features, so every rank
 # runs the same modules (ZeRO 3 gathers their parameters) and has a gradient for each parameter.
 def _local_features(
     base: Any, given: dict[str, Any], images: ImageTokens, mesh: RingMesh, wait_s: float
@@ -218,7 +218,7 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
     """Return the tensors of the images that this rank encodes, and whether it uses their features."""
     grids_IA, values = pixels.get("image_grid_thw"), pixels["pixel_values"]
     dim = 0
-    if grids_IA is not None:  # the patches of all images stand one after the other
+    if grids_IA is not None:  # the patches of all images are concatenated
         patches_I = grids_IA.prod(dim=1).cpu()
         if int(patches_I.sum()) != len(values):
             raise RingShapeError(
@@ -233,7 +233,7 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
     else:
         patches_I = torch.ones(len(values), dtype=torch.int64)
     ends_I = patches_I.cumsum(0)
-    # the rank of an image is where its middle lies among all patches
+    # an image belongs to the rank whose share of all patches has its middle
     owners_I = (2 * ends_I - patches_I) * mesh.sequence_size // (2 * int(ends_I[-1]))
     mine = (owners_I == mesh.sequence_rank).nonzero()[:, 0]
     first, count = (int(mine[0]), len(mine)) if len(mine) else (0, 1)
@@ -286,7 +286,7 @@ def _sent(
     receives: dict[int, Tensor],
     count: int,
 ) -> Tensor:
-    """Return `count` rows: those of other ranks and of this one, where `receives` says."""
+    """Return `count` rows: those of other ranks and of this one, at the places in `receives`."""
     mesh, own = routes.mesh, routes.mesh.sequence_rank
     exchange = Exchange(mesh, routes.wait_s)
     with mesh.in_call():
@@ -347,7 +347,7 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
 def images_of_prompt(
     given: dict[str, Any], needs: ImageNeeds | None, layout: Layout, mesh: RingMesh
 ) -> ImageTokens | None:
-    """Return which features the local tokens of a prompt that is generated from stand for."""
+    """Return which image features the local tokens of a prompt take."""
     if needs is None or not _has_images(given) or given.get("input_ids") is None:
         return None
     places_BT = places_of(given["input_ids"], needs)

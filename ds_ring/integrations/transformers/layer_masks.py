@@ -41,7 +41,7 @@ class LayerMask:
     # Not a subclass of Tensor: the recomputation of a layer would get a copy, which has lost the pattern.
 
     pattern: Pattern | None  # None where nothing is seen: a model may make such a mask for no layer
-    sharding: BatchSharding | None = None  # of the batch, where a layer cannot be told by a keyword argument
+    sharding: BatchSharding | None = None  # of the batch, where a layer takes no keyword argument
     ndim: ClassVar[int] = 0  # some models add a bias to a mask of four dimensions, and to the scores as well
 
     def __getitem__(self, index: Any) -> LayerMask:
@@ -66,7 +66,7 @@ class LayerMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse every function of torch, and every operator beside a tensor."""
+        """Refuse every function of torch, and every operator with a tensor."""
         raise _used_as_tensor(f"calls {getattr(function, '__name__', function)} on it")
 
 
@@ -78,17 +78,17 @@ def _used_as_tensor(how: str) -> RingPatternError:
     )
 
 
-# [Note: what a layer says]
+# [Note: the model's pattern]
 # transformers composes a mask from a few functions of positions, and calls the mask function that is
 # registered for the attention. Ours reads these functions and returns a `LayerMask`, which the model passes
-# to its layers: it is what "eager" would mask, whatever the configuration says. An unknown function is
+# to its layers: it is what "eager" would mask. The configuration is not read. An unknown function is
 # refused by name. For a layer that gets no mask, the arguments of attention decide (`is_causal`,
 # `sliding_window`).
 def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
-    """Return what a mask of transformers masks: [Note: what a layer says].
+    """Return what a mask of transformers masks: [Note: the model's pattern].
 
     Raises:
-        RingPatternError: it has a function that no pattern stands for.
+        RingPatternError: it has a function that no pattern can express.
     """
     leaves = _leaves(mask_function)
     if any(inspect.getclosurevars(leaf).nonlocals.get("sliding_window") == 0 for leaf in leaves):
@@ -120,7 +120,7 @@ def _part(leaf: Callable[..., Any], causal: bool) -> Pattern | None:
         # ("documents": true), where whole batches are seen.
         case "causal_mask_function" | "bidirectional_mask_function" | "packed_sequence_mask_function":
             return Causal() if causal else Full()
-        case "sliding_window_overlay" if causal:  # alone it would hide what is before the window only
+        case "sliding_window_overlay" if causal:  # alone it would hide earlier keys only
             return SlidingWindow(int(held["sliding_window"]))
         case "sliding_window_bidirectional_overlay":
             return SlidingWindow(int(held["sliding_window"]) + 1, causal)
@@ -150,7 +150,7 @@ def _leaves(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _joins_blocks(function: Callable[..., Any]) -> bool:
-    """Return whether a mask function lets tokens of a block see each other beside what another one allows."""
+    """Return whether a mask function lets tokens of a block see each other, in addition to another mask."""
     parts = inspect.getclosurevars(function).nonlocals.get("mask_functions") or ()
     return any("block_sequence_ids" in inspect.getclosurevars(part).nonlocals for part in parts)
 
@@ -168,10 +168,10 @@ def is_causal(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
-    """Return the pattern of a layer that got no mask, by its arguments: [Note: what a layer says].
+    """Return the pattern of a layer that got no mask, by its arguments: [Note: the model's pattern].
 
     Raises:
-        RingPatternError: a window that nobody can read.
+        RingPatternError: a window that cannot be read.
     """
     causal = is_causal(module, kwargs)
     window = kwargs.get("sliding_window")
@@ -208,7 +208,7 @@ def pattern_in(module: nn.Module, sharding: BatchSharding, model_pattern: Patter
 
 
 def patterns_of_layers(model: PreTrainedModel, causal: bool) -> tuple[Pattern, ...]:
-    """Return what the configuration says of every layer: for the choice of a layout, not for attention."""
+    """Return the pattern of every layer by the configuration: for the choice of a layout."""
     config: Any = model.config.get_text_config()
     count = int(getattr(config, "num_hidden_layers", 1) or 1)
     types = getattr(config, "layer_types", None)

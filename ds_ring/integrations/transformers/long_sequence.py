@@ -78,7 +78,7 @@ class TiledHead:
 
     def forward(self, hidden: Tensor, job: HeadFunction | None = None) -> Any:
         """Return logits, deferred logits, or the result of a job that gets the whole weight."""
-        # A job comes in by the module's call: at ZeRO 3 its hooks make the weight whole meanwhile.
+        # A job comes in by the module's call: at ZeRO 3 its hooks gather the weight during the call.
         if job is not None:
             return job(hidden, self._head.weight, self._head.bias)
         if not self.deferring:
@@ -303,7 +303,7 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Simpl
         model.activation_checkpointing_enable({"use_reentrant": False})
     memory = session.mesh.host_memory
     memory.enabled = True
-    # A layer's input alone where all of attention is run again: more would stand on the device for nothing.
+    # A layer's input alone where all of attention is run again: more would occupy the device for nothing.
     memory.ahead = 1 if session.config.recompute_attention is True else LAYER_TENSORS
 
     def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours

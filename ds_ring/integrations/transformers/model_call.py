@@ -1,4 +1,4 @@
-"""One call of a transformers model on a ring: what it is given, and what it returns, is checked.
+"""One call of a transformers model on a ring: its arguments and its output are checked.
 
 A variant may handle the calls of its models by a subclass.
 """
@@ -45,7 +45,7 @@ class ModelCall:
         self.start()
 
     def start(self) -> None:
-        """Tell the choice of the layout what the model says of its layers."""
+        """Give the choice of the layout the patterns of the model's layers."""
         session = self.session
         layers = patterns_of_layers(self.model, session.pattern.is_causal)
         session.needs.layers += layers

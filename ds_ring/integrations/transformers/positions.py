@@ -74,7 +74,7 @@ class NumberingCheck:
 
 def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     """Return the check that a model uses the position ids that it is given; see `NumberingCheck`."""
-    # A rank whose shard begins the sequence sees no difference, so the one that does tells the others (in
+    # A rank whose shard begins the sequence sees no difference, so the rank that does informs the others (in
     # place of its first message of attention). Compiled graphs are not looked at.
     given: list[Tensor] = []
     changes: list[AppliedPatch] = []
@@ -115,14 +115,14 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
 # transformers' dynamic NTK and LongRoPE (and own code of models such as PhiMoE) choose the frequencies of a
 # rotary embedding by `max(position_ids)`, which on a shard is the shard's own. So the greatest position of
 # the batch is appended to the position ids while such a module runs, and its row of the result is removed:
-# whatever the module computes from the maximum is then what one process computes. The position is a tensor of
+# so the module computes the same as on one process. The position is a tensor of
 # the batch's sharding, so that a compiled graph serves every length.
 
 _BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_lengths(model: nn.Module) -> None:
-    """Refuse a model with a rotary embedding that depends on the length and cannot be told it.
+    """Refuse a model whose rotary embedding depends on the length and cannot be given it.
 
     Raises:
         RingConfigError: a module computes it inside a layer that may be computed again in the backward pass,
@@ -171,7 +171,7 @@ def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = signature.bind(*args, **kwargs)
         position_ids = given.arguments["position_ids"]
-        # [..., S] and, behind them, the greatest of the batch: [..., S + 1]
+        # [..., S] followed by the greatest of the batch: [..., S + 1]
         longest = batches.current.longest.to(position_ids).expand(*position_ids.shape[:-1], 1)
         given.arguments["position_ids"] = torch.cat([position_ids, longest], dim=-1)
         return given.args, given.kwargs

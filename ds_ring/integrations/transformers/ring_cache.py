@@ -171,7 +171,7 @@ class RingCacheLayer(CacheLayerMixin):
         """Store keys and values [B, G, Q, D]; return what attention reads.
 
         Of a prompt that is this rank's shard, for the ring pass. Later every rank has all new tokens, and
-        gets back what it holds of the whole sequence.
+        gets back its part of the whole sequence.
         """
         cache = self._cache
         assert cache.layout is not None
@@ -223,7 +223,7 @@ class RingStateLayer(LinearAttentionLayer):
     ) -> Tensor:
         """Store the last inputs [B, C, Q] of a convolution; return those that it reads.
 
-        Of a prompt that is this rank's shard: the convolution gets what stands before it from other ranks.
+        Of a prompt that is this rank's shard: the convolution gets the tokens before it from other ranks.
         """
         width, told = conv_kernel_size, {"conv_kernel_size": conv_kernel_size}
         if self._cache.arriving.start > 0:

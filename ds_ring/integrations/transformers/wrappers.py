@@ -282,7 +282,7 @@ class WrappedModel:
 
         return _mapped(output, cut)
 
-    # In front of an inner model, and behind it.
+    # Before and after an inner model.
 
     def _enter(
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -43,7 +43,7 @@ from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.masks.catalog import Causal
 from tests.dist import test_images
-from tests.unit.integrations.transformers.exclusive_call import IDS, REQUEST, attend, sharding
+from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
 from tests.unit.integrations.transformers.test_attention import session_of
 
 Given = Any

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
     "encoder_decoder.EncoderDecoder",
-    "eager_attention.EagerAttention",
+    "eager_attention.layers.EagerAttention",
     "recurrent.layers.Recurrent",
     "compressed.CompressedAttention",
     "indexed.IndexedKeys",

@@ -1,4 +1,4 @@
-"""Attention to compressed entries beside a window, in transformers models: DeepSeek V4.
+"""Attention to a window and to compressed entries, in transformers models: DeepSeek V4.
 
 A layer of V4 has a compressor, which makes one entry of every `rate` tokens. A query attends to the tokens of
 its window and to entries: to all that are complete ("heavily compressed"), or to those that an indexer
@@ -8,16 +8,16 @@ On a ring, compressor and indexer run as they are, with their projections, norms
 formulas. They are given an object in place of a cache (`_LocalWindows`), which hands them the windows of this
 rank with their places in the sequence. In "compressed sparse" layers an entry has a part of the window before
 its own: the first window of each run gets that from its owner (`halo`). The attention function gets the
-tokens' keys and behind them this rank's entries, and merges two parts by their log-sum-exps: the ring's
+tokens' keys followed by this rank's entries, and merges two parts by their log-sum-exps: the ring's
 attention to the window, and attention to the entries of all ranks.
 
 [Note: queries by their place in a block]
 Query b * rate + r sees the entries before b; with r = rate - 1 it sees entry b, too. So entries are a
 sequence of their own, whose layout is that of the tokens in blocks. Queries with one r are queries of that
 sequence, one for each block. All heads and all r are query heads of one causal pass (`Before`), which share
-the one K/V head of the entries. Entry b of the last r lies on the query's own rank, and is merged there.
+the one K/V head of the entries. Entry b of the last r is on the query's own rank, and is merged there.
 
-Both need runs of whole blocks of tokens. `ModelNeeds.block` tells the choice of the layout so.
+Both need runs of whole blocks of tokens. `ModelNeeds.block` gives the choice of the layout this size.
 
 Shapes: B samples, H query heads, S local tokens, n local entries, D head dim, k chosen entries.
 """
@@ -64,7 +64,7 @@ _COMPRESSORS = {"DeepseekV4HCACompressor": False, "DeepseekV4CSACompressor": Tru
 
 
 class CompressedAttention(Variant):
-    """Layers that attend to compressed entries beside a window."""
+    """Layers that attend to a window and to compressed entries."""
 
     def matches(self, module: nn.Module) -> bool:
         return type(getattr(module, "compressor", None)).__name__ in _COMPRESSORS
@@ -102,7 +102,7 @@ class CompressedAttention(Variant):
                 f"{call.name}: expected no softcap or score_mod beside compressed entries, got one, which no"
                 " ring computes there; set it to None in the configuration of the model"
             )
-        # Keys are those of the tokens, and this rank's entries behind them.
+        # Keys are those of the tokens, followed by this rank's entries.
         call.taken["entries"] = entries, call.k_BGSD
         call.k_BGSD = call.v_BGSE = call.k_BGSD[:, :, : call.q_BHSD.shape[2]]
 
@@ -123,7 +123,7 @@ class CompressedAttention(Variant):
 
 
 def check_section(model: nn.Module, config: RingConfig) -> None:
-    """Refuse a section beside which compressed entries are not defined, or a ring does not compute them.
+    """Refuse a section with which compressed entries are not defined, or not computed on a ring.
 
     Raises:
         RingConfigError, RingPatternError: with the key.
@@ -173,7 +173,7 @@ class _LocalWindows:
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's windows of kv and gate [B, S, W], and where they begin.
 
-        With overlap, the window before each run stands in front of it.
+        With overlap, each run is preceded by the window before it.
 
         Returns:
             kv and gate [B, windows * rate, W], and an int64 tensor [windows]: added to rate * index, it is
@@ -203,7 +203,7 @@ class _LocalWindows:
         self._beside[name] = beside
         front_kv, front_gate = (F.pad(x, (0, width)) for x in beside.split(width, dim=-1))
         begins = [not piece.continues for piece in self._near.pieces]
-        if any(begins):  # no weight for what is before the sequence
+        if any(begins):  # no weight for windows before the sequence
             hidden = torch.zeros_like(front_gate, dtype=torch.bool)
             hidden[:, begins, :, :width] = True
             front_gate = front_gate.masked_fill(hidden, float("-inf"))
@@ -334,7 +334,7 @@ def attend(
 
     Args:
         q: [B, H, S, D].
-        kv: this rank's tokens, and its entries behind them, keys and values alike: [B, 1, S + n, D].
+        kv: this rank's tokens followed by its entries, keys and values alike: [B, 1, S + n, D].
         sharding: of the tokens.
         rate: tokens of an entry.
         chosen: entries that each query attends to, int64 [B, S, k], -1 for none; None for all complete ones.

@@ -1,7 +1,7 @@
 """Attention to keys that an indexer selects: DeepSeek-V3.2 and its relatives.
 
 The layer's own indexer meets the keys of all ranks. It runs as it is, with its projections, norms, rotary
-embedding and formula; only its keys are replaced, by an object that stands for the keys of all ranks
+embedding and formula; only its keys are replaced, by an object that represents the keys of all ranks
 (`KeysOfAllRanks`). What the indexer does with them is recorded and done again with each shard that arrives
 (`ring_select`). Another formula than those of `_RECORDED` is refused by name. The positions that it returns
 reach the call of attention as `indices`.

@@ -1,9 +1,9 @@
 """Attention to blocks of keys that an indexer selects: Qwen 4, MiniMax M3 and GLM-5.3.
 
 Here is what takes the place of such an indexer's forward on a ring. It computes with the indexer's own
-projections, norms and rotary embedding. The tokens of a block may lie on two ranks: the block's owner, which
-has its first token, gets the others by `halo`. Blocks begin with each document, as they do where it stands
-alone. `ring_select` chooses blocks, and attention reads the tokens of these.
+projections, norms and rotary embedding. The tokens of a block may be on two ranks: the block's owner, which
+has its first token, gets the others by `halo`. Blocks begin with each document, as they do in a row of
+their own. `ring_select` chooses blocks, and attention reads the tokens of these.
 
 transformers computes indexers without a gradient, so there is none here.
 
@@ -58,7 +58,7 @@ _blocks = lru_cache(maxsize=64)(BlockLayout.of_tokens)  # the same for all layer
 
 @dataclass(frozen=True)
 class ChosenMask:
-    """The mask of a layer that applies it to what its indexer returns; then what was chosen, beside it."""
+    """The mask of a layer that applies it to what its indexer returns; then what was chosen, and the mask."""
 
     mask: LayerMask | None
     chosen: Tensor | None = None
@@ -99,7 +99,7 @@ class _BlockRows:
     def expand(self, firsts: Tensor) -> Tensor:
         """Return the tokens [.., S, k * L] of blocks that begin at positions [.., S, k].
 
-        A negative position is no block. Tokens behind the query are -1, and all of a query that is padding.
+        A negative position is no block. Tokens after the query are -1, as all tokens of padding.
         """
         tokens = (firsts.unsqueeze(-1) + torch.arange(self.size, device=firsts.device)).flatten(-2)
         last = torch.from_numpy(np.where(self.is_real, self.positions, -1)).to(firsts.device)

@@ -90,7 +90,7 @@ class DynamicMask(Variant):
 
 @dataclass(frozen=True, eq=False)
 class TermsMask:
-    """The mask of a layer, and the terms of its keys; stands for a mask tensor until attention."""
+    """The mask of a layer, and the terms of its keys; replaces a mask tensor until attention."""
 
     mask: LayerMask | None
     terms: Tensor  # [B, G, S]

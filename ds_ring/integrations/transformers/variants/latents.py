@@ -89,7 +89,7 @@ class LatentAttention(Variant):
 
 
 def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Latents]:
-    """Return the layers whose latents travel, as `"latents"` says, with what replaces their `expand_kv`.
+    """Return the layers whose latents travel, by the section's `"latents"`, and what replaces `expand_kv`.
 
     Raises:
         RingConfigError: `"latents": true`, and a layer or the model does not allow it.

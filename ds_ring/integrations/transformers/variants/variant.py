@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
     from ds_ring.integrations.transformers.model_call import ModelCall
 
-# What a model may need beside softmax over keys, as `checks.py` finds it; words of `layer_types`, too.
+# Needs of a model that `checks.py` finds: softmax over keys does not cover them. Words of `layer_types`, too.
 INTERFACE = "attention interface"  # its attention bypasses transformers' interface
 POSITIONS = "position_ids"  # its forward pass takes none
-STATE = "state"  # transformers says that it is stateful
+STATE = "state"  # transformers calls it stateful
 CONVOLUTION = "convolution"  # a layer has an nn.Conv1d over tokens
 TWO_SEQUENCES = "two sequences"  # it is an encoder-decoder
 
@@ -54,7 +54,7 @@ class Variant:
     # Before a model is attached.
 
     def refuse(self, model: PreTrainedModel, request: Request) -> None:
-        """Refuse a model, or a section beside it, that this variant knows and a ring does not compute.
+        """Refuse a model or a section that this variant knows and a ring does not compute.
 
         Raises:
             RingConfigError, RingPatternError: with the reason.
@@ -73,7 +73,7 @@ class Variant:
         return None
 
     def makes_full_masks(self, model_type: str) -> bool:
-        """Return whether a model makes an attention_mask that hides nothing, beside that of its call."""
+        """Return whether a model makes an attention_mask of its own that hides nothing."""
         return False
 
     # When a model is attached.
@@ -98,7 +98,7 @@ class Variant:
     # In each call of attention.
 
     def read(self, call: AttentionCall) -> None:
-        """Take what only this variant understands out of the call, before the core refuses what is left."""
+        """Take what only this variant understands out of the call, before the core refuses the rest."""
 
     def attend(self, call: AttentionCall) -> Tensor | None:
         """Return attention [B, H, S, E] of a layer of this variant; None for other layers."""
@@ -111,5 +111,5 @@ class Variant:
         return None
 
     def has_states(self, model: PreTrainedModel) -> bool:
-        """Return whether a cache has to hold states of the model's layers beside keys and values."""
+        """Return whether a cache has to hold states of the model's layers."""
         return False

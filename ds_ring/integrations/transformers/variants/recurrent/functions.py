@@ -89,23 +89,24 @@ def delta_rule(
 
 def mamba2(
     original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
-    *args: Any, D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), return_final_states: bool = False, **kwargs: Any,
+    *args: Any, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Compute Mamba 2's scan of x [B, S, H, P], dt [B, S, H], A [H], B and C [B, S, G, N]."""
     sharding = sharding_of(kwargs)
-    told = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
     if sharding is None:
-        told |= {"z": z, "initial_states": initial_states, "return_final_states": return_final_states}
-        return original(x, dt, A, B, C, chunk_size, *args, **told, **kwargs)
-    refuse_states("Mamba 2", initial_states, return_final_states and torch.is_grad_enabled())
-    kwargs = {name: x for name, x in kwargs.items() if name != "seq_idx"}
+        return original(x, dt, A, B, C, chunk_size, *args, **kwargs)
+    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_states", "return_final_states")
+    refuse_states("Mamba 2", state, returns_state and torch.is_grad_enabled())
+    steps = [
+        kwargs.get("dt_bias"),
+        kwargs.get("dt_softplus", False),
+        kwargs.get("dt_limit", (0.0, float("inf"))),
+    ]
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
-        out, final = original(x, dt, A, B, C, chunk_size, *args, **told, return_final_states=True, **kwargs)
-        decays = torch.exp(_summed_steps(dt, A, dt_bias, dt_softplus, dt_limit))  # [b, L, H]
+        out, final = original(x, dt, A, B, C, chunk_size, *args, return_final_states=True, **kwargs)
+        decays = torch.exp(_summed_steps(dt, A, *steps))  # [b, L, H]
         transition = decays[:, -1, :, None, None].to(final.dtype)
 
         def reach(state: Tensor) -> Tensor:
@@ -114,9 +115,16 @@ def mamba2(
 
         return Computed(out, final, transition, reach if continues else None)
 
-    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, return_final_states)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 1, returns_state)
     out = out if z is None else out * F.silu(z)
-    return (out, state) if return_final_states else out
+    return (out, state) if returns_state else out
+
+
+def _of_whole_samples(kwargs: dict[str, Any], *names: str) -> tuple[Any, Any, bool]:
+    """Take out the gate, the first state and whether the last one is returned: not for single pieces."""
+    gate, first, returns_last = (kwargs.pop(name, None) for name in names)
+    kwargs.pop("seq_idx", None)
+    return gate, first, bool(returns_last)
 
 
 def _summed_steps(
@@ -131,21 +139,19 @@ def _summed_steps(
 
 
 def mamba1(
-    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any,
-    D: Tensor | None = None, z: Tensor | None = None, delta_bias: Tensor | None = None,
-    delta_softplus: bool = False, return_last_state: bool = False, **kwargs: Any,
-) -> Any:  # fmt: skip
+    original: Original, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Compute Mamba's selective scan: x and dt [B, C, S], A [C, N], B and C [B, N, S]; states [B, C, N]."""
     sharding = sharding_of(kwargs)
-    told = {"D": D, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
     if sharding is None:
-        told |= {"z": z, "return_last_state": return_last_state}
-        return original(x, dt, A, B, C, *args, **told, **kwargs)
-    refuse_states("Mamba", None, return_last_state and torch.is_grad_enabled())
+        return original(x, dt, A, B, C, *args, **kwargs)
+    z, state, returns_state = _of_whole_samples(kwargs, "z", "initial_state", "return_last_state")
+    refuse_states("Mamba", state, returns_state and torch.is_grad_enabled())
+    delta_bias, delta_softplus = kwargs.get("delta_bias"), kwargs.get("delta_softplus", False)
 
     def call(tensors: Sequence[Tensor], continues: bool) -> Computed:
         x, dt, B, C = tensors
-        out, final = original(x, dt, A, B, C, *args, **told, return_last_state=True, **kwargs)
+        out, final = original(x, dt, A, B, C, *args, return_last_state=True, **kwargs)
         dt = dt if delta_bias is None else dt + delta_bias.to(dt.dtype)[:, None]
         dt = F.softplus(dt) if delta_softplus else dt
         dtype = torch.promote_types(final.dtype, torch.float32)
@@ -162,9 +168,9 @@ def mamba1(
         transition = torch.exp(rates * steps[..., -1:])
         return Computed(out, final.to(dtype), transition, reach if continues else None)
 
-    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, return_last_state)
+    out, state = recurrence(sharding, (x, dt, B, C), call, False, 2, returns_state)
     out = out if z is None else out * F.silu(z)
-    return (out, state) if return_last_state else out
+    return (out, state) if returns_state else out
 
 
 def not_fused(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -132,7 +132,7 @@ def wkv(
     def call(tensors: Sequence[Tensor], state: tuple[Tensor, Tensor] | None) -> Tensor:
         key, value = tensors
         if state is not None:
-            # One token stands for all before: the kernels' states are no part of their backward pass.
+            # One token represents all before: the kernels' states are no part of their backward pass.
             numerator, denominator = state[0].unbind(-1)
             token = state[1] + denominator.log(), numerator / denominator
             key, value = (

@@ -74,8 +74,8 @@ def by_rows(sharding: BatchSharding, run: Callable[..., Tensor], *tensors: Tenso
 def with_halo(near: Neighbours, x: Tensor, before: int, call: Callable[[Tensor], Tensor]) -> Tensor:
     """Return what a causal convolution makes of x [B, C, S].
 
-    `call` gets all pieces one after the other, each behind the `before` tokens in front of it (zeros where a
-    document begins). Its result for a token stands at the token's place.
+    `call` gets all pieces concatenated, each preceded by the `before` tokens before it (zeros where a
+    document begins). Its result has one entry a token.
     """
     beside = halo_op(x, 2, before, 0, near.handle)  # [B, C, R, before]
     zeros = x.new_zeros((*x.shape[:2], before))
@@ -160,7 +160,7 @@ def _recurrence_of_rows(
             reaches.append((numbers, found.out, found.reach))
     if kinds:
         moves, increments = (torch.stack([finals[run][i] for run in range(near.own_runs)]) for i in (0, 1))
-    else:  # no token is here: a padding slot says what the states of others look like
+    else:  # no token is here: a padding slot gives the shape of the states
         found = call([x.narrow(dim, 0, 1) for x in tensors], False)
         moves, increments = found.transition[None, :][:0], found.final[None, :][:0]
         outs[0] = found.out.narrow(dim, 0, 0)

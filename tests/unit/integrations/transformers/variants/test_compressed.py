@@ -11,7 +11,7 @@ from torch import nn
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants import compressed
-from tests.unit.integrations.transformers.exclusive_call import IDS, ON, attend, sharding
+from tests.unit.integrations.transformers.calls import IDS, ON, attend, sharding
 
 
 def compressing(current: Any, cache: Any) -> Any:

@@ -16,9 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.transformers.attach import attach, check_model
-from ds_ring.integrations.transformers.variants import eager_attention
-from ds_ring.integrations.transformers.variants.eager_attention import FAMILIES, family_of, parts_of
-from tests.unit.integrations.transformers.exclusive_call import ON, sharding
+from ds_ring.integrations.transformers.variants.eager_attention import families, layers, scores
+from ds_ring.integrations.transformers.variants.eager_attention.families import FAMILIES, family_of
+from ds_ring.integrations.transformers.variants.eager_attention.layers import parts_of
+from tests.unit.integrations.transformers.calls import ON, sharding
 from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
 
 # A class that computes attention in its own code in each version that is allowed; GPT-J does so up to 5.23.
@@ -212,16 +213,16 @@ class Graph(nn.Module):
         return hidden
 
 
-def written(**scores: Any) -> Any:
+def written() -> Any:
     family: Any = SimpleNamespace(pattern=None, bias=None)
-    call: Any = eager_attention._ModuleAttention(Graph(), None, family, sharding(), None, 1)
+    call: Any = scores.ModuleAttention(Graph(), None, family, sharding(), None, 1)
     q = torch.zeros(1, 4, 8)
-    return eager_attention.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
+    return scores.EagerScores(call, q, q, torch.Size([1, 4, 4])), call, q
 
 
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "positions by sample": (
-        lambda: eager_attention._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
+        lambda: families._rotary_rows(None, torch.tensor([[0, 1], [0, 2]]), torch.sin, None),
         RingPatternError,
         "the same positions",
     ),
@@ -233,7 +234,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 COMPILED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "written out": (
-        lambda: eager_attention.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
+        lambda: layers.around_attention(ON, None, Graph(), None)(len),  # type: ignore[arg-type]
         RingConfigError,
         "Graph computes attention in its own code",
     ),
@@ -260,7 +261,7 @@ def test_falcons_alibi_is_rounded_as_falcon_rounds_it(heads: int) -> None:
     tokens, factor = 600, 0.25  # from 257 keys on bfloat16 has no number for each
     expected = build_alibi_tensor(torch.ones(1, tokens, dtype=torch.int64), heads, torch.float32)[:, 0]
     module: Any = SimpleNamespace(num_heads=heads)
-    change = eager_attention._falcon_alibi(module, factor)
+    change = families._falcon_alibi(module, factor)
     got = change(
         torch.zeros(heads, tokens), None, torch.arange(heads)[:, None], None, torch.arange(tokens)[None]
     )
@@ -273,16 +274,16 @@ def test_attention_is_eager_where_the_class_does_not_ask_the_interface() -> None
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    assert eager_attention._asks_interface(LlamaAttention)
-    assert not eager_attention._asks_interface(WritesItOut)
+    assert layers._asks_interface(LlamaAttention)
+    assert not layers._asks_interface(WritesItOut)
     names = GPTJAttention.forward.__code__.co_names  # 5.24 hands it to the interface
-    assert eager_attention._asks_interface(GPTJAttention) == ("ALL_ATTENTION_FUNCTIONS" in names)
+    assert layers._asks_interface(GPTJAttention) == ("ALL_ATTENTION_FUNCTIONS" in names)
 
 
 def test_the_slopes_of_alibi_are_the_models_own() -> None:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-    slopes = eager_attention._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
+    slopes = families._bloom_alibi(SimpleNamespace(num_heads=6), 2.0).slopes
     whole = build_alibi_tensor(torch.ones(1, 9, dtype=torch.int64), 6, torch.float64)[:, 0]
     found = torch.tensor(slopes, dtype=torch.float64)[:, None] * torch.arange(9) / 2
     torch.testing.assert_close(found, whole)

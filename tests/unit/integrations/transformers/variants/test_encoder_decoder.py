@@ -12,7 +12,7 @@ from torch import nn
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.transformers.variants import encoder_decoder
-from tests.unit.integrations.transformers.exclusive_call import IDS
+from tests.unit.integrations.transformers.calls import IDS
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})
 check_pair: Any = encoder_decoder.check_pair

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.integrations.deepspeed import batch
 from ds_ring.integrations.transformers.variants import indexed
-from tests.unit.integrations.transformers.exclusive_call import IDS, attend
+from tests.unit.integrations.transformers.calls import IDS, attend
 from tests.unit.integrations.transformers.test_attention import attached
 
 

@@ -14,7 +14,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.transformers import layer_masks
 from ds_ring.integrations.transformers.variants import indexed_blocks
 from ds_ring.masks.catalog import Full
-from tests.unit.integrations.transformers.exclusive_call import IDS, ON, sharding
+from tests.unit.integrations.transformers.calls import IDS, ON, sharding
 
 
 def chosen_by(current: Any, pattern: Any = None) -> Any:

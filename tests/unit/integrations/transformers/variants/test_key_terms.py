@@ -15,7 +15,7 @@ from ds_ring.integrations.deepspeed import batch
 from ds_ring.integrations.transformers import checks, layer_masks
 from ds_ring.integrations.transformers.variants import key_terms
 from ds_ring.masks.catalog import Causal
-from tests.unit.integrations.transformers.exclusive_call import REQUEST, attend, cached
+from tests.unit.integrations.transformers.calls import REQUEST, attend, cached
 
 
 def masked(**terms: Any) -> Any:

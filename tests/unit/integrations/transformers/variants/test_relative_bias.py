@@ -10,7 +10,7 @@ import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants import relative_bias
-from tests.unit.integrations.transformers.exclusive_call import attend
+from tests.unit.integrations.transformers.calls import attend
 
 
 def biased() -> Any:

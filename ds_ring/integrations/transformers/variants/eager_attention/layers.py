@@ -1,0 +1,257 @@
+"""Which models compute attention in their own code, and what a ring patches in them: the table's row."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import patch
+from ds_ring.integrations.deepspeed.batch import SHARDING
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.checks import OWN_TOKENS, cannot_run, refuse_other_inputs
+from ds_ring.integrations.transformers.layer_masks import LayerMask
+from ds_ring.integrations.transformers.model import MODEL, TABLE
+from ds_ring.integrations.transformers.variants.eager_attention.families import (
+    FAMILIES,
+    REFUSED,
+    Family,
+    family_of,
+)
+from ds_ring.integrations.transformers.variants.eager_attention.scores import (
+    EagerScores,
+    ModuleAttention,
+    Operators,
+    unexpected,
+)
+from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Request, Variant
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.transformers.model_adapter import ModelAdapter
+    from ds_ring.integrations.transformers.model_call import ModelCall
+
+_patch = partial(patch, when="the attention bypasses transformers' interface")
+_attention_patch = _patch(
+    TABLE.given("eager", "torch.nn.Module"), "forward", stage="around_forward", feature="eager attention",
+    reason="computes the module's own softmax(q @ k.T) @ v on the ring",
+)  # fmt: skip
+_layer_patch = _patch(
+    TABLE.given("checkpointed", "torch.nn.Module"), stage="before_forward", feature="eager attention.layer",
+    reason="the mask of a layer knows its batch, also when a checkpointed layer runs again",
+)  # fmt: skip
+_call_patch = _patch(
+    MODEL, stage="before_forward", feature="own positions", reason="notes the positions of the batch"
+)
+_positions_patch = _patch(
+    TABLE.given("numbers", "torch.nn.Module"), "forward", stage="around_forward", feature="own positions",
+    reason="numbers tokens by the batch's positions",
+)  # fmt: skip
+
+
+class EagerAttention(Variant):
+    """Models that compute attention in their own code, or number their tokens by themselves."""
+
+    def matches(self, module: nn.Module) -> bool:
+        return isinstance(module, PreTrainedModel) and family_of(module) is not None
+
+    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+        config, family = model.config.get_text_config(), family_of(model)
+        if config.model_type in REFUSED:
+            raise cannot_run(model, f"{REFUSED[config.model_type]}, {OWN_TOKENS}")
+        if request.as_is and getattr(config, "alibi", False):
+            raise cannot_run(
+                model,
+                "config.alibi adds a distance to each score, which the backend does not compute; use a model"
+                " with rotary or learned positions",
+            )
+        pair = getattr(model.config, "is_encoder_decoder", False)
+        draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
+        if draws and config.attention_type == "block_sparse":
+            raise cannot_run(
+                model,
+                'config.attention_type "block_sparse" draws blocks of keys at random for each length; set it'
+                ' to "original_full", if that is your model (up to 1024 tokens BigBird takes it by itself)',
+            )
+        if family is None or request.as_is:
+            return
+        if family.positions not in ("", *(type(part).__name__ for part in model.modules())):
+            raise cannot_run(
+                model,
+                f"it numbers its tokens otherwise than by {family.positions}, and a rank knows its own tokens"
+                " only; choose these positions in its configuration (TrOCR: use_learned_position_embeddings)",
+            )
+
+    def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
+        return {INTERFACE, POSITIONS} if self.matches(model) and not as_is else set()
+
+    def advice(self, kind: type[PreTrainedModel]) -> str | None:
+        if getattr(kind.config_class, "model_type", None) not in FAMILIES:
+            return None
+        return (
+            "build it without attn_implementation, and start with ds_ring.initialize(model=...), which"
+            " computes its attention on the ring"
+        )
+
+    def makes_full_masks(self, model_type: str) -> bool:
+        return model_type in FAMILIES
+
+    def positioned(self, model: PreTrainedModel) -> Iterator[nn.Module]:
+        yield from (module for _, _, module in parts_of(model))
+
+    def install(self, adapter: ModelAdapter) -> None:
+        if adapter.rewritten or not any(map(self.matches, adapter.model.modules())):
+            return
+        numbered = _NumberedCall(adapter)
+        if self.matches(adapter.model) and adapter.call.one_sequence:
+            adapter.apply(numbered.hook(), model=adapter.model)
+        for part, family, module in parts_of(adapter.model):
+            if type(module).__name__ == family.positions:
+                around = around_positions(part, family, module, partial(numbered.position_ids, module))
+                adapter.apply(around, numbers=module)
+            else:
+                adapter.apply(around_attention(part, family, module, adapter.call), eager=module)
+        for layer in layers_of(adapter.model):
+            adapter.apply(tell_mask(adapter.call, layer), checkpointed=layer)
+
+
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    """Return whether a class hands its attention to transformers' interface (GPT-J's, from 5.24 on)."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
+
+
+def parts_of(model: nn.Module) -> list[tuple[PreTrainedModel, Family, nn.Module]]:
+    """Return the modules inside `model` that a family names, each once."""
+    found: dict[int, tuple[PreTrainedModel, Family, nn.Module]] = {}
+    for part in (part for part in model.modules() if isinstance(part, PreTrainedModel)):
+        family = family_of(part)
+        for module in part.modules() if family is not None else ():
+            assert family is not None
+            kind = type(module)
+            if kind.__name__ == family.positions or (
+                kind.__name__ == family.attention and not _asks_interface(kind)
+            ):
+                found.setdefault(id(module), (part, family, module))
+    return list(found.values())
+
+
+def around_attention(
+    model: PreTrainedModel, family: Family, module: nn.Module, call: ModelCall
+) -> Callable[..., Any]:
+    """Return what runs in place of the forward of a module that computes attention eagerly."""
+
+    @_attention_patch
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if model.config._attn_implementation != NAME:
+            return forward(*args, **kwargs)  # engine.ring.off()
+        if torch.compiler.is_compiling():
+            raise RingConfigError(
+                f"{type(module).__name__} computes attention in its own code, which a compiled model does not"
+                " do on a ring; do not compile it"
+            )
+        given = (*args, *kwargs.values())
+        mask = next((x for x in given if isinstance(x, LayerMask)), None)
+        used = call.mask_of(module) if mask is None else mask
+        sharding = None if used is None else used.sharding
+        sharding = call.sharding_of(module) if sharding is None else sharding
+        samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
+        operators = Operators(ModuleAttention(module, model.config, family, sharding, used, samples))
+        with operators:
+            output = forward(
+                *(None if isinstance(x, LayerMask) else x for x in args),
+                **{key: None if isinstance(x, LayerMask) else x for key, x in kwargs.items()},
+            )
+        if operators.scores is None:
+            raise unexpected(module, "computes no product of queries and keys")
+        if isinstance(output, tuple | list):
+            return type(output)(None if isinstance(x, EagerScores) else x for x in output)
+        return output
+
+    return around
+
+
+def tell_mask(call: ModelCall, layer: nn.Module) -> Callable[..., Any]:
+    """Return the hook by which a layer's mask knows its batch, also when the layer is run again."""
+
+    # Hooks of a layer run outside of the checkpointed function, which keeps the arguments of the first run.
+    @_layer_patch
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def with_sharding(x: Any) -> Any:
+            return replace(x, sharding=call.sharding_of(layer)) if isinstance(x, LayerMask) else x
+
+        return tuple(map(with_sharding, args)), {key: with_sharding(x) for key, x in kwargs.items()}
+
+    return before
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the models of `FAMILIES` inside `model`."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and family_of(part)]
+    layers = {id(layer): layer for part in parts for layer in part.modules()}
+    return [layer for layer in layers.values() if isinstance(layer, GradientCheckpointingLayer)]
+
+
+class _NumberedCall:
+    """Note the positions of a model's tokens, for the modules of it that number tokens by themselves."""
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._call, self._signature = adapter.call, adapter.call.signature
+        self._noted: Tensor | None = None
+
+    def hook(self) -> Callable[..., Any]:
+        """Return the hook of the model, which runs after that of its call."""
+
+        @_call_patch
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            refuse_other_inputs(self._call.name, kwargs)
+            given = dict(self._signature.bind_partial(*args, **kwargs).arguments) | kwargs
+            ids = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+            position_ids = given.get("position_ids")
+            if position_ids is None:  # in a generation
+                self._noted = _positions_in(given[SHARDING], ids.device).expand(ids.shape[0], -1)
+                return None
+            self._noted = position_ids.expand(ids.shape[0], -1)  # XLM asks for each sample's
+            return args, kwargs | {"position_ids": self._noted}
+
+        return before
+
+    def position_ids(self, module: nn.Module) -> Tensor | None:
+        """Return the positions of the tokens that a module gets; None before the first call."""
+        found = self._call.position_ids(module)
+        return self._noted if found is None else found
+
+
+def _positions_in(sharding: BatchSharding, device: torch.device) -> Tensor:
+    """Return the positions of local tokens in the sequence, [S]; 0 for padding of the layout."""
+    if sharding.is_replicated:
+        found: Tensor = sharding.q_positions  # type: ignore[attr-defined]
+        return found.to(device)
+    slots = sharding.with_slots(device).slots
+    assert slots is not None
+    return slots.clamp_min(0)
+
+
+def around_positions(
+    model: PreTrainedModel, family: Family, module: nn.Module, position_ids: Callable[[], Tensor | None]
+) -> Callable[..., Tensor]:
+    """Return what runs in place of the forward of a module that numbers tokens by itself."""
+
+    @_positions_patch
+    def around(forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        noted = position_ids()
+        if model.config._attn_implementation != NAME or noted is None:
+            return forward(*args, **kwargs)
+        assert family.numbered is not None
+        return family.numbered(module, noted, forward, args[0])
+
+    return around
