@@ -286,7 +286,29 @@ def changed_on_the_ring(change: Callable[[Any], None]) -> Iterator[None]:
         model_check._on_the_ring = run
 
 
-def with_other_rounding(rank: int, world_size: int) -> list[ModelReport]:
+@contextmanager
+def close_experts() -> Iterator[None]:
+    """Let rounding in float32 decide between two experts of a token. In a model without experts, nothing."""
+    from ds_ring_launcher.check import model_check
+
+    make = model_check.build
+
+    def tied(*args: Any) -> Any:
+        model = make(*args)
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.weight"):
+                noise = torch.randn(parameter.shape[1], generator=torch.Generator().manual_seed(0))
+                parameter.data[1] = parameter.data[0] * (1 + 2**-19 * noise)
+        return model
+
+    model_check.build = tied
+    try:
+        yield
+    finally:
+        model_check.build = make
+
+
+def with_other_rounding(rank: int, world_size: int, family: str) -> list[ModelReport]:
     """Move the ring's weights by about a unit in the last place of float32, which float64 does not round to."""
     from ds_ring_launcher.check.rounding import move
 
@@ -294,8 +316,8 @@ def with_other_rounding(rank: int, world_size: int) -> list[ModelReport]:
         if next(model.parameters()).dtype == torch.float32:
             move(model, seed=0)
 
-    with changed_on_the_ring(change):
-        return checked(rank, world_size, CheckRequest("gemma3n"))
+    with close_experts(), changed_on_the_ring(change):
+        return checked(rank, world_size, CheckRequest(family))
 
 
 def with_a_small_fault(rank: int, world_size: int, family: str, name: str, fault: float) -> list[ModelReport]:
@@ -304,7 +326,7 @@ def with_a_small_fault(rank: int, world_size: int, family: str, name: str, fault
     def change(model: Any) -> None:
         model.get_parameter(name).register_hook(lambda gradient: gradient * (1.0 + fault))
 
-    with changed_on_the_ring(change):
+    with close_experts(), changed_on_the_ring(change):
         return checked(rank, world_size, CheckRequest(family))
 
 
@@ -353,19 +375,29 @@ def test_features_of_other_image_tokens_are_found(rank_pool):
     assert any("vision_tower" in one.name for one in report.differences)
 
 
-def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool):
-    (report,) = rank_pool(2).run(with_other_rounding)[0]
+# What rounding tips: a choice of experts, or (24 s) activations that are cut off; and a parameter that then jumps.
+TIPPED = {
+    "llama4_text": "model.layers.1.feed_forward.experts.gate_up_proj",
+    "gemma3n": "model.layers.1.mlp.gate_proj.weight",
+}
+
+
+@pytest.mark.parametrize("family", TIPPED)
+@pytest.mark.day("llama4_text")
+def test_a_threshold_that_rounding_tips_is_told_from_a_fault(rank_pool, family):
+    (report,) = rank_pool(2).run(with_other_rounding, family)[0]
     assert report.result == "exact", report.reason
-    assert any("mlp.gate_proj" in one.name and one.error > 1e-3 for one in report.tipped)
+    assert any(TIPPED[family][15:] in one.name and one.error > 1e-3 for one in report.tipped)
     assert report.in_float64 == "exact" and report.measured == "float64"
     assert report.rounding["gradient"].error < 1e-4
 
 
-def test_a_fault_that_is_as_large_as_a_jump_is_found_in_float64(rank_pool):
-    name = "model.layers.1.mlp.gate_proj.weight"
-    (report,) = rank_pool(2).run(with_a_small_fault, "gemma3n", name, 4e-3)[0]
+@pytest.mark.parametrize("family", TIPPED)
+@pytest.mark.day("llama4_text")
+def test_a_fault_that_is_as_large_as_a_jump_is_found_in_float64(rank_pool, family):
+    (report,) = rank_pool(2).run(with_a_small_fault, family, TIPPED[family], 4e-3)[0]
     assert report.result == "WRONG" and report.in_float64 == "WRONG", report.reason
-    assert [one.name for one in report.differences] == [name]
+    assert [one.name for one in report.differences] == [TIPPED[family]]
 
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "model.layers.1.self_attn.v_proj.weight")])
