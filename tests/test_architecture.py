@@ -58,17 +58,18 @@ CAPABILITIES = [
 LAYERS = [*CORE, *CAPABILITIES]
 # Imports that still go upward. Each ends with an interface of ds_ring/DESIGN.md; none is added.
 UPWARD = {
-    ("comm.exchange", "ring.buffers"),
-    ("comm.mesh", "memory.saved_results"),
-    ("comm.mesh", "ring.buffers"),
+    ("comm.exchange", "ring.prepared"),
+    ("comm.mesh", "memory.host_memory"),
+    ("comm.mesh", "ring.pool"),
     ("comm.mesh", "ring.trace"),
-    ("comm.streams", "ring.trace"),
     ("ops.context", "layers.latents.kernel"),
     ("api", "decode.replicated_op"),
     ("ops.frontend", "layers.latents.latent_op"),
     ("ops.ring_op", "layers.latents.kernel"),
+    ("ops.ring_op", "memory.head_stream"),
     ("ops.ring_op", "memory.saved_results"),
-    ("ring.ring_pass", "memory.saved_results"),
+    ("ring.ring_pass", "memory.head_stream"),
+    ("ring.ring_pass", "memory.host_memory"),
 }
 
 # Parts of the runtime that do not import each other, and the modules that may import them.
@@ -76,7 +77,6 @@ SEPARATE = ["kernels", "comm.exchange", "ring.merge", "kernels.block_mask"]
 IMPORTERS = {
     "ring.ring_pass": set(SEPARATE),
     "ring.accumulator": {"kernels", "ring.merge"},  # the sums of a pass
-    "ring.buffers": {"comm.exchange"},  # its messages
     "transports.pull.signals": {"comm.exchange", "kernels", "ring.merge"},  # dtypes of buffers
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
@@ -88,7 +88,8 @@ IMPORTERS = {
     "layers.selection.select": {"comm.exchange", "kernels", "ring.merge"},
     "kernels.flex": {"kernels.block_mask"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
-    "memory.tiled": {"ring.merge"},  # the accumulators' dtype
+    "memory.tiled_loss": {"ring.merge"},  # the same
+    "memory.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.attention": {"ring.merge"},  # the same
     "comm.groups": {"comm.exchange"},  # connects the ranks
     "ops.shard": {"comm.exchange"},

@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
-from ds_ring.comm.waiting import CallSite, Pending, WorkWatchdog, blame, check_alive, first_line
+from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
+from ds_ring.comm.watchdog import WorkWatchdog
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-from ds_ring.ring.buffers import PreparedPasses
+from ds_ring.ring.prepared import PreparedPasses
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -247,7 +249,7 @@ class Exchange:
         return parts
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
-        """Sum over the ranks of a group, in site."""
+        """Sum over the ranks of a group, in place."""
         check_alive(self.mesh, None)
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])

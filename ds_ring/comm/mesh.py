@@ -33,13 +33,13 @@ from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
-from ds_ring.memory.saved_results import HostMemory
-from ds_ring.ring.buffers import Buffers
+from ds_ring.memory.host_memory import HostMemory
+from ds_ring.ring.pool import Buffers
 from ds_ring.ring.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
 if TYPE_CHECKING:
-    from ds_ring.comm.waiting import WorkWatchdog
+    from ds_ring.comm.watchdog import WorkWatchdog
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
 # their tensors. A forked child would use its parent's sockets.

@@ -119,6 +119,33 @@ def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSize
     return BatchSizes(bool(sends or receives), len(sends), sum(one.tensor.nbytes for one in sends))
 
 
+class MessageSize(NamedTuple):
+    """Describe a message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
+
+    peer: int
+    payload_bytes: int
+
+
+class PostedBatch(NamedTuple):
+    """Describe what a step posts, in that order: messages of two ranks are matched by order alone."""
+
+    sends: tuple[MessageSize, ...] = ()
+    receives: tuple[MessageSize, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Return the payload that leaves."""
+        return sum(message.payload_bytes for message in self.sends)
+
+    @property
+    def bytes_received(self) -> int:
+        """Return the payload that arrives."""
+        return sum(message.payload_bytes for message in self.receives)
+
+
+NOTHING_SENT = PostedBatch()
+
+
 class InFlight(Protocol):
     """A batch of messages in flight."""
 

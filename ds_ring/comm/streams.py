@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ring.masks.tiles import SlotRanges, expand_ranges
-from ds_ring.ring.trace import is_fake
+from ds_ring.comm.fake_tensors import is_fake
 
 _log = logging.getLogger(__name__)
 SUCCESS, NOT_READY = 0, 600  # of CUDA's driver
@@ -125,93 +123,3 @@ _cuda_streams = lru_cache(maxsize=None)(CudaStreams)
 def streams_of(tensor: Tensor) -> Streams:
     """Return the streams of the device that a tensor lies on."""
     return _cuda_streams(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST
-
-
-# Move small tables to a device without making the host wait for it.
-#
-# Owns the copy, how much of what was copied is kept (`ByteLRU`), and indices of slots.
-
-KEPT_BYTES = 256 << 20  # of indices
-T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def outside_inference_mode(function: F) -> F:
-    """Let a function make its tensors outside of inference mode, because later calls read them.
-
-    An evaluation in inference mode may be the first that needs a table. A training step could not save an
-    inference tensor for its backward pass, nor write to it.
-    """
-    return torch.inference_mode(False)(function)
-
-
-class ByteLRU(Generic[T]):
-    """Keep what lies on a device, up to a number of bytes; what was used longest ago goes, not the latest."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.nbytes = max_bytes, 0
-        self._found: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def get(self, key: Hashable) -> T | None:
-        """Return what is kept by a key."""
-        if key not in self._found:
-            return None
-        self._found.move_to_end(key)
-        return self._found[key][0]
-
-    def add(self, key: Hashable, value: T, nbytes: int) -> T:
-        """Keep a value, and let go of others until all fit; return it."""
-        # A running total: a sum over all that is kept would grow with every batch of documents.
-        self._found[key] = value, nbytes
-        self.nbytes += nbytes
-        while self.nbytes > self.max_bytes and len(self._found) > 1:
-            self.nbytes -= self._found.popitem(last=False)[1][1]
-        return value
-
-
-_kept: ByteLRU[Tensor] = ByteLRU(KEPT_BYTES)
-
-
-def to_device(table: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor's copy on a device, through pinned memory: a pageable copy makes the host wait."""
-    if device.type != "cuda":
-        return table.to(device)
-    # Fake tensors cannot be pinned, and copying one waits for nothing.
-    pinned = table if active_fake_mode() is not None else table.pin_memory()
-    return pinned.to(device, non_blocking=True)
-
-
-def active_fake_mode() -> Any:
-    """Return the FakeTensorMode that is on, or None: a tensor of one mode cannot be used in another."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def _place(device: torch.device) -> tuple[torch.device, int, Any]:
-    """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
-    mode = active_fake_mode()
-    return device, stream_of(device) if mode is None else 0, mode
-
-
-@outside_inference_mode
-def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
-    """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
-    key = (ranges.tobytes(), *_place(device))
-    found = _kept.get(key)
-    if found is None:
-        index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
-        found = _kept.add(key, index, index.nbytes)
-    return found
-
-
-@outside_inference_mode
-def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
-    key = (numbers, dtype, *_place(device))
-    found = _kept.get(key)
-    if found is None:
-        tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
-        found = _kept.add(key, tensor, tensor.nbytes)
-    return found

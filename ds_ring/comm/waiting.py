@@ -7,24 +7,17 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import logging
-import operator
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.streams import Streams
-from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.errors import RingPeerError
 from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, peer_error, verdict
 from ds_ring.health.failure_detector.verdicts import Fault
 from ds_ring.limits import MOST_SECONDS, Limit
@@ -39,7 +32,7 @@ DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
 
 
 class CallSite(NamedTuple):
-    """The site in the program at which a wait happens: the number of the call, and the hop.
+    """The place in the program at which a wait happens: the number of the call, and the hop.
 
     `outside` is what it is outside of a pass, and the key of the JSON that sets its time.
     """
@@ -248,7 +241,7 @@ def wait_for(
         mesh.state.abandoned = True
     if isinstance(job.error, DEVICE_ERROR):
         raise own_fault(mesh, site, job.error) from job.error
-    raise blame(mesh, site.hop, job.waits_for(peers), _cause(job.error, site)) from job.error
+    raise blame(mesh, site.hop, job.waits_for(peers), cause_of(job.error, site)) from job.error
 
 
 def _wait_watched(
@@ -274,7 +267,7 @@ def _wait_watched(
     # If the device failed, the fault is this rank's own, so do not blame the others.
     elif (not job.over or job.error is not None) and not isinstance(job.error, DEVICE_ERROR):
         detector.report_wait(job.waits_for(peers), site.key, str(site))
-        detector.report_timeout(job.waits_for(peers), _cause(job.error, site))
+        detector.report_timeout(job.waits_for(peers), cause_of(job.error, site))
     if told is not None and job.over and job.error is None:
         detector.wait_done()
 
@@ -294,7 +287,8 @@ def poll(true: Callable[[], bool], seconds: float, poll_fast: threading.Event) -
     return True
 
 
-def _cause(error: BaseException | None, site: CallSite) -> str:
+def cause_of(error: BaseException | None, site: CallSite) -> str:
+    """Return why a wait failed, for messages: the error of torch, or the deadline."""
     if error is not None:
         return f"the connection to it failed at {site}: {first_line(error)}"
     return f"it did not come to {site} before the deadline ({site.limit_key})"
@@ -343,290 +337,3 @@ def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     if mesh.detector is not None and threading.current_thread() not in _waiters.threads:
         mesh.detector.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)
-
-
-# [Note: which groups are aborted]
-# Of what was posted and does not end, the groups that the mesh has made: never the world's group, which is
-# DeepSpeed's, nor a group of somebody else. A healthy group of the mesh stays. Each is aborted once. An abort
-# can wait until another communicator is aborted, too (pytorch issue 119797). torch aborts in a thread of its
-# own, so ncclGroupStart and ncclGroupEnd around several calls of `abort` do not join them. Here each group is
-# aborted in a thread of its own, all of them are started before the first is waited for, and the wait has a
-# deadline. A group that cannot be aborted is logged.
-
-_log = logging.getLogger(__name__)
-ABORT_S = 30.0  # for all aborts together
-
-
-def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
-    """Abort those of the groups that their mesh has made, once; [Note: which groups are aborted]."""
-    tasks: list[Task] = []
-    for mesh, group in stuck:
-        made = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
-        made += [buffers.shared for buffers in mesh.shared_buffers.values()]
-        if group is not None and any(group is one for one in made) and id(group) not in mesh.state.aborted:
-            mesh.state.aborted.add(id(group))
-            tasks.append(Task(group.abort).start())
-    deadline = time.monotonic() + ABORT_S
-    late = [task for task in tasks if not task.wake.wait(max(0.0, deadline - time.monotonic()))]
-    if late:
-        keep_for_ever(late)
-        _log.error(
-            "ds_ring: %d of %d process groups were not aborted in %g s", len(late), len(tasks), ABORT_S
-        )
-    for task in tasks:
-        if isinstance(task.error, RuntimeError):
-            _log.error("ds_ring: a process group could not be aborted: %s", task.error)
-
-
-# [Note: no host in the loop]
-# Waiting for a Work of NCCL makes the current stream wait and returns at once, so the host runs ahead of the
-# GPU. A thread then has the deadline and decides who failed. Two events (marks) surround the wait in the
-# stream. The deadline counts from the first mark: before it the GPU is busy with earlier work. After the
-# second mark, the thread asks the works whether they have failed. If they have, or do not end in time, the
-# thread asks the monitor which rank is at fault, marks the mesh as broken, and aborts the groups that are
-# blocked, so that NCCL's kernels do not spin for ever ([Note: which groups are aborted]). The next call on a
-# broken mesh raises the error, and so does `RingMesh.synchronize`, which waits for the thread ([Note: results
-# that stay] in `failure_attribution.py`). If a device fails or never reaches the first mark, this rank is at
-# fault.
-#
-# [Note: what the host still does]
-# The host compares headers: gloo sends them as CPU tensors. `engine.step` at the end of an accumulation, and
-# everything that saves, begin with `synchronize`; so no optimizer adds the results of a failed hop, and no
-# checkpoint has them. `tests/unit/ring/test_no_host_sync.py` records every operator of a pass over fake
-# CUDA tensors. test_happens_before.py, in the same folder, runs the ring pass under torch's race detector,
-# and leaves out each wait in turn.
-
-SWEEP_S = 0.02  # between two sweeps over what was posted; [Note: a watchdog that sweeps]
-IDLE_SWEEPS = 10  # without anything: the thread ends
-
-
-@dataclass(slots=True, eq=False)
-class Pending:
-    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
-
-    Attributes:
-        works, peers: the Works of torch, and for each the world ranks that it depends on.
-        timeout_s: seconds that the batch may take.
-        sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
-            (`shared_memory.py`). It is aborted if the batch fails.
-        watchdog: holds the deadline if a stream waits; None if the host waits.
-        streams: the streams that wait; None if the host waits.
-        came: returns whether the device has reached the wait.
-        arrived: returns whether the device has passed the wait: the works are done or have failed.
-    """
-
-    works: list[dist.Work]
-    peers: list[tuple[int, ...]]
-    mesh: RingMesh
-    site: CallSite
-    timeout_s: float
-    sent: Sequence[Tensor]
-    received: Sequence[Tensor]
-    group: Any = None
-    watchdog: WorkWatchdog | None = None
-    streams: Streams | None = None
-    came: Callable[[], bool] = field(init=False, default=lambda: True)
-    arrived: Callable[[], bool] = field(init=False, default=lambda: True)
-    deadline: float = field(init=False)
-    _versions: list[int] = field(init=False)
-    _over: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self._versions = _versions(self.sent)
-        # From the post on, not from the wait: with overlap a hop's attention lies between them.
-        self.deadline = time.monotonic() + self.timeout_s
-
-    def wait(self) -> None:
-        """Wait for every message of the batch. The host waits, or on a GPU the current stream.
-
-        Raises:
-            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
-            RingBufferError: a tensor was written while it was being sent.
-        """
-        if self._over:  # without overlap a batch is waited for twice
-            return
-        sent, versions, watchdog = self.sent, self._versions, self.watchdog
-        if watchdog is not None:
-            self._wait_on_device(watchdog)
-        elif self.works:
-            try:
-                wait_for(self.works, self.peers, self.mesh, self.site, self.deadline)
-            except RingPeerError:
-                # torch may still read and write them: their memory must not be used again.
-                keep_for_ever(sent, self.received)
-                raise
-            self.works = []
-        # No tensor is held any longer: the thread that watches needs none.
-        self._over, self.sent, self.received = True, (), ()
-        if watchdog is not None:
-            watchdog.add(self)
-        if _versions(sent) != versions:
-            raise RingBufferError(
-                f"ring rank {self.mesh.ring_rank} at {self.site}: expected that nobody writes to a tensor"
-                " while it is being sent, but K, V or a gradient was changed in site; what arrived is a"
-                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
-            )
-
-    def hand_over(self) -> None:
-        """Let the watchdog complete a batch that nobody will wait for: the pass has failed."""
-        if self.watchdog is not None and not self._over:
-            # torch may still read and write its tensors: their memory must not be used again.
-            keep_for_ever(self.sent, self.received)
-            self._over, self.sent, self.received = True, (), ()
-            self.watchdog.add(self)  # without marks: its works are asked themselves
-
-    def _wait_on_device(self, watchdog: WorkWatchdog) -> None:
-        """Order the present stream behind the works, between two marks; does not block."""
-        streams = self.streams
-        assert streams is not None, "a watchdog without streams"
-        self.came = partial(streams.reached, streams.mark())
-        done = 0
-        try:
-            for work in self.works:
-                work.wait()
-                done += 1
-        except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
-            mesh, site, peers = self.mesh, self.site, self.peers[done]
-            if isinstance(error, DEVICE_ERROR):
-                mesh.state.broken = own_fault(mesh, site, error)
-            else:  # it says that something failed, but not which rank: ask the monitor
-                cause = _cause(error, site)
-                if mesh.detector is not None:
-                    mesh.detector.report_wait(peers, site.key, str(site))
-                    mesh.detector.report_timeout(peers, cause)
-                mesh.state.broken = blame(mesh, site.hop, peers, cause)
-            self.hand_over()  # the watchdog aborts what is stuck
-            raise mesh.state.broken from error
-        self.arrived = partial(streams.reached, streams.mark())
-
-
-_VERSION = operator.attrgetter("_version")
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each was written to; 0 for inference tensors, which keep no count."""
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-class WorkWatchdog:
-    """Supervise the works of a device in the order of their waits; [Note: no host in the loop].
-
-    Meshes of one `MeshState` share a watchdog. Its `broken` is set where a batch fails.
-    """
-
-    def __init__(self) -> None:
-        self._queue: deque[Pending | threading.Event] = deque()  # an event is set when its turn comes
-        self._lock = threading.Lock()
-        self._hurried = threading.Event()
-        self._running = False
-
-    @classmethod
-    def of(cls, mesh: RingMesh) -> WorkWatchdog:
-        """Return the watchdog of a mesh; made when first asked for."""
-        if mesh.state.work_watchdog is None:
-            mesh.state.work_watchdog = cls()
-        return mesh.state.work_watchdog
-
-    def add(self, batch: Pending) -> None:
-        """Watch over a batch from now on, which holds no tensor any more; returns at once."""
-        # A deque may be appended to while another thread takes from it.
-        self._queue.append(batch)
-        if not self._running:
-            self._start()
-
-    def synchronize(self, mesh: RingMesh) -> None:
-        """Wait until all batches so far are over; see `RingMesh.synchronize`."""
-        if self._running or self._queue:
-            seen = threading.Event()
-            self._queue.append(seen)
-            self._hurried.set()
-            if not self._running:
-                self._start()
-            seen.wait()  # each batch before it has a deadline of its own
-        check_alive(mesh, None)
-
-    def _start(self) -> None:
-        with self._lock:
-            start, self._running = not self._running, True
-        if start:
-            Task(self._run).start()
-
-    # [Note: a watchdog that sweeps]
-    # A thread that were woken for each batch would take the interpreter from the pass at every hop. This one
-    # looks every SWEEP_S at what was waited for since, and ends after IDLE_SWEEPS without anything. Most
-    # batches are over by then, which takes one query. During `synchronize` it looks every POLL_S.
-    def _run(self) -> None:
-        idle, streams = 0, None
-        while True:
-            if idle >= IDLE_SWEEPS:
-                with self._lock:
-                    self._running = bool(self._queue)
-                    if not self._running:
-                        return
-            idle = 0 if self._queue else idle + 1
-            while self._queue:
-                one = self._queue.popleft()
-                if isinstance(one, threading.Event):
-                    one.set()
-                    continue
-                try:
-                    if one.streams is not None and one.streams is not streams:
-                        one.streams.prepare_thread()
-                        streams = one.streams
-                    if not _is_over(one):
-                        self._see_through(one)
-                except Exception as error:  # the device is lost, say; the batches behind it are looked at
-                    one.mesh.state.broken = own_fault(one.mesh, one.site, error)
-                one.works = []
-                del one  # or its works would live on until the next one comes
-            self._hurried.wait(SWEEP_S)
-            self._hurried.clear()
-
-    def _see_through(self, one: Pending) -> None:
-        """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
-        mesh = one.mesh
-        try:
-            if mesh.state.broken is None:
-                self._wait_for_begin(one)
-                deadline = time.monotonic() + one.timeout_s
-                wait_for(one.works, one.peers, mesh, one.site, deadline, one.arrived, self._hurried)
-                return
-        except RingPeerError as error:
-            # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._last_resort`).
-            mesh.state.broken = error
-        # Whatever else was posted and does not end is stuck, too: nobody completes it any more.
-        others = [other for other in list(self._queue) if isinstance(other, Pending) and not _is_over(other)]
-        abort_groups((other.mesh, other.group) for other in (one, *others))
-
-    def _wait_for_begin(self, one: Pending) -> None:
-        """Wait until the device comes to the wait: before, it is busy with something else.
-
-        A RingPeerError that names this rank says that it failed, or did not come within
-        `step_timeout_seconds`: it may be in a step of the optimizer, say.
-        """
-        mesh = one.mesh
-        limit = mesh.timeouts.limit("step")
-
-        try:
-            if poll(
-                lambda: one.came() or (mesh.detector is not None and mesh.detector.fault is not None),
-                limit.seconds,
-                self._hurried,
-            ):
-                return
-        except RuntimeError as error:  # of an event's query
-            raise own_fault(mesh, one.site, error) from error
-        cause = f"its device did not come to {one.site} within {limit.seconds:g} s ({limit.key})"
-        raise own_fault(mesh, one.site, f"{cause}: what was launched before does not end")
-
-
-def _is_over(one: Pending) -> bool:
-    """Return whether a batch is over without a failure, as most are when they are looked at."""
-    try:
-        # a work that failed counts as completed, and its wait raises
-        return one.arrived() and all(work.is_completed() and work.wait() for work in one.works)
-    except RuntimeError:
-        return False

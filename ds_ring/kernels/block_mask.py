@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.streams import ByteLRU, active_fake_mode, outside_inference_mode, to_device
+from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
+from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.cuts import BlockIntervals, block_intervals

@@ -21,7 +21,7 @@ from torch._higher_order_ops.flex_attention import flex_attention as forward_ope
 from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
 from torch.nn.attention.flex_attention import BlockMask
 
-from ds_ring.comm.streams import numbers_on
+from ds_ring.comm.device_tables import numbers_on
 from ds_ring.errors import RingShapeError
 from ds_ring.kernels.block_mask import (
     BandTensors,

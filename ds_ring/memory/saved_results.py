@@ -14,143 +14,16 @@ same for one of the three kinds of checkpointing, and would put a dispatch mode 
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
-import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_ring.ring.buffers import some_heads
-from ds_ring.ring.trace import is_fake
-from ds_ring.schedule.steps import HeadChunk
-
-# Keep tensors in the host's memory, and bring them back before they are asked for.
-#
-# Owns copies to pinned memory and back, on streams of their own beside the computation. Tensors are asked for
-# in the reverse order of their keeping, as a backward pass does: whoever asks for one starts the copies of
-# those that were kept just before it. On the CPU, where the host's memory is the device's, a copy is one, and
-# nothing is gained. The CUDA path has not run on a GPU here.
-#
-# torch's `save_on_cpu` copies on the stream of the computation, which waits for it.
-
-LAYER_TENSORS = 3  # of a checkpointed layer: its input, and attention's out and lse
-
-
-@dataclass(eq=False)
-class Ticket:
-    """Stand for the tensor that was kept as number `number`.
-
-    Attributes:
-        host: the copy, whole after the event `copied` (None on the CPU).
-        device: where the tensor was.
-        back: the copy on the device, once it was started; whole after the event `ready`.
-    """
-
-    number: int
-    host: Tensor
-    device: torch.device
-    copied: Any = None
-    back: Tensor | None = None
-    ready: Any = None
-
-
-class HostMemory:
-    """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
-
-    Whoever could keep something asks whether it is `enabled`. `ahead` tensors are brought back before they
-    are asked for: those of one layer.
-    """
-
-    def __init__(self) -> None:
-        self.enabled = False
-        self.ahead = LAYER_TENSORS
-        self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
-        self._count = 0
-        self._streams: dict[torch.device, tuple[Any, Any]] = {}  # out, back
-
-    @property
-    def held_bytes(self) -> int:
-        """Return the bytes of all tensors that are kept."""
-        return sum(one.host.nbytes for one in list(self._tickets.values()))
-
-    def put(self, tensor: Tensor) -> Ticket:
-        """Copy a tensor to the host; it may be freed at once, and must not be written to before `get`."""
-        host, copied = self.start_out(tensor)
-        ticket = Ticket(self._count, host, tensor.device, copied)
-        self._tickets[self._count] = ticket
-        self._count += 1
-        return ticket
-
-    def get(self, ticket: Ticket) -> Tensor:
-        """Return the tensor on its device; start to bring back those that were kept before it."""
-        if ticket.device.type == "cpu":
-            return ticket.host
-        for number in range(ticket.number, ticket.number - 1 - self.ahead, -1):
-            one = self._tickets.get(number)
-            if one is not None and one.device == ticket.device and one.back is None:
-                one.back, one.ready = self.start_back(one.host, one.device)
-        torch.accelerator.current_stream(ticket.device).wait_event(ticket.ready)
-        tensor, ticket.back, ticket.ready = ticket.back, None, None
-        assert tensor is not None
-        return tensor
-
-    def start_out(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Start the copy of a tensor to the host; return it and the event after which it is whole.
-
-        The tensor may be freed at once. The copy is contiguous, on the CPU it is made at once (event None).
-        """
-        tensor = tensor.detach()
-        on_cpu = tensor.device.type == "cpu"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not on_cpu)
-        if on_cpu:
-            return host.copy_(tensor), None
-        stream, _ = self._streams_of(tensor.device)
-        stream.wait_stream(torch.accelerator.current_stream(tensor.device))
-        with stream:
-            _copy(host, tensor)
-            copied = stream.record_event()
-        tensor.record_stream(stream)  # its memory is not used again before the copy is done
-        return host, copied
-
-    def start_back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """Start the copy of `start_out`'s result, or of a part of it, to a device; return it and its event.
-
-        It follows every copy to the host that was started before. On the CPU it is the tensor itself.
-        """
-        if device.type == "cpu":
-            return host, None
-        out, stream = self._streams_of(device)
-        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
-        back = torch.empty(host.shape, dtype=host.dtype, device=device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        stream.wait_stream(out)
-        with stream:
-            _copy(back, host)
-            ready = stream.record_event()
-        back.record_stream(stream)
-        return back, ready
-
-    def _streams_of(self, device: torch.device) -> tuple[Any, Any]:
-        if device not in self._streams:
-            self._streams[device] = (torch.Stream(device), torch.Stream(device))
-        return self._streams[device]
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """Copy without waiting; a tensor that is not contiguous by head, each of which is one piece or small."""
-    if target.dim() < 3 or (source.is_contiguous() and target.is_contiguous()):
-        target.copy_(source, non_blocking=True)
-        return
-    for target_of_sample, source_of_sample in zip(target.unbind(0), source.unbind(0), strict=True):
-        for to, of in zip(target_of_sample.unbind(0), source_of_sample.unbind(0), strict=True):
-            to.copy_(of, non_blocking=True)
-
+from ds_ring.memory.host_memory import HostMemory
 
 Results = tuple[Tensor, Tensor]
 _ATTRIBUTE = "_ds_ring_kept"
@@ -216,7 +89,7 @@ def reuse_or_run(
         memory: where results are kept; None leaves them where they are.
         rows: which rows to keep; None for all.
     """
-    region, again = _region()
+    region, again = running_region()
     if region is None:
         return run()
     kept = getattr(region, _ATTRIBUTE, None)
@@ -244,7 +117,7 @@ def reuse_or_run(
 # (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
 # and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
 # object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
-def _region() -> tuple[Any, bool]:
+def running_region() -> tuple[Any, bool]:
     """Return the innermost region that is running and whether it is run again; (None, False) outside."""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -265,80 +138,3 @@ def _region() -> tuple[Any, bool]:
 
 def _versions(results: Results) -> tuple[int, ...]:
     return tuple(0 if x.is_inference() else x._version for x in results)
-
-
-# Keep attention's tensors on the host between its two passes, and bring back the heads that are computed.
-#
-# What autograd saves of a pass (q, k, v, out, lse) is as large as the gradients that the backward pass makes
-# beside it. On the host it leaves room for half as many tokens again, and since the backward pass takes a few
-# heads at a time, those of the next chunk come while one is computed (fully pipelined offloading: Yao et al.
-# 2024, "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer", section 4).
-# Owns what is saved instead of the tensors, and when heads come back. The CUDA path has not run on a GPU
-# here.
-#
-# [Note: attention on the host]
-# The operator saves CPU tensors in place of its own, so the hooks of checkpointing see ordinary saved
-# tensors. The first run of a checkpointed region, whose saved tensors nobody reads, copies nothing. On the
-# device remain the gradients, the residual stream and about three head chunks.
-
-log = logging.getLogger(__name__)
-
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
-    """Return what stands on the host for q, k, v, out and lse of a pass, whose copies are started.
-
-    In the first run of a checkpointed region nothing is copied: what is saved there is made again.
-    """
-    if is_fake(saved[0]):
-        _say_that_graphs_keep_tensors()
-        return saved
-    region, again = _region()
-    if region is not None and not again:  # the first run, whose saved tensors are not used
-        # Checkpointing compares shape, dtype and device with those of the second run.
-        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in saved)  # type: ignore[return-value]
-    return tuple(memory.start_out(x)[0] for x in saved)  # type: ignore[return-value]
-
-
-@cache
-def _say_that_graphs_keep_tensors() -> None:
-    log.warning(
-        "long_sequence.offload_attention: a compiled graph keeps what it saves on the device; only attention"
-        " outside of compiled graphs is kept on the host"
-    )
-
-
-class HeadStream:
-    """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
-
-    `saved` are q, k, v, out and lse, [B, H, S, ...] and [B, G, S, ...].
-    """
-
-    def __init__(
-        self, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device, memory: HostMemory | None
-    ) -> None:
-        self._saved, self._chunks, self._device = saved, chunks, device
-        self._memory = memory if saved[0].device != device else None
-        self._started: dict[int, list[tuple[Tensor, Any]]] = {}
-        self._next = 0
-
-    def of(self, chunk: HeadChunk) -> Saved:
-        """Return q, k, v, out and lse of the next chunk's heads; start to bring those of the one after it."""
-        if self._memory is None:
-            return self._heads(chunk)
-        number, self._next = self._next, self._next + 1
-        for index in range(number, min(number + 2, len(self._chunks))):
-            if index not in self._started:
-                heads = self._heads(self._chunks[index])
-                self._started[index] = [self._memory.start_back(x, self._device) for x in heads]
-        here = self._started.pop(number)
-        for _, ready in here:
-            torch.accelerator.current_stream(self._device).wait_event(ready)
-        return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
-
-    def _heads(self, chunk: HeadChunk) -> Saved:
-        q, k, v, out, lse = self._saved
-        q, out, lse = some_heads(chunk.query_heads, q, out, lse)
-        k, v = some_heads(chunk.kv_heads, k, v)
-        return q, k, v, out, lse

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.exchange import Agreement, Exchange, agree, compare_headers
+from ds_ring.comm.fake_tensors import active_fake_mode, is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import active_fake_mode, outside_inference_mode, to_device
 from ds_ring.comm.waiting import Task
 from ds_ring.errors import (
     RingConfigError,
@@ -53,7 +54,6 @@ from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options, may_compile, patience_s
 from ds_ring.ops.passes import MakePass
 from ds_ring.registry import load
-from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.layout import (
     Layout,
     check_layout_name,

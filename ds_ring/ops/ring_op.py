@@ -32,12 +32,14 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
 from ds_ring.layers.latents.kernel import LatentKernel
-from ds_ring.memory.saved_results import SavedRows, reuse_or_run, saved_on_host
+from ds_ring.memory.head_stream import saved_on_host
+from ds_ring.memory.saved_results import SavedRows, reuse_or_run
 from ds_ring.ops.context import Prepared, RingContext, context_of, first_queries
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Pass
-from ds_ring.ring.buffers import Buffers, PreparedPasses
 from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.pool import Buffers
+from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
 
 

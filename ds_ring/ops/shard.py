@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
 from ds_ring.ops.checks import why_not_an_operand, why_not_transformed
 from ds_ring.ops.handles import never_traced
-from ds_ring.ring.trace import is_fake
 from ds_ring.schedule.layout import Layout
 
 

@@ -15,21 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.messages import InFlight, Label, Message, Transport
+from ds_ring.comm.messages import InFlight, Label, Message, MessageSize, PostedBatch, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
-from ds_ring.memory.saved_results import HeadStream, HostMemory
+from ds_ring.memory.head_stream import HeadStream
+from ds_ring.memory.host_memory import HostMemory
 from ds_ring.ring.accumulator import Accumulator, parts_wait
-from ds_ring.ring.buffers import (
-    Buffers,
-    Pair,
-    PreparedBatch,
-    PreparedPass,
-    PreparedPasses,
-    RingBuffers,
-    some_heads,
-)
+from ds_ring.ring.buffers import RingBuffers, some_heads
 from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.ring.trace import MessageSize, PostedBatch, Trace
+from ds_ring.ring.pair import Pair
+from ds_ring.ring.pool import Buffers
+from ds_ring.ring.prepared import PreparedBatch, PreparedPass, PreparedPasses
+from ds_ring.ring.trace import Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send

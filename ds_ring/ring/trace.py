@@ -16,43 +16,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch._C._autograd import _profiler_enabled
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 if TYPE_CHECKING:
     from ds_ring.comm.mesh import RingMesh
-    from ds_ring.ring.buffers import Buffers
+    from ds_ring.ring.pool import Buffers
+
+from ds_ring.comm.messages import NOTHING_SENT, PostedBatch
 
 _MARK = "ds_ring span "  # and its number: a span's name among the profiler's events
-
-
-class MessageSize(NamedTuple):
-    """Describe a message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
-
-    peer: int
-    payload_bytes: int
-
-
-class PostedBatch(NamedTuple):
-    """Describe what a step posts, in that order: messages of two ranks are matched by order alone."""
-
-    sends: tuple[MessageSize, ...] = ()
-    receives: tuple[MessageSize, ...] = ()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Return the payload that leaves."""
-        return sum(message.payload_bytes for message in self.sends)
-
-    @property
-    def bytes_received(self) -> int:
-        """Return the payload that arrives."""
-        return sum(message.payload_bytes for message in self.receives)
-
-
-NOTHING_SENT = PostedBatch()
 
 
 class Span(NamedTuple):
@@ -183,11 +156,6 @@ def measure_cpu_memory() -> Iterator[MemoryPeak]:
         result.end_bytes += change_bytes
         result.levels.append(Level(time_ns, result.end_bytes))
         result.peak_bytes = max(result.peak_bytes, result.end_bytes)
-
-
-def is_fake(x: Tensor) -> bool:
-    """Return True for tensors that only pretend: a pass over them sends nothing and must compare nothing."""
-    return isinstance(x, FakeTensor)
 
 
 def fake_memory_peak(work: Callable[[], object]) -> int:

@@ -39,7 +39,9 @@ from ds_ring.comm.streams import HOST, Streams
 from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.tiles import IntArray, progressions_at
-from ds_ring.ring.buffers import Buffers, halves, pack_scaled
+from ds_ring.ring.float8_rows import pack_scaled
+from ds_ring.ring.pair import halves
+from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.ring.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs

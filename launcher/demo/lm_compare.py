@@ -23,7 +23,7 @@ from ds_ring.integrations.deepspeed import first_batch
 from ds_ring.integrations.deepspeed.first_batch import Numbers
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.masks.pattern import Pattern
-from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ring.trace import MemoryPeak, measure_cpu_memory
 
 MIB = 2**20

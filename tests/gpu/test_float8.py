@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_ring.ring.buffers import pack_scaled, unpack_scaled
+from ds_ring.ring.float8_rows import pack_scaled, unpack_scaled
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -26,9 +26,9 @@ from ds_ring import (
     ring_attention,
     simulate,
 )
-from ds_ring.comm.messages import Message
+from ds_ring.comm.messages import Message, PostedBatch
 from ds_ring.masks.tiles import progressions_at
-from ds_ring.ring.trace import PostedBatch, tracing
+from ds_ring.ring.trace import tracing
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.steps import Payload
 from ds_ring.simulation import rank as rank_module

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ds_ring import Causal
 from ds_ring.comm.exchange import Exchange, Route
+from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.messages import Message
 from ds_ring.comm.streams import Streams
-from ds_ring.comm.waiting import Pending
 from ds_ring.kernels.flash.executors import Flash, Operators
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Kernel

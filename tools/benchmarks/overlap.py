@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.measuring import Measured, Row, shard_inputs, timed_pass
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 from ds_ring.comm.exchange import Exchange, Route
-from ds_ring.comm.waiting import Pending
+from ds_ring.comm.in_flight import Pending
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from tests.dist.namespaces import two_hosts, why_not
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.api import RingAttention
+from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.comm.exchange import once_a_batch
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (

@@ -14,7 +14,7 @@ from ds_ring.comm.exchange import Exchange, once_a_batch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.handles import new_handle, object_of, operator
 
 

@@ -94,7 +94,8 @@ from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
-from ds_ring.memory.tiled import DeferredLogits, logprobs_and_entropies
+from ds_ring.memory.deferred_logits import DeferredLogits
+from ds_ring.memory.tiled_loss import logprobs_and_entropies
 from ds_ring.ops.context import block_side, refuse
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.registry import PASSES

@@ -1,6 +1,6 @@
 """What the JSON's "long_sequence" does to a model: tiled logits, tiled MLPs, checkpoints on the host.
 
-memory/tiled.py runs the tiles. Logits are tiled where the head is a Linear and the loss that of
+memory/tiled_call.py runs the tiles. Logits are tiled where the head is a Linear and the loss that of
 transformers' causal models.
 """
 
@@ -25,8 +25,9 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import imports_of
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
-from ds_ring.memory.saved_results import LAYER_TENSORS, HostMemory
-from ds_ring.memory.tiled import DeferredLogits, HeadFunction, tiled_call
+from ds_ring.memory.deferred_logits import DeferredLogits, HeadFunction
+from ds_ring.memory.host_memory import LAYER_TENSORS, HostMemory
+from ds_ring.memory.tiled_call import tiled_call
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import pad
 
-from ds_ring.comm.streams import outside_inference_mode
+from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
 from ds_ring.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile

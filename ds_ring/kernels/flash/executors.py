@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.streams import numbers_on
+from ds_ring.comm.device_tables import numbers_on
 from ds_ring.kernels.flash.calls import OPEN, FlashCall
 from ds_ring.kernels.interface import Rows
 

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingError, RingPatternError, RingShapeError, shown, whole_number
 from ds_ring.layers.scan.sequence_runs import (
     Piece,

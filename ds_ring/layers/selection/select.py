@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.comm.exchange import Exchange, walk_owners
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
-from ds_ring.comm.streams import outside_inference_mode
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.kernels.interface import each_tile
 from ds_ring.kernels.reference import weights_of

@@ -31,8 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange, gather_texts
+from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.waiting import ABORT_S, POLL_S, CallSite, Pending, first_line
+from ds_ring.comm.waiting import POLL_S, CallSite, first_line
+from ds_ring.comm.watchdog import ABORT_S
 from ds_ring.errors import RingBufferError, RingConfigError
 
 READY, TAKEN = 0, 1  # signals; on CUDA the channels of a signal pad

@@ -26,26 +26,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.exchange import Exchange, Route
+from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.messages import Message
-from ds_ring.comm.waiting import Pending
 from ds_ring.errors import RingMismatchError
 from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.ops.context import Prepared, RingContext
 from ds_ring.ops.passes import Pass
 from ds_ring.ops.ring_op import make_pass as make_ring_pass
 from ds_ring.ring.accumulator import parts_wait
-from ds_ring.ring.buffers import (
-    Block,
-    BufferKind,
-    Buffers,
-    Pair,
-    PreparedPass,
-    kind_of,
-    payload_dtypes,
-    some_heads,
-)
+from ds_ring.ring.buffers import some_heads
 from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.ring.trace import is_fake
+from ds_ring.ring.pair import BufferKind, Pair, kind_of, payload_dtypes
+from ds_ring.ring.pool import Block, Buffers
+from ds_ring.ring.prepared import PreparedPass
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.steps import BufferOffsets, HeadChunk, MessageKey, Payload, Schedule, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory

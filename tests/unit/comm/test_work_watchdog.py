@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.comm import streams as device
-from ds_ring.comm import waiting
+from ds_ring.comm import waiting, watchdog
 from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.waiting import CallSite, Pending, WorkWatchdog
+from ds_ring.comm.waiting import CallSite
+from ds_ring.comm.watchdog import WorkWatchdog
 from ds_ring.errors import RingConfigError, RingPeerError
 from ds_ring.health import client
 from ds_ring.health.failure_detector.verdicts import Fault
@@ -214,7 +216,7 @@ def test_aborts_of_several_groups_are_under_way_together(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stuck: bool
 ) -> None:
     """(One after the other, the first one waited for ever: NCCL's communicators abort together.)"""
-    monkeypatch.setattr(waiting, "ABORT_S", SOON_S if stuck else 10.0)
+    monkeypatch.setattr(watchdog, "ABORT_S", SOON_S if stuck else 10.0)
     ring, over = Ring(), []
     together = threading.Barrier(3 if stuck else 2)
     for name in ("ring", "sequence"):

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
-from ds_ring.comm.streams import ByteLRU
+from ds_ring.comm.device_tables import ByteLRU
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels import block_mask
 from ds_ring.kernels.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask

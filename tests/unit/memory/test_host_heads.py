@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ds_ring
 from ds_ring import build_plan, make_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.saved_results import HeadStream, HostMemory
+from ds_ring.memory.head_stream import HeadStream
+from ds_ring.memory.host_memory import HostMemory
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ds_ring.memory.saved_results import HostMemory, SavedRows, reuse_or_run
+from ds_ring.memory.host_memory import HostMemory
+from ds_ring.memory.saved_results import SavedRows, reuse_or_run
 
 
 class Pass(torch.autograd.Function):

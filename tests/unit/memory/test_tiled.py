@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.tiled import DeferredLogits, NoLogitsError, tiled_call, tiled_loss
+from ds_ring.memory.deferred_logits import DeferredLogits, NoLogitsError
+from ds_ring.memory.tiled_call import tiled_call
+from ds_ring.memory.tiled_loss import tiled_loss
 
 WIDTH, WORDS, ITEMS = 6, 11, 3.5
 

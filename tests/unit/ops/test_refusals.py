@@ -21,7 +21,7 @@ from ds_ring.kernels.flash.kernel import _checked_width
 from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
-from ds_ring.memory.tiled import DeferredLogits
+from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan

@@ -8,19 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ds_ring.comm import streams as device
+from ds_ring.comm import device_tables as device
 from ds_ring.ring import buffers as module
-from ds_ring.ring.buffers import (
-    ALIGNMENT,
-    Block,
-    BufferKind,
-    Buffers,
-    Pair,
-    kind_of,
-    pack_scaled,
-    some_heads,
-    unpack_scaled,
-)
+from ds_ring.ring.buffers import some_heads
+from ds_ring.ring.float8_rows import pack_scaled, unpack_scaled
+from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, kind_of
+from ds_ring.ring.pool import Block, Buffers
 from ds_ring.schedule.steps import Payload
 
 LIKE = Pair(torch.zeros(1, 2, 8, 4), torch.zeros(1, 2, 8, 6))

@@ -28,8 +28,8 @@ from ds_ring.comm.messages import Counters, Message, check_messages
 from ds_ring.errors import RingMismatchError
 from ds_ring.kernels.interface import Kernel, PartialGrads, PartialOut, Rows
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ring import buffers
-from ds_ring.ring.buffers import Block
+from ds_ring.ring import buffers, pool
+from ds_ring.ring.pool import Block
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.plan import build_plan
@@ -312,7 +312,7 @@ def test_calls_on_two_streams_of_one_thread_share_no_memory(monkeypatch: pytest.
             super().__init__(*args)
             blocks.append(self)  # alive, so that its address means one block
 
-    monkeypatch.setattr(buffers, "Block", Noted)
+    monkeypatch.setattr(pool, "Block", Noted)
     plan, slots = rank_of("causal", "zigzag", 4, 1)
     tensors = {
         stream: [torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2, 4)] for stream in (MAIN, OTHER)

@@ -24,7 +24,10 @@ from ds_ring.kernels.interface import Kernel, PartialGrads
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import count_slots
-from ds_ring.ring.buffers import Block, BufferKind, Buffers, PreparedPasses, RingBuffers
+from ds_ring.ring.buffers import RingBuffers
+from ds_ring.ring.pair import BufferKind
+from ds_ring.ring.pool import Block, Buffers
+from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout

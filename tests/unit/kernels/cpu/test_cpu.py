@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, SlidingWindow
+from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.kernel import CpuKernel, Sizes, calls
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.cuts import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
-from ds_ring.ring.trace import is_fake
 from tests.unit.kernels.test_kernels import (
     KINDS,
     PATTERNS,

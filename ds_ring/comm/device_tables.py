@@ -1,0 +1,97 @@
+"""Copy small tables to a device without a wait of the host, and cache them there.
+
+Owns the copy through pinned memory, the cache (`ByteLRU`) with its bound in bytes, and indices of slots.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.fake_tensors import active_fake_mode
+from ds_ring.comm.streams import stream_of
+from ds_ring.masks.tiles import SlotRanges, expand_ranges
+
+MAX_TABLE_BYTES = 256 << 20
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_inference_mode(function: F) -> F:
+    """Let a function make its tensors outside of inference mode, because later calls read them.
+
+    An evaluation in inference mode may be the first that needs a table. A training step could not save an
+    inference tensor for its backward pass, nor write to it.
+    """
+    return torch.inference_mode(False)(function)
+
+
+class ByteLRU(Generic[T]):
+    """Cache values up to a number of bytes; evict the least recently used one, but never the newest."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.nbytes = max_bytes, 0
+        self._entries: OrderedDict[Hashable, tuple[T, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Hashable) -> T | None:
+        """Return the value of a key; None if it is not cached."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key][0]
+
+    def add(self, key: Hashable, value: T, nbytes: int) -> T:
+        """Cache a value and return it; evict others until all fit."""
+        # A running total: a sum over all entries would take longer with every batch of documents.
+        self._entries[key] = value, nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self.max_bytes and len(self._entries) > 1:
+            self.nbytes -= self._entries.popitem(last=False)[1][1]
+        return value
+
+
+_tables: ByteLRU[Tensor] = ByteLRU(MAX_TABLE_BYTES)
+
+
+def to_device(table: Tensor, device: torch.device) -> Tensor:
+    """Return a CPU tensor's copy on a device, through pinned memory: a pageable copy makes the host wait."""
+    if device.type != "cuda":
+        return table.to(device)
+    # Fake tensors cannot be pinned, and copying one waits for nothing.
+    pinned = table if active_fake_mode() is not None else table.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
+def _stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
+    """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
+    mode = active_fake_mode()
+    return device, stream_of(device) if mode is None else 0, mode
+
+
+@outside_inference_mode
+def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
+    """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
+    key = (ranges.tobytes(), *_stream_key(device))
+    found = _tables.get(key)
+    if found is None:
+        index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
+        found = _tables.add(key, index, index.nbytes)
+    return found
+
+
+@outside_inference_mode
+def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
+    key = (numbers, dtype, *_stream_key(device))
+    found = _tables.get(key)
+    if found is None:
+        tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+        found = _tables.add(key, tensor, tensor.nbytes)
+    return found

@@ -1,0 +1,144 @@
+"""Hold a batch of messages in flight, and wait for it: on the host, or on a GPU in the current stream.
+
+Owns the tensors that torch still reads or writes. `waiting.py` owns the host's wait, `watchdog.py` the
+deadline of a wait in a stream.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.streams import Streams
+from ds_ring.comm.waiting import (
+    DEVICE_ERROR,
+    CallSite,
+    blame,
+    cause_of,
+    own_fault,
+    wait_for,
+)
+from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.health.client import keep_for_ever
+
+if TYPE_CHECKING:
+    from ds_ring.comm.watchdog import WorkWatchdog
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
+
+    Attributes:
+        works, peers: the Works of torch, and for each the world ranks that it depends on.
+        timeout_s: seconds that the batch may take.
+        sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
+            (`shared_memory.py`). It is aborted if the batch fails.
+        watchdog: holds the deadline if a stream waits; None if the host waits.
+        streams: the streams that wait; None if the host waits.
+        came: returns whether the device has reached the wait.
+        arrived: returns whether the device has passed the wait: the works are done or have failed.
+    """
+
+    works: list[dist.Work]
+    peers: list[tuple[int, ...]]
+    mesh: RingMesh
+    site: CallSite
+    timeout_s: float
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
+    group: Any = None
+    watchdog: WorkWatchdog | None = None
+    streams: Streams | None = None
+    came: Callable[[], bool] = field(init=False, default=lambda: True)
+    arrived: Callable[[], bool] = field(init=False, default=lambda: True)
+    deadline: float = field(init=False)
+    _versions: list[int] = field(init=False)
+    _over: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self._versions = _versions(self.sent)
+        # From the post on, not from the wait: with overlap a hop's attention lies between them.
+        self.deadline = time.monotonic() + self.timeout_s
+
+    def wait(self) -> None:
+        """Wait for every message of the batch. The host waits, or on a GPU the current stream.
+
+        Raises:
+            RingPeerError: a rank failed, left, or did not come before the deadline; names it.
+            RingBufferError: a tensor was written while it was being sent.
+        """
+        if self._over:  # without overlap a batch is waited for twice
+            return
+        sent, versions, watchdog = self.sent, self._versions, self.watchdog
+        if watchdog is not None:
+            self._wait_on_device(watchdog)
+        elif self.works:
+            try:
+                wait_for(self.works, self.peers, self.mesh, self.site, self.deadline)
+            except RingPeerError:
+                # torch may still read and write them: their memory must not be used again.
+                keep_for_ever(sent, self.received)
+                raise
+            self.works = []
+        # No tensor is held any longer: the thread that watches needs none.
+        self._over, self.sent, self.received = True, (), ()
+        if watchdog is not None:
+            watchdog.add(self)
+        if _versions(sent) != versions:
+            raise RingBufferError(
+                f"ring rank {self.mesh.ring_rank} at {self.site}: expected that nobody writes to a tensor"
+                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
+                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
+            )
+
+    def hand_over(self) -> None:
+        """Let the watchdog complete a batch that nobody will wait for: the pass has failed."""
+        if self.watchdog is not None and not self._over:
+            # torch may still read and write its tensors: their memory must not be used again.
+            keep_for_ever(self.sent, self.received)
+            self._over, self.sent, self.received = True, (), ()
+            self.watchdog.add(self)  # without marks: its works are asked themselves
+
+    def _wait_on_device(self, watchdog: WorkWatchdog) -> None:
+        """Order the present stream behind the works, between two marks; does not block."""
+        streams = self.streams
+        assert streams is not None, "a watchdog without streams"
+        self.came = partial(streams.reached, streams.mark())
+        done = 0
+        try:
+            for work in self.works:
+                work.wait()
+                done += 1
+        except RuntimeError as error:  # NCCL has found, by now, that a rank or a connection failed
+            mesh, site, peers = self.mesh, self.site, self.peers[done]
+            if isinstance(error, DEVICE_ERROR):
+                mesh.state.broken = own_fault(mesh, site, error)
+            else:  # it says that something failed, but not which rank: ask the monitor
+                cause = cause_of(error, site)
+                if mesh.detector is not None:
+                    mesh.detector.report_wait(peers, site.key, str(site))
+                    mesh.detector.report_timeout(peers, cause)
+                mesh.state.broken = blame(mesh, site.hop, peers, cause)
+            self.hand_over()  # the watchdog aborts what is stuck
+            raise mesh.state.broken from error
+        self.arrived = partial(streams.reached, streams.mark())
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return how often each was written to; 0 for inference tensors, which keep no count."""
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

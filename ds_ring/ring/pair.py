@@ -1,0 +1,131 @@
+"""Pair K with V, or dK with dV, as they travel, and describe the buffers that hold them.
+
+K and V of a token, of all heads, are adjacent in memory, and tokens follow each other ([slots, B, G, D + E]).
+So any range of tokens is one message without a copy, and messages from several ranks can fill parts of one
+buffer. Kernels get views [B, G, slots, D] and [B, G, slots, E].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.schedule.steps import (
+    Payload,
+)
+
+ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
+
+
+class Pair(NamedTuple):
+    """K and V, or dK and dV, [B, G, slots, D] and [B, G, slots, E], which travel together.
+
+    `memory` is what a buffer sends, token by token, that they are views of: one tensor [slots, B, G, D + E];
+    or two, [slots, B, G, D] and [slots, B, G, E], of gradients as the kernel returns them and of keys that
+    travel apart (`keys_apart`). It is empty for the caller's tensors.
+    """
+
+    k: Tensor
+    v: Tensor
+    memory: tuple[Tensor, ...] = ()
+
+
+def halves(both: Tensor, head_dim: int) -> Pair:
+    """Return the views of a tensor [slots, B, G, D + E], whose first part has this head dimension D."""
+    first, second = both.permute(1, 2, 0, 3).tensor_split((head_dim,), dim=-1)
+    return Pair(first, second, (both,))
+
+
+def tokens_first(first: Tensor, second: Tensor) -> Pair | None:
+    """Return tensors [B, G, slots, ...] as a buffer of two messages; None where tokens do not lie densely."""
+    memory = first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)
+    return Pair(first, second, memory) if all(x.is_contiguous() for x in memory) else None
+
+
+class BufferKind(NamedTuple):
+    """Describe a buffer of two tensors that travel together.
+
+    Attributes:
+        shape: [slots, B, G, D + E], or [slots, B, G, D + E + 2] of bytes for `Payload.SCALED`.
+        head_dim: D.
+        dtype, device: of both.
+        nbytes: a multiple of ALIGNMENT.
+        fake: of a FakeTensorMode.
+        apart: the second one lies behind the first one, and not beside it token by token.
+        place: of transport "pull", bytes from the start of the memory that ranks share; else None.
+    """
+
+    shape: tuple[int, ...]
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    fake: bool
+    apart: bool = False
+    place: int | None = None
+
+    def bytes_before(self, slot: int) -> tuple[int, ...]:
+        """Return how many bytes of the buffer lie before this slot of each of its messages."""
+        row = math.prod(self.shape[1:-1]) * self.dtype.itemsize
+        if not self.apart:
+            return (slot * row * self.shape[-1],)
+        first = row * self.head_dim
+        return slot * first, self.shape[0] * first + slot * row * (self.shape[-1] - self.head_dim)
+
+    def pair(self, elements: Tensor) -> Pair:
+        """Return the tensors in so many contiguous elements."""
+        if not self.apart:
+            return halves(elements.view(self.shape), self.head_dim)
+        rows, width = math.prod(self.shape[:-1]), self.shape[-1]
+        parts = elements.split((rows * self.head_dim, rows * (width - self.head_dim)))
+        widths = self.head_dim, width - self.head_dim
+        both = (part.view(*self.shape[:-1], own) for part, own in zip(parts, widths, strict=True))
+        found = tokens_first(*(x.permute(1, 2, 0, 3) for x in both))
+        assert found is not None, "dense as it was made"
+        return found
+
+
+@cache
+def payload_dtypes(
+    keys: torch.dtype, sums: torch.dtype | None, parts: torch.dtype | None
+) -> Mapping[Payload, torch.dtype]:
+    """Return the dtype of each payload: of K and V, of sums of dK and dV, and as the kernel returns those.
+
+    A forward pass has no `sums` and no `parts`.
+    """
+    found = {Payload.KEYS: keys, Payload.SCALED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
+    backward = {Payload.GRADIENTS: sums, Payload.PARTS: parts}
+    return found | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
+
+
+def keys_apart(like: Pair) -> bool:
+    """Return whether K and V of a single K/V head travel as two messages: on the CPU, of one sample.
+
+    The tokens of such a head lie densely in the caller's tensors, so the own shard is sent without a copy.
+    A copy would be held together with the last keys of the head before: the peak of a forward pass.
+    """
+    return like.k.shape[0] == 1 and like.k.device.type == "cpu"
+
+
+def kind_of(
+    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None
+) -> BufferKind:
+    """Return the kind of buffers with B, G, the two head dimensions and the device of others.
+
+    `apart` is whether its two tensors are messages of their own; None: of PARTS alone.
+    """
+    batch, heads, _, head_dim = like.k.shape
+    scales = 2 if payload is Payload.SCALED else 0
+    shape = (slots, batch, heads, head_dim + like.v.shape[3] + scales)
+    nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    apart = payload is Payload.PARTS if apart is None else apart
+    return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)
+
+
+BufferKinds = dict[int, BufferKind]  # by buffer number

@@ -1,0 +1,125 @@
+"""Reuse the memory of messages from hop to hop and from call to call.
+
+A block is returned only after the wait of the batch that its buffers were in: until then they are in flight,
+and must not be written. On a GPU "after the wait" means later on the stream that waited, so a block is used
+only by calls on the stream that it was made for. The pool keeps at most as much unused memory as was in use
+at one time, so that calls of many sizes do not accumulate; `release` frees all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+
+from ds_ring.ring.pair import (
+    BufferKind,
+    Pair,
+    halves,
+)
+
+MAX_PAIRS_PER_BLOCK = 32
+
+
+class Block:
+    """Hold uninitialised memory for the stream that was present when it was made, and the tensors there."""
+
+    __slots__ = ("_kept", "_storage", "device", "nbytes", "stream")
+
+    def __init__(
+        self, nbytes: int, device: torch.device, stream: int = 0, storage: torch.UntypedStorage | None = None
+    ) -> None:
+        self.nbytes, self.device, self.stream = nbytes, device, stream
+        self._kept: dict[BufferKind, Pair] = {}
+        if storage is None:
+            with torch.inference_mode(False):
+                storage = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._storage = storage
+
+    def pair(self, kind: BufferKind) -> Pair:
+        """Return the tensors of a kind in this memory, the same ones at every call."""
+        found = self._kept.get(kind)
+        if found is None:
+            if len(self._kept) >= MAX_PAIRS_PER_BLOCK:
+                self._kept.clear()
+            # Not in inference mode, or they could not be written to in a later training step.
+            with torch.inference_mode(False):
+                count = math.prod(kind.shape)
+                both = torch.empty(0, dtype=kind.dtype, device=self.device)
+                start = (kind.place or 0) // kind.dtype.itemsize
+                both = both.set_(self._storage, start, (count,), (1,))
+                beside = None if kind.apart else halves(both.view(kind.shape), kind.head_dim)
+                found = self._kept[kind] = beside or kind.pair(both)
+        return found
+
+
+class BlockKey(NamedTuple):
+    """Name what free blocks are found by."""
+
+    nbytes: int
+    device: torch.device
+    stream: int
+
+
+class Buffers:
+    """Keep free blocks by size, device and stream.
+
+    `adopts` is whether what is sent may lie in other memory as well.
+    """
+
+    adopts = True
+
+    def __init__(self) -> None:
+        self._free: OrderedDict[BlockKey, list[Block]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._used_bytes = self._most_bytes = 0
+        self.free_bytes = 0  # that are kept, and not in use
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the bytes that are in use, or kept for the next use."""
+        return self._used_bytes + self.free_bytes
+
+    def take(self, kind: BufferKind, stream: int) -> Block:
+        """Return a block for a buffer of this kind, for the stream of this number (`stream_of`)."""
+        nbytes = kind.nbytes
+        size = BlockKey(nbytes, kind.device, stream)
+        with self._lock:
+            block = self._pop(size) if size in self._free else None
+            # Counted before a new one is made: what is kept unused makes room for it.
+            self._used_bytes += nbytes
+            self._most_bytes = max(self._most_bytes, self._used_bytes)
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
+        return Block(*size) if block is None else block
+
+    def give(self, block: Block) -> None:
+        """Take a block back after use; its buffers must not be in flight any more."""
+        size = BlockKey(block.nbytes, block.device, block.stream)
+        with self._lock:
+            self._free.setdefault(size, []).append(block)
+            # Sizes given back longest ago stand first, and go first.
+            self._free.move_to_end(size)
+            self._used_bytes -= block.nbytes
+            self.free_bytes += block.nbytes
+            while self.free_bytes > self._most_bytes - self._used_bytes:
+                self._pop(next(iter(self._free)))
+
+    def release(self) -> None:
+        """Free everything that is not in use."""
+        with self._lock:
+            self._free.clear()
+            self.free_bytes = 0
+            # The bound falls as well, or as much as before would be kept again.
+            self._most_bytes = self._used_bytes
+
+    def _pop(self, size: BlockKey) -> Block:
+        free = self._free[size]
+        block = free.pop()
+        if not free:
+            del self._free[size]
+        self.free_bytes -= block.nbytes
+        return block
