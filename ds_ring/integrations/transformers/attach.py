@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers import attention as _  # noqa: F401  registers the functions
 from ds_ring.integrations.transformers import checks
@@ -26,7 +26,7 @@ from ds_ring.integrations.transformers.images import (
     image_encoders,
     refuse_unknown_encoder,
 )
-from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.model import CONFIG, MODEL
 from ds_ring.integrations.transformers.model_adapter import (
     ModelAdapter,
     own_implementation,
@@ -131,32 +131,40 @@ def attach(model: nn.Module, session: RingSession) -> list[ModelAdapter]:
     return attached
 
 
+_sets_attention = patch(
+    MODEL, "set_attn_implementation", stage="at_initialize", kind="registered", feature="attention",
+    reason="every model inside the model gets the name; image encoders keep their own attention",
+)  # fmt: skip
+_sets_name = patch(
+    CONFIG, "_attn_implementation", stage="at_initialize", kind="set", feature="attention.none",
+    reason="the name, of a model without the interface", when="transformers cannot set it",
+)  # fmt: skip
+
+
 def _switch(model: PreTrainedModel, session: RingSession) -> None:
     """Give a model and the models inside it the ring's attention, and check that all of them took it."""
     before = model.config._attn_implementation
     parts = _pretrained(model)
     for part in parts:
         if checks.bypasses_interface(part):
-            TABLE.apply({"attention.none": SimpleNamespace(at_initialize=NAME)}, session, config=part.config)
+            apply(_sets_name.to(NAME), session=session, config=part.config)
     if all(map(checks.bypasses_interface, parts)):
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
         return
     names = attention_of_parts(model, NAME)
 
+    @_sets_attention
     def switch_all() -> Callable[[], None]:
         earlier = {part: part.config._attn_implementation for part in parts}
         model.set_attn_implementation(names)
         return lambda: set_implementations(earlier)
 
-    switch = SimpleNamespace(at_initialize=switch_all)
     try:
         known = checks.uses_interface(type(model)) or not image_encoders(model)
         if model._can_set_attn_implementation() and known:
-            TABLE.apply({"attention": switch}, session, model=model)
+            apply(switch_all, session=session, model=model)
         else:  # a model without softmax attention, or one that leaves attention to the models inside it
-            TABLE.apply(
-                {"attention.none": SimpleNamespace(at_initialize=names)}, session, config=model.config
-            )
+            apply(_sets_name.to(names), session=session, config=model.config)
     except (ValueError, ImportError) as error:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"

@@ -23,9 +23,10 @@ from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_call import AttentionCall
-from ds_ring.integrations.transformers.attention_name import NAME, name_them
+from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.layer_masks import LayerMask, read_mask
 from ds_ring.integrations.transformers.model_call import REWRITTEN
+from ds_ring.integrations.transformers.registration import name_them
 from ds_ring.integrations.transformers.variants import variants
 
 _VARIANTS = variants()  # in compiled code the table cannot be read anew

@@ -11,8 +11,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from types import SimpleNamespace
+from functools import partial, reduce
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_layers
 
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.loss import number_of, sequence_max_op, sequence_sum_op, shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.checks import THROUGH_SHARD_BATCH
+from ds_ring.integrations.transformers.model import MODEL, TABLE
 
 # Classifiers (`GenericForSequenceClassification`: Llama, Qwen, Mistral, Gemma, reward models) read the logits
 # of the last token that is not padding. `score` computes the logits of each local token; then the last
@@ -37,16 +38,26 @@ def pools_the_last_token(model: nn.Module) -> bool:
     return isinstance(model, kind)
 
 
-def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
+_pool_patch = partial(patch, feature="pooled token", when="GenericForSequenceClassification")
+_notes_ids = _pool_patch(MODEL, stage="before_forward", reason="notes the token ids")
+_pools = _pool_patch(
+    TABLE.given("score", "torch.nn.Linear"), stage="after_forward",
+    reason="gives every rank the logits of the last token",
+)  # fmt: skip
+
+
+def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
     """Return the hooks of a classifier and its `score`: every rank gets the logits of the last token."""
     signature = inspect.signature(model.forward)
     noted: dict[str, Tensor | None] = {}
     padding = model.config.get_text_config().pad_token_id
     mesh = session.mesh
 
+    @_notes_ids
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         noted["input_ids"] = signature.bind_partial(*args, **kwargs).arguments.get("input_ids")
 
+    @_pools
     def after_score(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits_BSL: Tensor
     ) -> Tensor:
@@ -70,7 +81,7 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> SimpleNamespac
         pooled_BL = sequence_sum_op((logits_BSL * mine_BS1).sum(dim=1), number)
         return pooled_BL[:, None].expand(-1, tokens, -1)
 
-    return SimpleNamespace(before_forward=before, after_forward=after_score)
+    return [before, after_score]
 
 
 def check_outputs(
@@ -295,7 +306,13 @@ class LossGuard:
             )
 
 
-def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> SimpleNamespace:
+_replaces_router_loss = patch(
+    MODEL, stage="after_forward", feature="router loss",
+    reason="replaces the load balancing loss by that of all tokens",
+)  # fmt: skip
+
+
+def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) -> Callable[..., None]:
     """Return the hook that replaces the load balancing loss of local tokens by that of all tokens."""
     # A loss that cannot be replaced is refused where it is computed: most models never ask for it.
     router: RouterLoss | RingConfigError | None
@@ -307,6 +324,7 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
         session.needs.slots = session.needs.real_tokens = True
     scale = shared_scale(session.mesh, session.gradient_divisor)
 
+    @_replaces_router_loss
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not isinstance(getattr(output, "aux_loss", None), Tensor):
             return  # without output_router_logits there is none
@@ -334,4 +352,4 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             output["loss"] = guard.own + router.weight * exact
             guard.expect(output.loss)
 
-    return SimpleNamespace(after_forward=after)
+    return after

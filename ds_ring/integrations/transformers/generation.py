@@ -24,7 +24,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -37,13 +36,14 @@ from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.decode.replicated_op import replicated_attention_op
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
-from ds_ring.integrations.adapter import imports_of
+from ds_ring.integrations.adapter import imports_of, patch
 from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
+from ds_ring.integrations.transformers.model import GENERATOR, MODEL
 from ds_ring.integrations.transformers.variants import variants
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
@@ -304,10 +304,21 @@ class Generation:
         self._cache.finish()
 
 
-def generation_feature(generation: Generation, rewritten: Callable[[], bool]) -> SimpleNamespace:
-    """Return what model.py's table puts on a model so that `model.generate` runs on the ring."""
+_cuts_prompt = patch(
+    MODEL, stage="before_forward", feature="generation", options=("prepend",),
+    reason="cuts the prompt, so that the other hooks get this rank's tokens",
+)  # fmt: skip
+_generates = patch(
+    GENERATOR, "generate", stage="around_generate", kind="replaced", feature="generation",
+    reason="calls the original with the ring's cache, compares the arguments of the ranks",
+)  # fmt: skip
+
+
+def generation_patches(generation: Generation, rewritten: Callable[[], bool]) -> list[Any]:
+    """Return the patches with which `model.generate` runs on the ring."""
     model, signature = generation.model, generation.signature
 
+    @_cuts_prompt
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -316,8 +327,8 @@ def generation_feature(generation: Generation, rewritten: Callable[[], bool]) ->
         local = generation.before(dict(signature.bind_partial(*args).arguments) | kwargs)
         return None if local is None else ((), local)
 
-    generate = _Generate(model, generation, rewritten) if hasattr(model, "generate") else None
-    return SimpleNamespace(before_forward=before, around_generate=generate)
+    generates = hasattr(model, "generate")
+    return [before, *([_generates.to(_Generate(model, generation, rewritten))] if generates else [])]
 
 
 class _Generate:

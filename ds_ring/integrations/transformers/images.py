@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +23,10 @@ from transformers import PreTrainedModel
 from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingShapeError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import Batch, ImageNeeds, ImageTokens, places_of
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
@@ -96,7 +97,13 @@ def attention_of_parts(model: Any, name: str) -> str | dict[str, str]:
     return {"": name, "text_config": name} | own
 
 
-def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamespace | None:
+_gives_features = patch(
+    TABLE.given("base", PRETRAINED), stage="before_forward", feature="images",
+    reason="gives the features of this rank's image tokens", when="the model takes images",
+)  # fmt: skip
+
+
+def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., Any] | None:
     """Return the hook that makes `model` take images, or refuse them; None if its class takes none.
 
     Raises:
@@ -111,6 +118,7 @@ def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamesp
         session.needs.images = ImageNeeds(int(model.config.image_token_id), frozenset(OF_IMAGES), number)
     signature = inspect.signature(base.forward)
 
+    @_gives_features
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -131,7 +139,7 @@ def images_feature(model: PreTrainedModel, session: RingSession) -> SimpleNamesp
             given["position_ids"] = images.axes_BSA.permute(2, 0, 1)
         return (), given
 
-    return SimpleNamespace(before_forward=before)
+    return before
 
 
 def _has_images(given: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 
 from ds_ring.config.section import TileChoice, tile_tokens
 from ds_ring.errors import RingConfigError
-from ds_ring.integrations.adapter import imports_of
+from ds_ring.integrations.adapter import apply, imports_of, patch
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.model import MODEL, PRETRAINED, TABLE
 from ds_ring.memory.deferred_logits import DeferredLogits, HeadFunction
 from ds_ring.memory.host_memory import LAYER_TENSORS, HostMemory
 from ds_ring.memory.tiled_call import tiled_call
@@ -63,6 +63,38 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
         return None
     return TiledHead(head, tile_tokens(asked, head.out_features, session.device.type), strict=asked != "auto")
+
+
+tiles_layer = patch(
+    TABLE.given("layer", "torch.nn.Module"), "forward", stage="around_forward", kind="replaced",
+    feature="tiled layers", when="long_sequence.tiled_mlp",
+    reason="calls the original tile by tile; MLPs also get deepspeed.utils.set_z3_leaf_module",
+)  # fmt: skip
+_loss_patch = partial(patch, feature="tiled loss", when="long_sequence.tiled_loss")
+_defers_logits = _loss_patch(
+    TABLE.given("head", "torch.nn.Linear"), "forward", stage="around_forward", kind="replaced",
+    reason="returns deferred logits",
+)  # fmt: skip
+_computes_loss = _loss_patch(
+    MODEL, "loss_function", stage="around_loss", kind="replaced",
+    reason="computes the loss of deferred logits, calls the original for others",
+)  # fmt: skip
+_wants_loss = _loss_patch(
+    MODEL, stage="before_forward", reason="finds out whether the forward pass computes a loss"
+)
+_ends_deferring = _loss_patch(
+    MODEL, stage="after_forward", reason="returns to plain logits", options=("always_call",)
+)
+_offload_patch = partial(patch, when="long_sequence.offload_checkpoints")
+_checks_checkpoints = _offload_patch(
+    MODEL, stage="before_forward", feature="offloaded checkpoints",
+    reason="checkpointing may have been switched on anew",
+)  # fmt: skip
+_offloads = _offload_patch(
+    TABLE.given("checkpointed", PRETRAINED), "_gradient_checkpointing_func", stage="around_forward",
+    kind="replaced", feature="offloaded checkpoints.layers",
+    reason="calls the original under torch's saved_tensors_hooks, which keep tensors on the host",
+)  # fmt: skip
 
 
 class TiledHead:
@@ -106,9 +138,10 @@ class TiledHead:
 
         return loss
 
-    def feature(self, model: PreTrainedModel, session: RingSession) -> SimpleNamespace:
-        """Return what is put on the model (hooks find out whether a pass computes a loss), head and loss."""
+    def patches(self, model: PreTrainedModel, session: RingSession, loss: Loss) -> list[Any]:
+        """Return the patches of the head and of the model, whose loss function becomes `loss`."""
 
+        @_wants_loss
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             trains = model.training and torch.is_grad_enabled()
             wanted = trains or kwargs.get("labels") is not None or session.batches.defers_logits
@@ -121,15 +154,11 @@ class TiledHead:
                 wanted = False
             self.deferring = wanted and not session.batches.is_off
 
+        @_ends_deferring
         def after(*_: Any) -> None:
             self.deferring = False
 
-        return SimpleNamespace(
-            around_forward=self.forward,
-            around_loss=self.loss_function(model.loss_function),
-            before_forward=before,
-            after_forward=after,
-        )
+        return [_defers_logits.to(self.forward), _computes_loss.to(loss), before, after]
 
 
 # Tiled are MLPs of one input, the experts of a mixture, and the norms of the residual stream: they treat
@@ -279,7 +308,7 @@ class _Offloading:
             return self.plain(function, *args, **kwargs)
 
 
-def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> SimpleNamespace | None:
+def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Callable[..., None] | None:
     """Return the hook that keeps checkpoints of the layers on the host, where the JSON asks for it.
 
     The layers are checkpointed from then on.
@@ -307,6 +336,7 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Simpl
     # A layer's input alone where all of attention is run again: more would occupy the device for nothing.
     memory.ahead = 1 if session.config.recompute_attention is True else LAYER_TENSORS
 
+    @_checks_checkpoints
     def before(*_: Any) -> None:  # in each pass: it may have been switched on anew, without ours
         for module in model.modules():
             function = vars(module).get(_FUNCTION)
@@ -318,7 +348,6 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Simpl
                         " got DeepSpeed's checkpointing, which keeps them itself: set it to false, and"
                         ' "cpu_checkpointing": true in "activation_checkpointing"'
                     )
-                offloading = SimpleNamespace(around_forward=_Offloading(function, memory))
-                TABLE.apply({"offloaded checkpoints.layers": offloading}, session, checkpointed=module)
+                apply(_offloads.to(_Offloading(function, memory)), session=session, checkpointed=module)
 
-    return SimpleNamespace(before_forward=before)
+    return before

@@ -7,17 +7,17 @@ variant of attention to install itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from ds_ring.integrations.adapter import AppliedPatch, apply, paused
+from ds_ring.integrations.adapter import AppliedPatch, applied, apply, patch, paused
 from ds_ring.integrations.deepspeed.loss import shared_scale
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention_name import NAME
@@ -27,10 +27,15 @@ from ds_ring.integrations.transformers.families import (
     pools_the_last_token,
     router_loss,
 )
-from ds_ring.integrations.transformers.generation import Generation, generation_feature
-from ds_ring.integrations.transformers.images import image_encoders, images_feature
-from ds_ring.integrations.transformers.long_sequence import offloaded_checkpoints, tiled_head, tiled_layers
-from ds_ring.integrations.transformers.model import TABLE
+from ds_ring.integrations.transformers.generation import Generation, generation_patches
+from ds_ring.integrations.transformers.images import image_encoders, images_hook
+from ds_ring.integrations.transformers.long_sequence import (
+    offloaded_checkpoints,
+    tiled_head,
+    tiled_layers,
+    tiles_layer,
+)
+from ds_ring.integrations.transformers.model import CONFIG, GENERATOR, MODEL
 from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.positions import (
     check_lengths,
@@ -40,6 +45,18 @@ from ds_ring.integrations.transformers.positions import (
     rotary_length,
 )
 from ds_ring.integrations.transformers.variants import variants
+
+_guards_loss = patch(
+    MODEL, "loss_function", stage="around_loss", kind="replaced", feature="loss guard",
+    reason="calls the function before it; refuses a mean over local tokens and labels that are not shifted",
+)  # fmt: skip
+_own_attention = patch(
+    CONFIG, "_attn_implementation", stage="around_off", kind="set", feature="attention.off",
+    reason="engine.ring.off(): the model's own attention; its hooks are removed meanwhile",
+)  # fmt: skip
+_off_patch = partial(patch, stage="around_off", kind="set", reason="engine.ring.off()")
+_own_loss = _off_patch(MODEL, "loss_function", feature="loss guard.off")
+_own_generate = _off_patch(GENERATOR, "generate", feature="generation.off")
 
 
 def own_implementation(part: PreTrainedModel) -> str:
@@ -53,8 +70,7 @@ def own_implementation(part: PreTrainedModel) -> str:
 def set_implementations(attention_of: dict[PreTrainedModel, str], session: RingSession | None = None) -> None:
     """Set every model's attention: outer models first, since a configuration hands it down."""
     for part, name in attention_of.items():
-        off = {"attention.off": SimpleNamespace(around_off=name)}
-        TABLE.apply(off, session, config=part.config)
+        apply(_own_attention.to(name), session=session, config=part.config)
 
 
 @dataclass(eq=False)
@@ -91,12 +107,9 @@ class ModelAdapter:
         """Restore the model's own attention and loss inside the context, without our hooks."""
         model, on = self.model, {part: part.config._attn_implementation for part in self.own}
         generate = getattr(model, "generate", None)
-        features: dict[str, Any] = {
-            "loss guard.off": SimpleNamespace(around_off=model.loss_function.loss_function)
-        }
-        if generate is not None:
-            features["generation.off"] = SimpleNamespace(around_off=generate.own)
-        with TABLE.applied(features, model=model, generator=model):
+        own = [_own_loss.to(model.loss_function.loss_function)]
+        own += [_own_generate.to(generate.own)] if generate is not None else []
+        with applied(*own, model=model, generator=model):
             set_implementations(self.own, self.session)
             try:
                 with paused(self.changes):
@@ -112,13 +125,12 @@ class ModelAdapter:
         """
         model, session = self.model, self.session
         for module, forward in tiled_layers(model, session).items():
-            TABLE.apply({"tiled layers": SimpleNamespace(around_forward=forward)}, session, layer=module)
+            apply(tiles_layer.to(forward), session=session, layer=module)
         check_lengths(model)
         self._install_on_model()
         for module in model.modules():
             if depends_on_length(module):
-                rotary = {"rotary length": rotary_length(module, session.batches)}
-                self.changes += TABLE.apply(rotary, session, part=module)
+                self.apply(*rotary_length(module, session.batches), part=module)
         for variant in variants():
             variant.install(self)
         session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
@@ -128,37 +140,36 @@ class ModelAdapter:
         """Apply the rows of the model itself, of its head and of its loss."""
         model, session = self.model, self.session
         head, pools = tiled_head(model, session), pools_the_last_token(model)
-        tiled = None if head is None else head.feature(model, session)
+        loss = model.loss_function if head is None else head.loss_function(model.loss_function)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
-        guard = LossGuard(model.loss_function if tiled is None else tiled.around_loss, scale)
+        guard = LossGuard(loss, scale)
         generation = Generation(model, session)
         kind = next(filter(None, (variant.model_call(model) for variant in variants())), ModelCall)
         self.call = kind(self, guard, generation)
         # Image encoders number patches of their own.
         known = self.call.one_sequence and not image_encoders(model)
         numbering = numbering_check(model, session.mesh) if known else None
-        features = {
-            "tiled loss": tiled,
-            "loss guard": SimpleNamespace(around_loss=guard),
-            "generation": generation_feature(generation, lambda: self.rewritten),
-            "offloaded checkpoints": offloaded_checkpoints(model, session),
-            "numbering": None if numbering is None else numbering.model,
-            "images": images_feature(model, session),
-            "router loss": router_loss(model, guard, session),
-            "pooled token": pooled_token(model, session) if pools else None,
-            "sharding": SimpleNamespace(**self.call.hooks()),
-        }
-        objects = {"model": model, "base": model.base_model, "head": model.get_output_embeddings()}
-        objects |= {"generator": model} if hasattr(model, "generate") else {}
-        objects |= {"score": model.score} if pools else {}
-        self.changes += TABLE.apply(
-            {name: one for name, one in features.items() if one is not None}, session, **objects
-        )
+        patches = [
+            *([] if head is None else head.patches(model, session, loss)),
+            _guards_loss.to(guard),
+            *generation_patches(generation, lambda: self.rewritten),
+            offloaded_checkpoints(model, session),
+            *([] if numbering is None else numbering.model),
+            images_hook(model, session),
+            router_loss(model, guard, session),
+            *(pooled_token(model, session) if pools else []),
+            *self.call.hooks(),
+        ]
+        self.apply(
+            *(one for one in patches if one is not None),
+            model=model, base=model.base_model, head=model.get_output_embeddings(), generator=model,
+            score=getattr(model, "score", None),
+        )  # fmt: skip
         if numbering is not None:
             numbering.changes += [one for one in self.changes if one.row.feature == "numbering"]
             self._check_numbering(numbering.part, numbering.changes)
 
-    def _check_numbering(self, hook: SimpleNamespace, changes: list[AppliedPatch]) -> None:
+    def _check_numbering(self, hook: Callable[..., None], changes: list[AppliedPatch]) -> None:
         """Let modules that take position_ids compare theirs with the model's, in the first forward pass."""
         positioned = set()
         if not self.rewritten:
@@ -167,6 +178,5 @@ class ModelAdapter:
         for module in self.model.modules():
             takes_positions = "position_ids" in inspect.signature(module.forward).parameters
             if takes_positions and module is not self.model and id(module) not in positioned:
-                applied = TABLE.apply({"numbering.part": hook}, self.session, part=module)
-                changes += applied
-                self.changes += applied
+                self.apply(hook, part=module)
+                changes.append(self.changes[-1])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ring.errors import RingPatternError
+from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.compile.graph_sharding import needs_backend_op
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -21,11 +22,17 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.families import LossGuard, check_outputs
 from ds_ring.integrations.transformers.generation import Generation
 from ds_ring.integrations.transformers.layer_masks import LayerMask, narrowest_layer, patterns_of_layers
+from ds_ring.integrations.transformers.model import MODEL
 from ds_ring.integrations.transformers.neftune import scale_noise
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
 
+_before_call = patch(
+    MODEL, stage="before_forward", feature="sharding",
+    reason="checks the call, passes use_cache=False and the batch's sharding",
+)  # fmt: skip
+_after_call = patch(MODEL, stage="after_forward", feature="sharding", reason="checks the output and its loss")
 REWRITTEN = "rewritten by the backend"  # in place of a sharding: the graph asks for it
 
 
@@ -51,17 +58,19 @@ class ModelCall:
         session.needs.layers += layers
         self._narrowest = 0 if session.config.pattern.layers else narrowest_layer(layers, session.pattern)
 
-    def hooks(self) -> dict[str, Callable[..., Any]]:
+    def hooks(self) -> list[Callable[..., Any]]:
         """Return the hooks of the model."""
         # Functions: a copy of the model would copy bound methods, and with them all that they hold.
 
+        @_before_call
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return self.before(module, args, kwargs)
 
+        @_after_call
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             self.after(module, args, kwargs, output)
 
-        return {"before_forward": before, "after_forward": after}
+        return [before, after]
 
     def before(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

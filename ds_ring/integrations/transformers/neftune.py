@@ -10,13 +10,14 @@ Shapes: B samples, S local tokens, T global tokens, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import TABLE
@@ -48,28 +49,29 @@ def scale_noise(model: PreTrainedModel, session: RingSession) -> None:
     hooks = embeddings._forward_hooks if isinstance(embeddings, nn.Module) else {}
     for key, hook in list(hooks.items()):
         if getattr(hook, "__name__", "") == _HOOK and not hasattr(hook, "__wrapped__"):
-            noise = {"neftune": SimpleNamespace(after_forward=around_noise(session))}
-            TABLE.apply(noise, session, slot=HookSlot(hooks, key))
+            apply(partial(_add_noise, session), session=session, slot=HookSlot(hooks, key))
 
 
-def around_noise(session: RingSession) -> Callable[..., Tensor]:
-    """Return what NEFTune's hook becomes.
+@patch(
+    TABLE.given("slot"), "function", stage="after_forward", feature="neftune", when="NEFTune is on",
+    reason="scales and draws the noise by the whole sequence; calls the original without a ring",
+)  # fmt: skip
+def _add_noise(
+    session: RingSession, hook: Callable[..., Tensor], module: Any, args: Any, output_BSH: Tensor
+) -> Tensor:
+    """Add the noise of the whole sequence.
 
-    Its noise is that of the whole sequence. On the CPU, from one seed on all ranks, it has the values of one
-    process; on a GPU, or from other seeds, the same distribution.
+    On the CPU, with one seed on all ranks, it has the values of one process; on a GPU, or with other seeds,
+    the same distribution.
     """
-
-    def noise(hook: Callable[..., Tensor], module: Any, args: Any, output_BSH: Tensor) -> Tensor:
-        batches = session.batches
-        if not module.training or batches.is_off:
-            return hook(module, args, output_BSH)
-        # Encoder-decoders embed by modules of their two parts, which have no hook.
-        sharding = batches.current
-        if sharding.mesh.sequence_size == 1 or sharding.local_tokens != output_BSH.shape[1]:
-            return hook(module, args, output_BSH)
-        return output_BSH + _drawn(output_BSH, sharding, module.neftune_noise_alpha)
-
-    return noise
+    batches = session.batches
+    if not module.training or batches.is_off:
+        return hook(module, args, output_BSH)
+    # Encoder-decoders embed by modules of their two parts, which have no hook.
+    sharding = batches.current
+    if sharding.mesh.sequence_size == 1 or sharding.local_tokens != output_BSH.shape[1]:
+        return hook(module, args, output_BSH)
+    return output_BSH + _drawn(output_BSH, sharding, module.neftune_noise_alpha)
 
 
 def _drawn(output_BSH: Tensor, sharding: BatchSharding, alpha: float) -> Tensor:

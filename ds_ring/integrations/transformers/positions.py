@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
-from ds_ring.integrations.adapter import AppliedPatch, undo
+from ds_ring.integrations.adapter import AppliedPatch, patch, undo
 from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.transformers.model import MODEL, PART
 from ds_ring.ops.context import refuse
 
 _FROM_IDS = "create_position_ids_from_input_ids"
@@ -58,17 +58,36 @@ def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
     return real_BT.long().cumsum(dim=1) * real_BT + padding
 
 
+_notes_positions = patch(
+    MODEL, stage="before_forward", feature="numbering",
+    reason="notes the position ids of the first forward pass, then removes itself",
+)  # fmt: skip
+_ends_check = patch(
+    MODEL, stage="after_forward", feature="numbering", reason="removes the hooks of the numbering check"
+)
+_compares_positions = patch(
+    PART, stage="before_forward", feature="numbering.part",
+    reason="refuses a model that numbers its tokens by itself, in the first forward pass",
+)  # fmt: skip
+_rotary_patch = partial(
+    patch, PART, feature="rotary length", when="the rotary embedding depends on the length"
+)
+_appends_position = _rotary_patch(stage="before_forward", reason="appends the greatest position of the batch")
+_removes_row = _rotary_patch(stage="after_forward", reason="removes the row of that position")
+
+
 @dataclass
 class NumberingCheck:
     """The hooks that compare every `position_ids` inside a model with what the model was given, once.
 
     Attributes:
-        model, part: the hooks of the model and of the modules inside it that take position_ids.
+        model: the hooks of the model.
+        part: the hook of the modules inside it that take position_ids.
         changes: the hooks that were put on, which the first forward pass removes.
     """
 
-    model: SimpleNamespace
-    part: SimpleNamespace
+    model: list[Any]
+    part: Callable[..., None]
     changes: list[AppliedPatch]
 
 
@@ -80,15 +99,18 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
     changes: list[AppliedPatch] = []
     signature = inspect.signature(model.forward)
 
+    @_notes_positions
     def before_model(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
             bound = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
             given[:] = [bound["position_ids"]] if isinstance(bound.get("position_ids"), Tensor) else []
 
+    @_ends_check
     def after_model(*_: Any) -> None:
         if not torch.compiler.is_compiling():
             undo(changes)
 
+    @_compares_positions
     def before_part(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or not given:
             return
@@ -105,11 +127,7 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
             )
             refuse(mesh, error)
 
-    return NumberingCheck(
-        SimpleNamespace(before_forward=before_model, after_forward=after_model),
-        SimpleNamespace(before_forward=before_part),
-        changes,
-    )
+    return NumberingCheck([before_model, after_model], before_part, changes)
 
 
 # transformers' dynamic NTK and LongRoPE (and own code of models such as PhiMoE) choose the frequencies of a
@@ -162,10 +180,11 @@ def depends_on_length(module: nn.Module) -> bool:
     return "max(position_ids" in source or "position_ids.max(" in source  # PhiMoE asks for it itself
 
 
-def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
+def rotary_length(module: nn.Module, batches: RecentBatches) -> list[Any]:
     """Return the hooks of a rotary embedding that depends on the length."""
     signature = inspect.signature(module.forward)
 
+    @_appends_position
     def before(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -176,9 +195,10 @@ def rotary_length(module: nn.Module, batches: RecentBatches) -> SimpleNamespace:
         given.arguments["position_ids"] = torch.cat([position_ids, longest], dim=-1)
         return given.args, given.kwargs
 
+    @_removes_row
     def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Tensor):
             return output[..., :-1, :]
         return tuple(part[..., :-1, :] for part in output)
 
-    return SimpleNamespace(before_forward=before, after_forward=after)
+    return [before, after]

@@ -78,14 +78,14 @@ def pooled(_: Given) -> Any:
     current = SimpleNamespace(mesh="another", layout=SimpleNamespace(tokens=4))
     session: Any = SimpleNamespace(mesh="ring", batches=SimpleNamespace(current=current))
     model: Any = Pooled()
-    return families.pooled_token(model, session).after_forward(model, (), {}, torch.zeros(1, 4, 1))
+    return families.pooled_token(model, session)[1](model, (), {}, torch.zeros(1, 4, 1))
 
 
 def routed(**output: Any) -> Any:
     session: Any = SimpleNamespace(mesh=RingMesh.single(), gradient_divisor=1.0)
     model: Any = nn.Linear(1, 1)
     hook = families.router_loss(model, None, session)  # type: ignore[arg-type]
-    return hook.after_forward(model, (), {}, SimpleNamespace(aux_loss=torch.zeros(()), loss=None, **output))
+    return hook(model, (), {}, SimpleNamespace(aux_loss=torch.zeros(()), loss=None, **output))
 
 
 def generated(**given: Any) -> Any:
@@ -98,8 +98,8 @@ def offloading(model: Any) -> Any:
         long_sequence=SimpleNamespace(offload_checkpoints=True), recompute_attention=False
     )
     session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), mesh=RingMesh.single())
-    hooks: Any = long_sequence.offloaded_checkpoints(model, session)
-    return hooks.before_forward()
+    hook: Any = long_sequence.offloaded_checkpoints(model, session)
+    return hook()
 
 
 CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
@@ -214,7 +214,8 @@ def tiled_head(deferring: bool = True) -> Any:
 
 def starting(model: Any) -> Any:
     session: Any = SimpleNamespace(batches=SimpleNamespace(defers_logits=False))
-    return tiled_head().feature(model, session).before_forward(model, (), {})
+    hooks = {one.__name__: one for one in tiled_head().patches(model, session, None)[2:]}
+    return hooks["before"](model, (), {})
 
 
 def tiled_module() -> Any:
