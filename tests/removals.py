@@ -53,6 +53,32 @@ CAPABILITIES = {
         why="help texts of the JSON's kernel and kernel_options",
     ),
     "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
+    "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
+    "transport reproducible": Capability(("transports.reproducible",), words=r"\breproducible"),
+    "transport all_gather": Capability(
+        ("transports.all_gather",), words=r"\bGatherPass|transports\.all_gather"
+    ),
+    "selected keys": Capability(
+        (
+            "layers.selection",
+            "integrations.transformers.selection",
+            "integrations.transformers.variants.compressed",
+            "integrations.transformers.variants.indexed",
+            "integrations.transformers.variants.key_terms",
+        ),
+        (
+            "dist/variants/test_compressed.py",
+            "dist/variants/test_indexed.py",
+            "dist/layers/test_selection.py",
+        ),
+        with_it=("MoBA and NSA",),
+        words=r"\bring_select|\bselected_attention|layers\.selection",
+    ),
+    "MoBA and NSA": Capability(
+        ("layers.sparse", "integrations.transformers.variants.indexed_blocks"),
+        ("dist/variants/test_indexed_blocks.py", "dist/layers/test_sparse.py"),
+        words=r"(?i)\bmoba|\bnsa|layers\.sparse",
+    ),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),
@@ -85,6 +111,17 @@ def files_of(name: str) -> list[Path]:
         for module, path in architecture.MODULES.items()
         if any(architecture.is_in(module, place) for place in places)
     ]
+
+
+def still_needing(name: str) -> list[str]:
+    """Return the imports of a capability by modules that stay when it goes."""
+    places, found = places_of(name), []
+    for module in architecture.MODULES:
+        if module and not any(architecture.is_in(module, place) for place in places):
+            imported = architecture.own_imports_of(module)
+            needs = sorted(one for one in imported if any(architecture.is_in(one, p) for p in places))
+            found += [f"{module} imports {one}" for one in needs]
+    return found
 
 
 def core_lines(name: str) -> list[str]:
@@ -133,7 +170,7 @@ def removed(name: str, folder: Path) -> Path:
         assert not path.exists() and not path.with_suffix(".py").exists()
     for one in (file for part in whole(name) for file in CAPABILITIES[part].tests):
         path = folder / "tests" / one
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     _remove_rows(folder, places)
     import_only_from(folder)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
@@ -152,6 +189,10 @@ def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
         lines = (folder / file).read_text().splitlines()
         (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
+    variants = folder / "ds_ring/integrations/transformers/variants/__init__.py"
+    rows = tuple(f'    "{place.rpartition(".")[2]}.' for place in places if ".variants." in place)
+    lines = variants.read_text().splitlines()
+    variants.write_text("\n".join(line for line in lines if not line.startswith(rows)) + "\n")
     registry = folder / "ds_ring/registry.py"
     text = registry.read_text()
     lines = text.splitlines()

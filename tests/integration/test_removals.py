@@ -10,10 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.removals import CAPABILITIES, core_lines, removed
+from tests.removals import CAPABILITIES, Capability, core_lines, removed, still_needing
 
 CORES_TESTS = (
     "tests/unit/masks",
@@ -59,6 +60,16 @@ def test_the_tests_of_the_core_pass_without_it(name: str, tmp_path: Path) -> Non
         cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
+
+
+@pytest.mark.parametrize("name", CAPABILITIES)
+def test_no_module_that_stays_imports_it(name: str) -> None:
+    assert still_needing(name) == []
+
+
+def test_an_import_by_a_module_that_stays_is_found() -> None:
+    with mock.patch.dict(CAPABILITIES, {"masks": Capability(("masks.catalog",))}):
+        assert "schedule.layout imports masks.catalog" in still_needing("masks")
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)
