@@ -120,6 +120,14 @@ class PassRow(NamedTuple):
     shares_memory: bool = False
 
 
+# What keeps tensors of a pass for its gradient (`ops/saved_tensors.py`): (out, lse) of checkpointed regions,
+# and q, k, v, out, lse on the host.
+SAVED_TENSORS = {
+    "results": "ds_ring.memory.saved_results.KeepResults",
+    "host": "ds_ring.memory.head_stream.OnHost",
+}
+
+
 # The values of "transport". Each has a file of its own, and nothing else names it.
 PASSES = {
     "ring": PassRow("ds_ring.ops.ring_op.make_pass"),

@@ -66,10 +66,6 @@ UPWARD = {
     ("api", "decode.replicated_op"),
     ("ops.frontend", "layers.latents.latent_op"),
     ("ops.ring_op", "layers.latents.kernel"),
-    ("ops.ring_op", "memory.head_stream"),
-    ("ops.ring_op", "memory.saved_results"),
-    ("ring.ring_pass", "memory.head_stream"),
-    ("ring.ring_pass", "memory.host_memory"),
 }
 
 # Parts of the runtime that do not import each other, and the modules that may import them.

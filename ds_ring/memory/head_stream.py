@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,30 @@ from torch import Tensor
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.memory.host_memory import HostMemory
 from ds_ring.memory.saved_results import running_region
-from ds_ring.ring.buffers import some_heads
+from ds_ring.ops.saved_tensors import SavedTensors
+from ds_ring.ring.ring_pass import Saved, heads_of
 from ds_ring.schedule.steps import HeadChunk
+
+if TYPE_CHECKING:
+    from ds_ring.ops.context import RingContext
 
 log = logging.getLogger(__name__)
 
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+class OnHost(SavedTensors):
+    """Save copies on the host, where the options ask for it (`Options.offload_on`)."""
+
+    def save(self, context: RingContext, saved: Saved) -> Saved:
+        """Return the tensors that stand on the host for those of a pass."""
+        q = saved[0]
+        wanted = context.options.offload_on(q.device.type, q.shape[2])
+        return saved_on_host(saved, context.mesh.host_memory) if wanted else saved
+
+    def load_heads(
+        self, context: RingContext, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device
+    ) -> HeadStream:
+        """Return what brings the heads of one chunk after the other."""
+        return HeadStream(saved, chunks, device, context.mesh.host_memory)
 
 
 def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
@@ -73,19 +91,13 @@ class HeadStream:
     def of(self, chunk: HeadChunk) -> Saved:
         """Return q, k, v, out and lse of the next chunk's heads; start to bring those of the one after it."""
         if self._memory is None:
-            return self._heads(chunk)
+            return heads_of(self._saved, chunk)
         number, self._next = self._next, self._next + 1
         for index in range(number, min(number + 2, len(self._chunks))):
             if index not in self._started:
-                heads = self._heads(self._chunks[index])
+                heads = heads_of(self._saved, self._chunks[index])
                 self._started[index] = [self._memory.start_back(x, self._device) for x in heads]
         here = self._started.pop(number)
         for _, ready in here:
             torch.accelerator.current_stream(self._device).wait_event(ready)
         return tuple(tensor for tensor, _ in here)  # type: ignore[return-value]
-
-    def _heads(self, chunk: HeadChunk) -> Saved:
-        q, k, v, out, lse = self._saved
-        q, out, lse = some_heads(chunk.query_heads, q, out, lse)
-        k, v = some_heads(chunk.kv_heads, k, v)
-        return q, k, v, out, lse

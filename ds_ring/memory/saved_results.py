@@ -16,16 +16,23 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_ring.comm.device_tables import active_fake_mode, outside_inference_mode, to_device
+from ds_ring.masks.catalog import FirstQueries
 from ds_ring.memory.host_memory import HostMemory
+from ds_ring.ops.saved_tensors import Results, SavedTensors
 
-Results = tuple[Tensor, Tensor]
+if TYPE_CHECKING:
+    from ds_ring.ops.context import RingContext
+
 _ATTRIBUTE = "_ds_ring_kept"
 _HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
     "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
@@ -138,3 +145,46 @@ def running_region() -> tuple[Any, bool]:
 
 def _versions(results: Results) -> tuple[int, ...]:
     return tuple(0 if x.is_inference() else x._version for x in results)
+
+
+class KeepResults(SavedTensors):
+    """Keep (out, lse) of passes in checkpointed regions; of the last rows alone, if the options say so.
+
+    `Options.recompute` is the part of the sequence whose rows are computed again.
+    """
+
+    def __init__(self, inner: SavedTensors) -> None:
+        super().__init__(inner)
+        # for tensors of a description: the context of the rows that are computed again, and the other slots
+        self._first: dict[Hashable, tuple[RingContext, Tensor]] = {}
+
+    def run(
+        self, context: RingContext, run: Callable[[RingContext], Results], q: Tensor, call: tuple[Any, ...]
+    ) -> Results:
+        """Return kept results where the region is run again, else those of `run`."""
+        if isinstance(q, FakeTensor):
+            return run(context)
+        rows = None
+        if context.options.recompute:
+            first, slots = self.first_queries(context, q.shape[2], q.device)
+            rows = SavedRows(slots, lambda: run(first))
+        memory = context.mesh.host_memory
+        kept_in = memory if memory.enabled else None
+        return reuse_or_run((context.handle, *call), lambda: run(context), kept_in, rows)
+
+    @outside_inference_mode
+    def first_queries(
+        self, context: RingContext, local_tokens: int, device: torch.device
+    ) -> tuple[RingContext, Tensor]:
+        """Return the context that computes the sequence's first queries, as `Options.recompute` asks for.
+
+        And the slots that it leaves out of this rank's shard of `local_tokens`, int64 on the device.
+        """
+        key = (local_tokens, device, active_fake_mode())
+        if key not in self._first:
+            layout = context.layout_for(local_tokens, device.type)
+            count = max(1, int(layout.tokens * context.options.recompute))
+            first = context.with_pattern(context.pattern & FirstQueries(count), layout)
+            later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
+            self._first[key] = first, to_device(torch.from_numpy(later), device)
+        return self._first[key]

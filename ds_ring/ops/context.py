@@ -14,14 +14,12 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.exchange import Agreement, Exchange, agree, compare_headers
-from ds_ring.comm.fake_tensors import active_fake_mode, is_fake
+from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.waiting import Task
 from ds_ring.errors import (
@@ -37,7 +35,7 @@ from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
 from ds_ring.layers.latents.kernel import LatentKernel, check_same_for_heads
-from ds_ring.masks.catalog import Causal, FirstQueries, HeadsOfPart
+from ds_ring.masks.catalog import Causal, HeadsOfPart
 from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import (
@@ -53,7 +51,8 @@ from ds_ring.ops.checks import (
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options, may_compile, patience_s
 from ds_ring.ops.passes import MakePass
-from ds_ring.registry import load
+from ds_ring.ops.saved_tensors import SavedTensors
+from ds_ring.registry import SAVED_TENSORS, load
 from ds_ring.schedule.layout import (
     Layout,
     check_layout_name,
@@ -134,7 +133,7 @@ class RingContext:
             and modules, whose contexts hold the caller's own objects; others hold any that are equal.
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
-        first_queries: cache of the function `first_queries`, by its arguments.
+        saved: what keeps tensors of a pass for its gradient.
     """
 
     pattern: Pattern
@@ -147,7 +146,7 @@ class RingContext:
     handle: int = field(init=False)
     make_pass: MakePass = field(init=False, repr=False)
     exchange: Exchange | None = None
-    first_queries: dict[Hashable, tuple[RingContext, Tensor]] = field(default_factory=dict, repr=False)
+    saved: SavedTensors = field(init=False, repr=False)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -156,11 +155,20 @@ class RingContext:
             make = Exchange if own is None else load(own)
             self.exchange = make(self.mesh, self.options.hop_timeout_s)
         self.make_pass = load(self.options.row.home)
+        self.saved = SavedTensors()
+        if self.options.offload is not False:
+            self.saved = load(SAVED_TENSORS["host"])(self.saved)
+        if self.options.recompute < 1 and "results" in SAVED_TENSORS:
+            self.saved = load(SAVED_TENSORS["results"])(self.saved)
         self.handle = new_handle(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingContext:
         """Return this context itself: callers cannot change it, and its mesh cannot be copied."""
         return self
+
+    def with_pattern(self, pattern: Pattern, layout: Layout) -> RingContext:
+        """Return the context of another pattern and layout, with the same mesh and options."""
+        return context_for(pattern, layout, self.mesh, self.options, self.keeps_functions)
 
     def layout_for(self, local_tokens: int, device_type: str) -> Layout:
         """Return the layout of a call on a kind of device, given the number of slots of its shards."""
@@ -562,25 +570,6 @@ def context_for(
 
     found: RingContext = cached_context(mesh, (pattern, layout, options, own), make)
     return found
-
-
-@outside_inference_mode
-def first_queries(
-    context: RingContext, local_tokens: int, device: torch.device
-) -> tuple[RingContext, Tensor]:
-    """Return the context that recomputes the sequence's first queries, as `options.recompute` asks for.
-
-    And the slots that it leaves out of this rank's shard of `local_tokens`, int64 on the device.
-    """
-    key = (local_tokens, device, active_fake_mode())
-    if key not in context.first_queries:
-        layout, options = context.layout_for(local_tokens, device.type), context.options
-        count = max(1, int(layout.tokens * options.recompute))
-        pattern = context.pattern & FirstQueries(count)
-        first = context_for(pattern, layout, context.mesh, options, context.keeps_functions)
-        later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
-        context.first_queries[key] = first, to_device(torch.from_numpy(later), device)
-    return context.first_queries[key]
 
 
 def refuse(mesh: RingMesh, error: RingError) -> NoReturn:

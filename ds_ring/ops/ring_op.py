@@ -20,21 +20,19 @@ grad_out, in every kernel (aten's operator for the CPU gets it as a column).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
 from ds_ring.layers.latents.kernel import LatentKernel
-from ds_ring.memory.head_stream import saved_on_host
-from ds_ring.memory.saved_results import SavedRows, reuse_or_run
-from ds_ring.ops.context import Prepared, RingContext, context_of, first_queries
+from ds_ring.ops.context import Prepared, RingContext, context_of
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Pass
 from ds_ring.ring.merge import accumulator_dtype
@@ -73,7 +71,7 @@ def make_pass(
         mesh.buffers if buffers is None else buffers,
         context.check_finite if options.check_finite else None,
         trace=mesh.traces[-1] if mesh.traces else None,
-        host=mesh.host_memory if found.offload else None,
+        load_heads=partial(context.saved.load_heads, context) if found.offload else None,
         agreed=agreed,
         prepared=PreparedPasses() if exchange is None else exchange.prepared,
     )
@@ -94,9 +92,8 @@ def run_forward(
     up: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) of a pass, or those that a checkpointed region has kept."""
-    options, memory = context.options, context.mesh.host_memory
 
-    def run(context: RingContext = context) -> tuple[Tensor, Tensor]:
+    def run(context: RingContext) -> tuple[Tensor, Tensor]:
         # A refused call sends nothing, so the mesh can still be used after it.
         made = pass_of(q, k, v, context, sinks=sinks, up=up)
         here = sinks if sinks is None else sinks[context.heads_here(q)]
@@ -104,14 +101,7 @@ def run_forward(
         return out, lse
 
     with context.mesh.in_call():
-        if options.recompute == 1 or isinstance(q, FakeTensor):
-            return run()
-        rows = None
-        if options.recompute:
-            first, slots = first_queries(context, q.shape[2], q.device)
-            rows = SavedRows(slots, lambda: run(first))
-        call = (context.handle, q.shape, k.shape, v.shape, q.dtype, up is None)
-        return reuse_or_run(call, run, memory if memory.enabled else None, rows)
+        return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, up is None))
 
 
 def run_backward(
@@ -171,10 +161,8 @@ def save(
     q, k, v, _, sinks = inputs
     ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
-    saved = (q, k, v, *output)
+    saved = context.saved.save(context, (q, k, v, *output))
     ctx.context = context  # keeps it alive until the backward pass
-    if context.options.offload_on(q.device.type, q.shape[2]):
-        saved = saved_on_host(saved, context.mesh.host_memory)
     ctx.save_for_backward(*saved, sinks, *(() if up is None else (up,)))
     ctx.set_materialize_grads(False)
 

@@ -7,18 +7,16 @@ results. A new pattern, layout or kernel changes nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.messages import InFlight, Label, Message, MessageSize, PostedBatch, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
-from ds_ring.memory.head_stream import HeadStream
-from ds_ring.memory.host_memory import HostMemory
 from ds_ring.ring.accumulator import Accumulator, parts_wait
 from ds_ring.ring.buffers import RingBuffers, some_heads
 from ds_ring.ring.merge import accumulator_dtype
@@ -128,6 +126,23 @@ class BackwardChunk:
 
 
 Chunk = ForwardChunk | BackwardChunk
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out and lse of a pass
+
+
+class HeadSource(Protocol):
+    """Gives the saved tensors of one head chunk after the other."""
+
+    def of(self, chunk: HeadChunk) -> Saved:
+        """Return q, k, v, out and lse of the next chunk's heads, on the device."""
+        ...
+
+
+def heads_of(saved: Saved, chunk: HeadChunk) -> Saved:
+    """Return views of a chunk's heads."""
+    q, k, v, out, lse = saved
+    q, out, lse = some_heads(chunk.query_heads, q, out, lse)
+    k, v = some_heads(chunk.kv_heads, k, v)
+    return q, k, v, out, lse
 
 
 @dataclass(frozen=True)
@@ -146,8 +161,8 @@ class RingPass:
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
         trace: records the times of all phases of a pass; None for no trace, which costs nothing.
-        host: holds q, k, v, out and lse for the backward pass if they are in host memory; None: on the
-            device.
+        load_heads: brings q, k, v, out and lse of head chunks back, if they were saved elsewhere; None:
+            they are here.
         agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
             the ranks have agreed already. See [Note: the header while the first hop computes].
         prepared: what earlier passes of the same shapes computed once, such as message routes.
@@ -163,7 +178,7 @@ class RingPass:
     check: Callable[..., None] | None = None
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     trace: Trace | None = None
-    host: HostMemory | None = None
+    load_heads: Callable[[Saved, Sequence[HeadChunk], torch.device], HeadSource] | None = None
     agreed: Callable[[], None] | None = None
     prepared: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
 
@@ -212,23 +227,26 @@ class RingPass:
 
         Args:
             grad_out: [B, H, S, E].
-            q, k, v, out, lse: inputs and results of `forward`.
+            q, k, v, out, lse: inputs and results of `forward`, or what `load_heads` takes for them.
             grad_lse: gradient of lse, [B, H, S]; None for zero.
 
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        new = grad_out.new_empty  # the inputs may be in host memory
+        new = grad_out.new_empty  # the inputs may be elsewhere
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
         dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # when the first chunk needs it
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
-        saved = HeadStream((q, k, v, out, lse), schedule.chunks, grad_out.device, self.host)
+        saved: Saved = (q, k, v, out, lse)
+        heads_here: Callable[[HeadChunk], Saved] = partial(heads_of, saved)
+        if self.load_heads is not None:
+            heads_here = self.load_heads(saved, schedule.chunks, grad_out.device).of
 
         def begin(chunk: HeadChunk) -> Chunk:
             heads, kv = chunk.query_heads, chunk.kv_heads
-            q_here, k_here, v_here, out_here, lse_here = saved.of(chunk)
+            q_here, k_here, v_here, out_here, lse_here = heads_here(chunk)
             (grad_here,) = some_heads(heads, grad_out)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
@@ -249,10 +267,9 @@ class RingPass:
         if self.trace is not None:
             self.trace.begin("backward" if backward else "forward")
         # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
-        # accumulators exist beside the results, or where heads are loaded from host memory.
-        chunked = (
-            self.exchange is not None or k.element_size() < torch.float32.itemsize or self.host is not None
-        )
+        # accumulators exist beside the results, or where heads are brought from elsewhere.
+        is_wide = k.element_size() >= torch.float32.itemsize
+        chunked = self.exchange is not None or not is_wide or self.load_heads is not None
         size = head_bytes(k, v) if chunked else 0
         return lower_rank(self.plan, backward=backward, head_bytes=size, chunk_bytes=self.chunk_bytes)
 

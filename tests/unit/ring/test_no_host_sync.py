@@ -23,8 +23,10 @@ from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import context_for, first_queries
+from ds_ring.memory.saved_results import KeepResults
+from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
+from ds_ring.ops.saved_tensors import SavedTensors
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for
@@ -102,9 +104,12 @@ def test_a_pass_of_flash_waits_for_nothing_not_even_the_first_of_its_shape(mesh:
 
 
 def test_slots_of_kept_rows_go_over_once_and_without_a_wait(mesh: RingMesh) -> None:
-    context = context_for(Causal(), "zigzag", mesh, Options(recompute=0.5))
+    context, keeps = (
+        context_for(Causal(), "zigzag", mesh, Options(recompute=0.5)),
+        KeepResults(SavedTensors()),
+    )
     with FakeTensorMode(), HostWaits().watching() as waits:
-        slots = [first_queries(context, TOKENS // RING, torch.device("cuda:0"))[1] for _ in range(3)]
+        slots = [keeps.first_queries(context, TOKENS // RING, torch.device("cuda:0"))[1] for _ in range(3)]
     assert slots[0].device.type == "cuda" and slots[0] is slots[1] is slots[2]
     assert waits.operators.count("_to_copy") == 1 and not waits.found, waits.operators
 
