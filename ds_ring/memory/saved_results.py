@@ -18,6 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.comm.device_tables import active_fake_mode, outside_inference_mode, to_device
+from ds_ring.comm.device_tables import outside_inference_mode, to_device
+from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.masks.catalog import FirstQueries
 from ds_ring.memory.host_memory import HostMemory
 from ds_ring.ops.saved_tensors import Results, SavedTensors
@@ -167,10 +169,10 @@ class KeepResults(SavedTensors):
         rows = None
         if context.options.recompute:
             first, slots = self.first_queries(context, q.shape[2], q.device)
-            rows = SavedRows(slots, lambda: run(first))
+            rows = SavedRows(slots, partial(run, first))
         memory = context.mesh.host_memory
         kept_in = memory if memory.enabled else None
-        return reuse_or_run((context.handle, *call), lambda: run(context), kept_in, rows)
+        return reuse_or_run((context.handle, *call), partial(run, context), kept_in, rows)
 
     @outside_inference_mode
     def first_queries(

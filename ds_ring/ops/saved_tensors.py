@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_ring.ring.ring_pass import HeadSource, Saved
+from ds_ring.ring.saved_heads import HeadSource, Saved
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:

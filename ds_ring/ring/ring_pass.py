@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.pair import Pair
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.prepared import PreparedBatch, PreparedPass, PreparedPasses
+from ds_ring.ring.saved_heads import HeadSource, Saved, heads_of
 from ds_ring.ring.trace import Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
@@ -126,23 +127,6 @@ class BackwardChunk:
 
 
 Chunk = ForwardChunk | BackwardChunk
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out and lse of a pass
-
-
-class HeadSource(Protocol):
-    """Gives the saved tensors of one head chunk after the other."""
-
-    def of(self, chunk: HeadChunk) -> Saved:
-        """Return q, k, v, out and lse of the next chunk's heads, on the device."""
-        ...
-
-
-def heads_of(saved: Saved, chunk: HeadChunk) -> Saved:
-    """Return views of a chunk's heads."""
-    q, k, v, out, lse = saved
-    q, out, lse = some_heads(chunk.query_heads, q, out, lse)
-    k, v = some_heads(chunk.kv_heads, k, v)
-    return q, k, v, out, lse
 
 
 @dataclass(frozen=True)
