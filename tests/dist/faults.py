@@ -131,7 +131,7 @@ LATE: dict[str, tuple[str, Callable[[], object]]] = {
     for what, act in (("sleep", lambda: time.sleep(SLEEP_S)), ("exit(0)", _leave))
     for place in LATE_PLACES
 }
-LIMITS_S = {"step": 8.0, "checkpoint": 9.0, "start": 10.0}  # of a campaign; "hop" is the job's
+LIMITS_S = {"step": 5.0, "checkpoint": 6.0, "start": 10.0}  # of a campaign; "hop" is the job's
 
 
 def _strided(x: torch.Tensor) -> torch.Tensor:

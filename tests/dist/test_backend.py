@@ -67,12 +67,12 @@ class OnRanks(NamedTuple):
     attentions: list[int]
 
 
-def build(family: str) -> torch.nn.Module:
+def build(family: str, layers: int = 2) -> torch.nn.Module:
     import transformers
 
     name, values = FAMILIES[family]
     torch.manual_seed(0)
-    config = getattr(transformers, name)(**values)
+    config = getattr(transformers, name)(**values | {"num_hidden_layers": layers})
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
 
@@ -184,7 +184,7 @@ def wrong_call(rank: int, world_size: int, case: str) -> None:
     mesh = ds_ring.RingMesh.from_world(world_size)
     layout = ds_ring.make_layout("zigzag", tokens=TOKENS, ring_size=world_size)
     options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout, "inner": "eager"}
-    model = build("Mistral" if case == "window" else "Llama")
+    model = build("Mistral" if case == "window" else "Llama", layers=1)
     if case == "window":
         options["pattern"] = ds_ring.SlidingWindow(WINDOW - 1)
     if case == "no options":
@@ -230,15 +230,16 @@ def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, ca
 
 
 SIZE = Size(hidden=32, layers=2, tokens=TOKENS, samples=2)
+ONE_LAYER = SIZE._replace(layers=1)  # what is compiled once for several batches, or never
 
 
 def start_engine(
-    world_size: int, stage: int, implementation: str = "sdpa", **changes: Any
+    world_size: int, stage: int, implementation: str = "sdpa", size: Size = SIZE, **changes: Any
 ) -> tuple[Any, Any]:
     deepspeed = start_deepspeed()
     import ds_ring
 
-    model = build_model(SIZE, implementation)
+    model = build_model(size, implementation)
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     engine, _, _, _ = ds_ring.initialize(
         model=model, optimizer=sgd, config=json_config(world_size, 2, stage, **changes)
@@ -293,7 +294,7 @@ def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[
     """Batches with one number of local tokens, other lengths and other documents: losses, and graphs."""
     counted = start_counting()
     pattern = {"layout": "zigzag", "pattern": {"documents": True}}
-    _, engine = start_engine(world_size, 0, ring_attention=pattern)
+    _, engine = start_engine(world_size, 0, size=ONE_LAYER, ring_attention=pattern)
     engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "aot_eager"}})
     losses = []
     with torch.no_grad():
@@ -313,7 +314,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 def loss_alone(batch: dict[str, Tensor]) -> float:
     """By the documents' own attention: each is a call of its own, its tokens' losses summed."""
-    model, total, count = build_model(SIZE, "sdpa"), 0.0, 0
+    model, total, count = build_model(ONE_LAYER, "sdpa"), 0.0, 0
     for ids, documents in zip(batch["input_ids"], batch["document_ids"], strict=True):
         for document in documents.unique():
             own = ids[documents == document]
@@ -329,12 +330,12 @@ def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> N
         expected = [loss_alone(batch) for batch in batches()]
     for losses, attentions in rank_pool(2).run(batches_of_one_graph, timeout_s=280):
         assert losses == pytest.approx(expected, rel=1e-5)
-        assert [n for n in attentions if n] == [SIZE.layers]
+        assert [n for n in attentions if n] == [ONE_LAYER.layers]
 
 
 def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> None:
     start_counting()
-    _, engine = start_engine(world_size, 0, ring_attention={"attention": "as_is"})
+    _, engine = start_engine(world_size, 0, size=ONE_LAYER, ring_attention={"attention": "as_is"})
     if backend is not None:
         engine.compile(backend=backend)
     engine(**engine.ring.shard_batch(build_batch(SIZE)))

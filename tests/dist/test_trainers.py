@@ -387,7 +387,7 @@ def rows_and_models(method: str, trained: Any, more: dict[str, Any]) -> tuple[li
             {"prompt": one[:30], "completion": one[30 : 60 + 5 * n], "label": n % 3 == 0}
             for n, one in enumerate(source)
         ], {"ref_model": text.model()}
-    more |= {"max_completion_length": 12, "temperature": 0.9} | more
+    more |= {"max_completion_length": 8, "temperature": 0.9} | more
     prompts = [{"prompt": one[: 20 + 3 * n]} for n, one in enumerate(source)]
     if method == "Distillation":
         torch.manual_seed(1)
