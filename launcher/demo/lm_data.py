@@ -1,9 +1,8 @@
-"""Real text that every machine has: the sources of Python's standard library, as packed byte tokens.
+"""Real text of every machine: the sources of Python's standard library, as packed byte tokens.
 
-Owns the data set of train_lm.py. Every file is a document; a token is a byte, and one more token ends each
-document. Documents are packed one after another and cut into samples of equal length; whether they see
-each other is the attention pattern's matter, which can be told the document of every token. The same
-interpreter gives the same data on every rank and host.
+Every file is a document; a token is a byte, and one more token ends each document. Documents are packed one
+after another and cut into samples of equal length; the attention pattern decides whether they see each other.
+The same interpreter gives the same data on every rank and host.
 """
 
 from __future__ import annotations
@@ -24,35 +23,31 @@ _LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo
 
 
 def source_files() -> list[Path]:
-    """The standard library's Python files, its own tests left out, sorted by path."""
+    """Return the standard library's Python files without its own tests, sorted by path."""
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
 
 
 class PackedBytes(Dataset[dict[str, Tensor]]):
-    """Samples of `tokens` bytes, cut from packed documents.
+    """Hold samples of `tokens` bytes, cut from packed documents.
 
     Args:
         tokens: length of a sample.
         held_out: the documents kept for evaluation instead of those to train on.
         seed: order of the documents.
-        document_ids: say with every sample which document each token is of ("documents": true in the JSON).
+        document_ids: add the document of each token to every sample ("documents": true in the JSON).
     """
 
     def __init__(
         self, tokens: int, *, held_out: bool = False, seed: int = 0, document_ids: bool = False
     ) -> None:
-        files = [
-            path
-            for index, path in enumerate(source_files())
-            if (index % HELD_OUT_EVERY == HELD_OUT_EVERY - 1) == held_out
-        ]
+        last = HELD_OUT_EVERY - 1
+        files = [path for i, path in enumerate(source_files()) if (i % HELD_OUT_EVERY == last) == held_out]
         random.Random(seed).shuffle(files)
-        self.tokens = tokens
-        documents = [_tokens_of(path) for path in files]
+        documents = [np.array([*path.read_bytes(), END_OF_DOCUMENT], dtype=np.uint16) for path in files]
+        self.tokens, self.document_ids = tokens, document_ids
         self.stream = np.concatenate(documents)
         self.ends = np.cumsum([len(document) for document in documents])
-        self.document_ids = document_ids
         if len(self) == 0:
             raise ValueError(f"expected samples of at most {len(self.stream)} tokens, got {tokens}")
 
@@ -62,15 +57,9 @@ class PackedBytes(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        window = self.stream[index * self.tokens : (index + 1) * self.tokens]
-        ids_T = torch.from_numpy(window.astype(np.int64))
+        places = np.arange(index * self.tokens, (index + 1) * self.tokens)
+        ids_T = torch.from_numpy(self.stream[places].astype(np.int64))
         sample = {"input_ids": ids_T, "labels": ids_T}
         if self.document_ids:
-            places = np.arange(index * self.tokens, (index + 1) * self.tokens)
             sample["document_ids"] = torch.from_numpy(np.searchsorted(self.ends, places, side="right"))
         return sample
-
-
-def _tokens_of(path: Path) -> np.ndarray:
-    document = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.uint16)
-    return np.append(document, np.uint16(END_OF_DOCUMENT))

@@ -27,31 +27,18 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class DemoRings:
-    """Hold what was measured.
-
-    Attributes:
-        job: one causal attention, forward and backward.
-        peaks_bytes: peak tensor memory of the rank that needs most, by transport and ring size.
-        timeline: of the ring of `DRAWN_RING` ranks.
-        plan: of the same ring.
-    """
+    """Hold measurements of one causal attention, forward and backward."""
 
     job: ProfileJob
-    peaks_bytes: dict[str, dict[int, int]]
-    timeline: Timeline
-    plan: Plan
+    peaks_bytes: dict[
+        str, dict[int, int]
+    ]  # of the rank with the most tensor memory, by transport and ring size
+    timeline: Timeline  # of the ring of `DRAWN_RING` ranks
+    plan: Plan  # of the same ring
 
 
 def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> DemoRings:
-    """Run every ring on gloo ranks of this machine, one ring after the other.
-
-    Args:
-        tokens: T.
-        ring_sizes: each divides the largest, which is how many ranks are started.
-
-    Raises:
-        RanksError: a rank failed.
-    """
+    """Run every ring on gloo ranks of this machine, one after the other; sizes divide the largest."""
     sizes = GlobalSizes(1, HEADS, HEADS, tokens, HEAD_DIM, torch.float32)
     job = ProfileJob(sizes, Causal())
     jobs = {transport: replace(job, options=Options(transport=transport)) for transport in TRANSPORTS}
@@ -75,10 +62,7 @@ def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> D
 def _measure_rings(
     jobs: Mapping[str, ProfileJob], ring_sizes: tuple[int, ...]
 ) -> dict[tuple[str, int], RankRun]:
-    """Return what this rank found in the rings that it is in, by transport and ring size. Collective.
-
-    The first ranks of the world are each ring; the others wait, since they would share its cores.
-    """
+    """Return this rank's measurements by transport and ring size. Collective: all other ranks wait."""
     found = {}
     for size in ring_sizes:
         mesh = RingMesh.from_world(size, heartbeat_timeout_s=HEARTBEAT_S)

@@ -1,4 +1,4 @@
-"""Write what `ds-ring demo` found as one HTML file: no script, and nothing loaded from elsewhere."""
+"""Write the results of `ds-ring demo` as one HTML file: no script, no other files."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ds_ring.schedule.steps import format_schedule
 
 from ..profile.pictures import draw_timeline, new_figure, save_figure
 from ..profile.plan_picture import draw_plan
+from .lm_report import MIB, Report, draw_losses
 from .measure import DRAWN_RING, DemoRings
 
-MIB = 2**20
 _PACKAGES = ("ds_ring", "torch", "deepspeed", "transformers", "numpy")
 _COLOURS = {"ring": "#0072b2", "all_gather": "#d55e00"}  # colour-blind safe (Okabe and Ito 2008)
 _NAMES = {"ring": "ring: K/V travel, each rank holds its share", "all_gather": "all-gather of K/V"}
@@ -59,7 +59,9 @@ def _pictures(folder: Path, log: Mapping[str, Any], found: DemoRings) -> Iterato
         "plan": "which rank and hop computes which block of the causal mask, and what each rank receives",
         "timeline": "when each rank computes, sends and waits",
     }
-    _draw_loss(log["losses"], folder / "loss.png")
+    figure = new_figure(10, 3.4)
+    draw_losses(figure.subplots(), Report("", log["losses"]))
+    save_figure(figure, folder / "loss.png")
     _draw_memory(found, folder / "memory.png")
     tokens = found.job.sizes.tokens
     draw_plan(found.plan, f"causal attention, {tokens:,} tokens", max(16, tokens // 128), folder / "plan.png")
@@ -67,15 +69,6 @@ def _pictures(folder: Path, log: Mapping[str, Any], found: DemoRings) -> Iterato
     for name, text in alternatives.items():
         data = base64.b64encode((folder / f"{name}.png").read_bytes()).decode()
         yield name, f'<img alt="{text}" src="data:image/png;base64,{data}">'
-
-
-def _draw_loss(losses: list[float], path: Path) -> None:
-    figure = new_figure(10, 3.4)
-    axes = figure.subplots()
-    axes.plot(range(1, len(losses) + 1), losses, color=_COLOURS["ring"])
-    axes.set(xlabel="step", ylabel="loss per byte, nats", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    save_figure(figure, path)
 
 
 def _draw_memory(found: DemoRings, path: Path) -> None:
@@ -139,40 +132,34 @@ no speed-up.</p>
 
 <h2>What was run</h2>
 <pre>{html.escape(json.dumps(ds_config, indent=2))}</pre>
-<table>{"".join(_row(name, value) for name, value in _versions())}</table>
+{_table(_versions())}
 </body></html>
 """
 
 
 def _comparison(comparison: Mapping[str, Any]) -> str:
-    """Return the table of the comparison with one process, and its verdict."""
-    verdict = (
-        '<p class="yes">exact: rounding explains all differences</p>'
-        if comparison["exact"]
-        else '<p class="no">NOT exact: rounding does not explain the differences</p>'
-    )
-    difference = abs(comparison["loss_on_ring"] - comparison["loss_alone"])
-    alone, ranks = comparison["alone_mib"], comparison["ranks_mib"]
-    rows = (
-        ("loss on one process", f"{comparison['loss_alone']:.6f}"),
-        ("loss on the ring, same weights and batch", f"{comparison['loss_on_ring']:.6f}"),
-        ("difference", f"{difference:.1e}"),
-        (
-            f"largest difference of {comparison['gradients']} gradients, each by itself, over its norm",
+    """Return the table of the comparison with one process, and whether it is exact."""
+    words = "exact: rounding explains" if comparison["exact"] else "NOT exact: rounding does not explain"
+    number = comparison["gradients"]
+    rows = {
+        "loss on one process": f"{comparison['loss_alone']:.6f}",
+        "loss on the ring, same weights and batch": f"{comparison['loss_on_ring']:.6f}",
+        "difference": f"{abs(comparison['loss_on_ring'] - comparison['loss_alone']):.1e}",
+        f"largest difference of {number} gradients, each by itself, over its norm":
             f"{comparison['gradient_difference']:.1e} ({comparison['worst']})",
-        ),
-        ("tensor memory of forward + backward, one process", f"{alone:.0f} MiB"),
-        *((f"the same, rank {rank}", f"{mib:.0f} MiB") for rank, mib in enumerate(ranks)),
-    )
-    return f"{verdict}<table>{''.join(_row(name, value) for name, value in rows)}</table>"
+        "tensor memory of forward + backward, one process": f"{comparison['alone_mib']:.0f} MiB",
+    }  # fmt: skip
+    rows |= {f"the same, rank {rank}": f"{mib:.0f} MiB" for rank, mib in enumerate(comparison["ranks_mib"])}
+    style = "yes" if comparison["exact"] else "no"
+    return f'<p class="{style}">{words} all differences</p>{_table(rows)}'
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for package in _PACKAGES:
-        yield package, metadata.version(package)
-    yield "Python", platform.python_version()
-    yield "machine", f"{platform.system()} {platform.machine()}"
+def _versions() -> dict[str, str]:
+    versions = {package: metadata.version(package) for package in _PACKAGES}
+    return versions | {"Python": platform.python_version(), "machine": platform.platform(terse=True)}
 
 
-def _row(name: str, value: str) -> str:
-    return f'<tr><td>{html.escape(name)}</td><td class="n">{html.escape(value)}</td></tr>'
+def _table(rows: Mapping[str, str]) -> str:
+    row = '<tr><td>{}</td><td class="n">{}</td></tr>'
+    cells = (row.format(html.escape(name), html.escape(value)) for name, value in rows.items())
+    return f"<table>{''.join(cells)}</table>"

@@ -1,7 +1,7 @@
 """Train a byte-level language model whose sequences are sharded over a ring: an ordinary DeepSpeed script.
 
-A small Llama with random weights learns Python's standard library. All that is not ordinary is
-`ds_ring.initialize` where `deepspeed.initialize` was, and the comparison with one process at the end.
+A small Llama with random weights learns Python's standard library. Two parts are not ordinary:
+`ds_ring.initialize` in place of `deepspeed.initialize`, and the comparison with one process at the end.
 
 Example:
     ds-ring launch configs/quickstart.yaml
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,52 +35,42 @@ from ds_ring_launcher.demo.lm_compare import Comparison, compare
 from ds_ring_launcher.demo.lm_data import VOCABULARY, PackedBytes
 from ds_ring_launcher.demo.lm_report import Report, memory_mib
 
-EXAMPLE = "example: ds-ring launch configs/quickstart.yaml -- --steps 300 --sequence_length 4096"
+OPTIONS: dict[str, tuple[Any, str]] = {
+    "steps": (200, "optimizer steps in all, resumed ones included"),
+    "sequence_length": (1024, "tokens of a sample; any number"),
+    "model_config": ("", "a config.json of transformers, in place of a Llama of these sizes"),
+    "hidden_size": (128, "width of the model"),
+    "layers": (4, "decoder layers"),
+    "heads": (4, "query heads; there are half as many K/V heads"),
+    "seed": (0, "of the weights and of the order of the data"),
+    "output": (Path("runs/train_lm"), "log, picture, checkpoints"),
+    "evaluate_every": (40, "steps between held-out evaluations; 0: none"),
+    "save_every": (0, "steps between checkpoints; 0: only at the end"),
+    "compare_tokens": (4096, "length of the samples that are compared with one process at the end; 0: none"),
+    "local_rank": (-1, "set by the launcher"),
+}
 
 
 def parse_options() -> argparse.Namespace:
+    """Return the options of this script and of DeepSpeed."""
     parser = argparse.ArgumentParser(
         description="Train a byte-level language model on Python's standard library, on a ring.",
-        epilog=EXAMPLE,
+        epilog="example: ds-ring launch configs/quickstart.yaml -- --steps 300 --sequence_length 4096",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    for name, (default, text) in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
     parser.add_argument(
-        "--steps", type=int, default=200, help="optimizer steps in all, resumed ones included"
-    )
-    parser.add_argument("--sequence_length", type=int, default=1024, help="tokens of a sample; any number")
-    parser.add_argument(
-        "--model_config", type=Path, help="a config.json of transformers, in place of a Llama of these sizes"
-    )
-    parser.add_argument("--hidden_size", type=int, default=128, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4, help="decoder layers")
-    parser.add_argument("--heads", type=int, default=4, help="query heads; there are half as many K/V heads")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/train_lm"), help="log, picture, checkpoints"
-    )
-    parser.add_argument(
-        "--evaluate_every", type=int, default=40, help="steps between held-out evaluations; 0: none"
-    )
-    parser.add_argument(
-        "--save_every", type=int, default=0, help="steps between checkpoints; 0: only at the end"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="continue from the newest whole checkpoint in --output, if any"
-    )
-    parser.add_argument(
-        "--compare_tokens",
-        type=int,
-        default=4096,
-        help="longest samples with which the ring is compared with one process at the end; 0: not at all",
+        "--resume", action="store_true", help="continue from the newest whole checkpoint, if any"
     )
     parser.add_argument("--verbose", action="store_true", help="DeepSpeed's own log lines, too")
-    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     return deepspeed.add_config_arguments(parser).parse_args()
 
 
 def build_model(options: argparse.Namespace) -> torch.nn.Module:
+    """Return the model with random weights, the same in every process."""
     torch.manual_seed(options.seed)
-    if options.model_config is not None:
+    if options.model_config:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model_config))
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -93,7 +85,7 @@ def build_model(options: argparse.Namespace) -> torch.nn.Module:
 
 
 def train_step(engine: Any, batches: Iterator[dict[str, Tensor]]) -> float:
-    """One optimizer step; the mean loss over its tokens."""
+    """Make one optimizer step; return the mean loss over its tokens."""
     micro_batches = engine.gradient_accumulation_steps()
     mean_loss = 0.0
     for _ in range(micro_batches):
@@ -106,18 +98,17 @@ def train_step(engine: Any, batches: Iterator[dict[str, Tensor]]) -> float:
 
 @torch.no_grad()
 def evaluate(engine: Any, held_out: PackedBytes, batches: int = 4) -> float:
-    """Mean loss on documents that are not trained on."""
+    """Return the mean loss on documents that are not trained on."""
     engine.eval()
     loader = engine.ring.loader(held_out, engine.train_micro_batch_size_per_gpu(), drop_last=True)
-    losses = [
-        engine.ring.mean_loss(engine(**batch).loss).item() for batch in itertools.islice(loader, batches)
-    ]
+    some = itertools.islice(loader, batches)
+    loss = statistics.mean(engine.ring.mean_loss(engine(**batch).loss).item() for batch in some)
     engine.train()
-    return sum(losses) / len(losses)
+    return loss
 
 
 def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
-    """Weights, optimizer, step, place in the data and log of the newest checkpoint that is whole, if any."""
+    """Load weights, optimizer, step, position in the data and log of the newest whole checkpoint, if any."""
     path, state = engine.load_checkpoint(str(folder))
     if path is None:
         if dist.get_rank() == 0:
@@ -130,19 +121,17 @@ def resume(engine: Any, loader: Any, report: Report, folder: Path) -> None:
 def train(
     options: argparse.Namespace, engine: Any, loader: Any, held_out: PackedBytes | None, report: Report
 ) -> None:
-    """From the engine's step to the last one, with a progress bar on rank 0."""
+    """Train from the engine's step to the last one, with a progress bar on rank 0."""
     checkpoints, first = options.output / "checkpoints", engine.global_steps
     engine.ring.should_stop()  # from here on SIGTERM asks for a checkpoint
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # each epoch has another order
     tokens_per_step = int(engine.train_batch_size()) * options.sequence_length
     bar = tqdm(
-        total=options.steps,
-        initial=first,
-        unit="step",
+        range(first + 1, options.steps + 1), total=options.steps, initial=first, unit="step",
         disable=dist.get_rank() != 0,
         mininterval=0.2 if sys.stderr.isatty() else 5.0,  # a log file gets a line now and then
-    )
-    for step in range(first + 1, options.steps + 1):
+    )  # fmt: skip
+    for step in bar:
         started = time.perf_counter()
         report.losses.append(train_step(engine, batches))
         report.tokens_per_second.append(tokens_per_step / (time.perf_counter() - started))
@@ -158,17 +147,13 @@ def train(
             engine.save_checkpoint(str(checkpoints), client_state=state)
         if leaving and step < options.steps:
             engine.ring.leave()
-        bar.set_postfix_str(
-            f"loss {report.losses[-1]:.3f}, {report.tokens_per_second[-1]:.0f} tokens/s", refresh=False
-        )
-        bar.update()
-    bar.close()
+        bar.set_postfix(loss=report.losses[-1], tokens_per_s=report.tokens_per_second[-1], refresh=False)
 
 
 def compare_with_one_process(
     options: argparse.Namespace, engine: Any, documents: PackedBytes
 ) -> Comparison | None:
-    """The trained weights once more on one process, with the first samples. Collective."""
+    """Run the trained weights once more on one process, with the first samples. Collective."""
     tokens = min(options.compare_tokens, options.sequence_length)
     if tokens <= 0 or tokens < engine.ring.config.min_sequence_length:
         return None  # not wanted, or not sharded
@@ -180,23 +165,22 @@ def compare_with_one_process(
 
 
 def require_exact(comparison: Comparison) -> None:
-    """End with a status of its own where rounding does not explain what the two runs differ in."""
+    """Exit with a status of its own if rounding does not explain the differences of the two runs."""
     if not comparison.exact:
         raise SystemExit("the ring and one process differ by more than rounding: see the lines above")
 
 
 def main() -> None:
+    """Train, compare, write the report."""
     options = parse_options()
     if not options.verbose:
         deepspeed.utils.logger.setLevel(logging.WARNING)
     model = build_model(options)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    path = options.deepspeed_config  # "documents": true in its pattern: batches must say which those are
+    path = options.deepspeed_config  # "documents": true in its pattern: batches must have their ids
     apart = path is not None and ds_ring.RingConfig.from_deepspeed(path).pattern.documents
-    documents = PackedBytes(options.sequence_length, seed=options.seed, document_ids=apart)
-    held_out = None
-    if options.evaluate_every:
-        held_out = PackedBytes(options.sequence_length, seed=options.seed, held_out=True, document_ids=apart)
+    packed = partial(PackedBytes, options.sequence_length, seed=options.seed, document_ids=apart)
+    documents, held_out = packed(), packed(held_out=True) if options.evaluate_every else None
     engine, _, loader, _ = ds_ring.initialize(
         args=options, model=model, model_parameters=model.parameters(), training_data=documents
     )
