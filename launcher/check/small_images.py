@@ -140,9 +140,8 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
     base: Any = model.base_model
     if not hasattr(base, "get_image_features"):
         raise RingConfigError(
-            f"{model.config.model_type}: expected a model that puts features of images in the place of image"
-            " tokens (get_image_features), got one that reads images otherwise, by cross attention say; a"
-            " ring takes such a model without images only"
+            f"{model.config.model_type}: expected a model that replaces image tokens by features of images"
+            " (get_image_features), got another; a ring takes such a model without images only"
         )
     try:
         images = _images(model, seed)

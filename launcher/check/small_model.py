@@ -192,9 +192,8 @@ def read_config(source: str) -> PreTrainedConfig:
         )
     if path.is_file() and path.suffix == ".py":
         raise RingConfigError(
-            "model: expected a config.json, the folder of one, or a model type of transformers, got the"
-            f" script {source}: a model is built from its configuration, and no code from elsewhere is run; a"
-            ' module of your own is compared in its own run, by "verify_first_batch": true in the section'
+            f"model: expected a config.json, its folder, or a model type, got the script {source};"
+            ' no code is run: set "verify_first_batch": true in its own run'
         )
     values = read_object(path / "config.json" if path.is_dir() else path)
     model_type = values.get("model_type")
@@ -226,9 +225,8 @@ def shrink(
         text = shrink(config, tokens, layers, changes)
         if text.model_type == config.model_type:
             raise RingConfigError(
-                f"{config.model_type}: expected a configuration with one part for text and one for the"
-                " image encoder, got one for both, which is not made small here; give one that is small"
-                " already"
+                f"{config.model_type}: expected a configuration with one part for text and one for the image"
+                " encoder, got one for both; give one that is small already"
             )
         return _made(config.model_type, shrink_images(config, text.to_dict()))
     try:

@@ -119,8 +119,7 @@ def resize(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         replicas = options.world_size // ring
         if samples % replicas:
             raise RingConfigError(
-                f"--world-size: expected data replicas that divide the {samples} samples of a step, got"
-                f" {replicas}; choose --world-size and --ring-size otherwise"
+                f"--world-size: expected data replicas that divide {samples} samples, got {replicas}"
             )
         tag = resize_checkpoint(options.folder, options.tag, options.workers)
     if options.json:
@@ -144,8 +143,7 @@ def _check_folder(folder: Path, tag: str | None) -> None:
         is_folder = False
     if not is_folder:
         raise RingConfigError(
-            f"expected the folder that save_checkpoint was given, got {shown(str(folder))}, which"
-            " is no folder; check the path"
+            f"expected the folder that save_checkpoint was given, got {shown(str(folder))}, no folder"
         )
     if tag is not None and (
         tag in (".", "..") or "/" in tag or not tag.isprintable() or len(os.fsencode(tag)) > 255

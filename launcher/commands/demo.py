@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .parsers import Commands, add_command, refuse_extra, require_packages, require_sizes
+from .parsers import Commands, add_command, refuse_extra, require_packages, require_sizes, writing_to
 
 _HELP = "train a small model on two CPU ranks, compare it with one process, write one HTML report"
 _DESCRIPTION = (
@@ -50,19 +50,12 @@ def add(commands: Commands) -> None:
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Train, measure, write the report; return the exit status of the training."""
-    from ds_ring.errors import RingConfigError
-
     refuse_extra("demo", extra_args)
     require_sizes(options, {"steps": 1_000_000})
     require_packages("demo", "transformers", "matplotlib")
     folder = options.output.absolute()
-    try:
+    with writing_to(options.output):
         cluster = _write_inputs(folder, options.steps)
-    except OSError as error:
-        raise RingConfigError(
-            f"--output: expected a folder that can be written, got {options.output}: {error.strerror};"
-            " name another one"
-        ) from None
     began = time.perf_counter()
     from . import launch
 

@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -115,6 +116,19 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
         raise RingConfigError(f"{command}: expected nothing after --, got {got}; leave it out")
 
 
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raise RingConfigError for the option --output where files cannot be written."""
+    from ds_ring.errors import RingConfigError
+
+    try:
+        yield
+    except OSError as error:
+        raise RingConfigError(
+            f"--output: expected a folder that can be written, got {folder}: {error.strerror}"
+        ) from None
+
+
 def require_packages(command: str, *names: str) -> None:
     """Raise RingConfigError, with pip's command, for packages of the extra `train` that are not installed."""
     from ds_ring.errors import RingConfigError
@@ -150,8 +164,7 @@ def require_memory(tokens: int, heads: int, head_dim: int, element_bytes: int) -
     if needed > has:
         raise RingConfigError(
             f"--tokens x --heads x --head-dim: expected at most the {has / 2**30:.0f} GiB of this machine,"
-            f" got {needed / 2**30:,.0f} GiB of q, k, v and out; take fewer heads or tokens: memory and bytes"
-            " grow evenly with both"
+            f" got {needed / 2**30:,.0f} GiB of q, k, v and out; take fewer heads or tokens"
         )
 
 

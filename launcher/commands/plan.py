@@ -98,8 +98,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         )
         if options.compare and found.beside:
             raise RingConfigError(
-                f"--compare: expected a model of softmax attention alone, got {found.beside[0].kind.name}, of"
-                " which the other methods say nothing; leave it out"
+                f"--compare: expected a model of softmax attention alone, got {found.beside[0].kind.name}"
             )
         advice = advise(found, say)
         rows = compare(found, advice.longest_tokens) if options.compare else []

@@ -24,6 +24,7 @@ from .parsers import (
     refuse_extra,
     require_sizes,
     source_of,
+    writing_to,
 )
 
 if TYPE_CHECKING:
@@ -237,16 +238,11 @@ def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folde
     job.check(sizes)
     if not options.no_pictures:
         new_figure(1, 1)
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # To find a full or read-only disk now, not after minutes of measuring.
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise RingConfigError(
-            f"--output: expected a folder that can be written, got {folder}: {error.strerror};"
-            " name another one"
-        ) from None
 
 
 def _measured(options: argparse.Namespace, job: ProfileJob, sizes: list[int]) -> list[RingRun]:

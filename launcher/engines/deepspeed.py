@@ -86,7 +86,6 @@ def _visible_devices(job: Job, slots: int) -> list[int]:
     if len(parts) < slots or not all(part.isdecimal() and len(part) < 6 for part in parts):
         got = f"{len(parts)}" if len(parts) < slots else "an entry that is none"
         raise RingConfigError(
-            f"{_DEVICES}: expected at least {slots} device numbers, one for each slot, got {got}; "
-            "unset it, or make slots fit it"
+            f"{_DEVICES}: expected at least {slots} device numbers, one for each slot, got {got}"
         )
     return [int(part) for part in parts[:slots]]

@@ -69,9 +69,8 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
         found = fewest_devices(setting)
         if found is None:
             raise RingConfigError(
-                f"--devices: expected some number of {setting.hardware.name} to fit {setting.tokens:,}"
-                " tokens, got none up to 16384; try --fit, which turns on what saves memory,"
-                " or --ulysses-size"
+                f"--devices: expected a number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
+                " got none up to 16384; try --fit, or --ulysses-size"
             )
         setting = found
     elif options.tokens is None:
@@ -106,8 +105,7 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
         ring = max(devices // ulysses, 1)
     if devices % (ring * ulysses):
         raise RingConfigError(
-            f"--devices {devices}: expected a multiple of ring size {ring} x Ulysses size {ulysses}, got"
-            f" {devices}; change one of them"
+            f"--devices: expected a multiple of ring size {ring} x Ulysses size {ulysses}, got {devices}"
         )
     return devices, ring
 
@@ -138,8 +136,7 @@ def _setting(
         raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
     if model.kv_heads % ulysses:
         raise RingConfigError(
-            f"Ulysses size {ulysses}: expected a divisor of the model's {model.kv_heads} K/V heads;"
-            " use a larger ring instead"
+            f"Ulysses size {ulysses}: expected a divisor of the model's {model.kv_heads} K/V heads"
         )
     from_json = _dtype(whole, bool(options.config))
     dtype = options.dtype or from_json
@@ -291,8 +288,7 @@ def _longest(setting: TrainingSetting) -> TrainingSetting:
         found = replace(setting, tokens=tokens) if tokens else None
     if found is None:
         raise RingConfigError(
-            f"--tokens: expected some sequence to fit {setting.devices} x {setting.hardware.name} at ZeRO"
-            f" {setting.zero.stage}, got none; take more devices, another stage or a smaller"
-            " reduce_bucket_size"
+            f"--tokens: expected a length that fits {setting.devices} x {setting.hardware.name} at ZeRO"
+            f" {setting.zero.stage}, got none; take more devices or another stage"
         )
     return found

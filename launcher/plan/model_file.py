@@ -192,8 +192,7 @@ class ModelShape:
                 )
         if self.heads % self.kv_heads:
             raise RingConfigError(
-                f"model: heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads};"
-                " grouped-query attention shares each K/V head among equally many query heads"
+                f"model: heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads}"
             )
 
     @cached_property
@@ -271,15 +270,13 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     if options.hf_config is not None:
         if given:
             raise RingConfigError(
-                f"--hf-config: expected no sizes beside it, got"
-                f" --{given[0].replace('_', '-')}; remove one of them"
+                f"--hf-config: expected no sizes beside it, got --{given[0].replace('_', '-')}; remove one"
             )
         return _from_transformers(options.hf_config)
     missing = [f"--{name}" for name in ("layers", "hidden", "heads", "vocab") if name not in given]
     if missing:
         raise RingConfigError(
-            f"model: expected --hf-config config.json, or sizes, got no {', '.join(missing)};"
-            " add what is missing"
+            f"model: expected --hf-config config.json, or sizes, got no {', '.join(missing)}"
         )
     return ModelShape(
         options.layers,

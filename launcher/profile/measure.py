@@ -59,8 +59,7 @@ class ProfileJob:
         """
         if 0 < self.sizes.tokens < ring_size:
             raise RingConfigError(
-                f"expected at least one token for each of {ring_size} ranks, got {self.sizes.tokens} tokens;"
-                f" profile a ring of at most {self.sizes.tokens}, or more tokens"
+                f"expected at least one token for each of {ring_size} ranks, got {self.sizes.tokens} tokens"
             )
         mix = dict(self.mix) or self.pattern
         layout = make_layout(self.layout_name, tokens=self.sizes.tokens, ring_size=ring_size, pattern=mix)

@@ -107,8 +107,7 @@ def new_figure(width_inches: float, height_inches: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RingConfigError(
-            f"pictures: expected matplotlib, got: {error}; pip install 'ds_ring[plot]', or ask for no"
-            " pictures (--no-pictures)"
+            f"pictures: expected matplotlib, got: {error}; pip install 'ds_ring[plot]', or --no-pictures"
         ) from None
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 

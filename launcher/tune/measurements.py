@@ -43,10 +43,7 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise RingMeshError(
-                "tune: expected torch.distributed to be initialised on every rank, got no process group; use"
-                " `ds-ring tune`, or torchrun with `-m ds_ring_launcher.tune`"
-            )
+            raise RingMeshError("tune: expected a process group, got none; use `ds-ring tune`, or torchrun")
         self.device = device
         self._group: ProcessGroup | None = None  # the world
         if dist.get_backend() != "gloo":

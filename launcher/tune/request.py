@@ -114,8 +114,7 @@ def request_from(
     base.validate_world(world_size)
     if tokens < base.sequence_parallel_size:
         raise RingConfigError(
-            f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens};"
-            " give the length that you train with"
+            f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens}"
         )
     if said is None:
         said = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])

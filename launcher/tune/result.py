@@ -140,8 +140,7 @@ def require_writable(path: Path, option: str) -> None:
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         got = "a folder" if path.is_dir() else "no folder" if not folder.is_dir() else "one that is not ours"
         raise RingConfigError(
-            f"{option} {path}: expected the name of a file in a folder that can be written to, got {got};"
-            " choose another place"
+            f"{option} {path}: expected a file in a folder that can be written to, got {got}; choose another"
         )
 
 

@@ -41,7 +41,7 @@ REFUSED = {
         ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
         'expected a pattern without "documents"',
     ),
-    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device cuda: expected a GPU for each of 2 processes"),
+    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device cuda: expected 2 GPUs, got 0"),
     "a demo below a file": (
         ["demo", "--steps", "1", "--output", "train.py/out"],
         "--output: expected a folder that can be written, got train.py/out",
