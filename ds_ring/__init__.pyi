@@ -46,6 +46,7 @@ from ds_ring.ops.shard import gather_sequence as gather_sequence
 from ds_ring.ops.shard import shard_sequence as shard_sequence
 from ds_ring.schedule.layout import make_layout as make_layout
 from ds_ring.schedule.plan import build_plan as build_plan
+from ds_ring.simulation.simulate import SimulationOptions as SimulationOptions
 from ds_ring.simulation.simulate import simulate as simulate
 
 __version__: str

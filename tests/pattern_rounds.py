@@ -36,6 +36,7 @@ from ds_ring import (
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
+from ds_ring.simulation.simulate import SimulationOptions
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
 from tests.reference import Dense
@@ -224,8 +225,8 @@ def play(kind: str, seed: int, every: bool = False) -> tuple[int, list[str]]:
         stage = (0, 1 << 30)[(seed + count) % 4 == 0]
         try:
             found = simulate(
-                q, k, v, pattern=part.pattern, layout=layout, grad_out=grad, kernel=kernel, stage_bytes=stage,
-                measure_memory=False, progress=False,
+                q, k, v, pattern=part.pattern, layout=layout, grad_out=grad, kernel=kernel,
+                measure_memory=False, options=SimulationOptions(stage_bytes=stage, progress=False),
             )  # fmt: skip
         except Exception:
             wrong.append(f"{where}: {traceback.format_exc()}")

@@ -38,6 +38,7 @@ from ds_ring.errors import (
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scan.scan import scan_messages
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
+from ds_ring.limits import MOST_TOKENS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
 from ds_ring.ops.checks import check_heads, check_tensors, why_not_an_operand
@@ -60,7 +61,16 @@ from ds_ring.simulation.rank import (
     put_rows,
 )
 
-__all__ = ["BytesSent", "GeneratedSource", "RankMemory", "SimulationResult", "Source", "Step", "simulate"]
+__all__ = [
+    "BytesSent",
+    "GeneratedSource",
+    "RankMemory",
+    "SimulationOptions",
+    "SimulationResult",
+    "Source",
+    "Step",
+    "simulate",
+]
 
 PROGRESS_AFTER_S = 2.0
 MOST_THREADS = 1024
@@ -96,6 +106,55 @@ class SimulationResult:
         return max((memory.peak_bytes for memory in self.memory.values()), default=0)
 
 
+@dataclass(frozen=True)
+class SimulationOptions:
+    """Describe how virtual ranks run; none of it changes results by more than rounding.
+
+    Attributes:
+        kernel_options: of the kernel, by name; None for its defaults.
+        chunk_bytes: least size of K, and of V, of the heads that travel together; None: as real CPU ranks.
+        prune, gradient_payload, kv_payload: as in the JSON. The measured memory counts one message more for K
+            and V in "float8".
+        ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
+            travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
+        stage_bytes: most bytes of K and V of one computation, as in the JSON; 0: hop by hop.
+        threads: of a virtual rank's kernel. None: one while memory is measured, else all threads of torch.
+        progress: a bar on stderr once two seconds have passed.
+
+    Raises:
+        RingConfigError: a value that the option does not take.
+    """
+
+    kernel_options: Mapping[str, Any] | None = None
+    chunk_bytes: int | None = None
+    prune: bool = True
+    gradient_payload: str = "float32"
+    kv_payload: str = "as_is"
+    ranks_per_node: int | None = None
+    stage_bytes: int | Literal["auto"] = 0
+    threads: int | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prune", "progress"):
+            true_or_false(getattr(self, name), name, RingConfigError)
+        for name, most in (("threads", MOST_THREADS), ("chunk_bytes", MOST_TOKENS)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole_number(getattr(self, name), name, RingConfigError, most))
+        given = {} if self.kernel_options is None else self.kernel_options
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            got = shown(self.kernel_options)
+            raise RingConfigError(f"kernel_options: expected a dict of options by name, got {got}")
+
+    def of_a_pass(self, scale: float | None, kernel: str) -> Options:
+        """Return the options of a real call, checked."""
+        return Options(
+            scale=scale, kernel=kernel, kernel_options=tuple(sorted((self.kernel_options or {}).items())),
+            chunk_bytes=self.chunk_bytes, gradient_payload=self.gradient_payload,
+            stage_bytes=self.stage_bytes, kv_payload=self.kv_payload,
+        )  # fmt: skip
+
+
 @torch.no_grad()
 def simulate(
     q: Tensor | Source,
@@ -107,18 +166,10 @@ def simulate(
     grad_out: Tensor | bool | None = None,
     scale: float | None = None,
     kernel: str = "auto",
-    kernel_options: Mapping[str, Any] | None = None,
-    chunk_bytes: int | None = None,
-    prune: bool = True,
-    gradient_payload: str = "float32",
-    kv_payload: str = "as_is",
-    ranks_per_node: int | None = None,
-    stage_bytes: int | Literal["auto"] = 0,
     ranks: Iterable[int] | None = None,
     measure_memory: bool = True,
     trace: bool = False,
-    threads: int | None = None,
-    progress: bool = True,
+    options: SimulationOptions | None = None,
 ) -> SimulationResult:
     """Run ring attention of a whole sequence with all its ranks in this process, one at a time.
 
@@ -129,17 +180,11 @@ def simulate(
         pattern, layout: which position attends to which, and lies on which rank.
         grad_out: gradient of the output [B, H, T, E], for the backward pass; with a `Source` True.
         scale: of the scores; None is 1 / sqrt(D).
-        kernel, kernel_options: "auto", "cpu" or "reference", and what that kernel takes.
-        chunk_bytes: least size of K, and of V, of the heads that go round together; None: as real CPU ranks.
-        prune, gradient_payload, kv_payload: as in the JSON. The memory that is measured counts one message
-            more for K and V in "float8".
-        ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
-            travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
-        stage_bytes: most bytes of K and V that are computed with at once, as in the JSON; 0: hop by hop.
+        kernel: "auto", "cpu" or "reference".
         ranks: ring ranks to simulate, None for all.
-        measure_memory, trace: count tensor memory (slower); keep what every rank did when.
-        threads: of a virtual rank's kernel. None: one while memory is measured, else all that torch has.
-        progress: a bar on stderr once two seconds have passed.
+        measure_memory: count tensor memory (slower).
+        trace: record the sends, computations and waits of every rank with their times.
+        options: `SimulationOptions`; None for the defaults.
 
     Raises:
         RingShapeError, RingLayoutError, RingPatternError: tensors, layout and pattern that do not fit.
@@ -147,15 +192,14 @@ def simulate(
     """
     source = _checked_source(q, k, v, grad_out, pattern, layout)
     sizes, wanted = source.geometry, _ranks_of(ranks, layout.ring_size)
-    options = _options(scale, kernel, kernel_options, chunk_bytes, gradient_payload, stage_bytes, kv_payload)
+    given = options if options is not None else SimulationOptions()
+    made = given.of_a_pass(scale, kernel)
     width = sizes.width("k") + sizes.width("v")
     shard_bytes = sizes.batch * sizes.kv_heads * layout.local_tokens * width * sizes.dtype.itemsize
-    flags = {"prune": prune, "measure_memory": measure_memory, "trace": trace, "progress": progress}
-    for name, flag in flags.items():
+    for name, flag in {"measure_memory": measure_memory, "trace": trace}.items():
         true_or_false(flag, name, RingConfigError)
-    if threads is not None:
-        threads = whole_number(threads, "threads", RingConfigError, MOST_THREADS)
-    else:  # each thread of a kernel takes workspace, and a real rank on the CPU has one
+    threads = given.threads
+    if threads is None:  # each thread of a kernel takes workspace, and a real rank on the CPU has one
         threads = 1 if measure_memory else torch.get_num_threads()
     backward = grad_out is not None and grad_out is not False
     job = VirtualRanks(
@@ -165,15 +209,15 @@ def simulate(
             layout,
             query_heads=sizes.query_heads,
             kv_heads=sizes.kv_heads,
-            prune=prune,
-            gradient_payload=options.gradient_payload,
-            kv_payload=options.kv_payload,
-            ranks_per_node=ranks_per_node,
-            stage_shards=stage_shards(options.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
+            prune=given.prune,
+            gradient_payload=made.gradient_payload,
+            kv_payload=made.kv_payload,
+            ranks_per_node=given.ranks_per_node,
+            stage_shards=stage_shards(made.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
         ),
-        get_kernel(options.kernel, "cpu", options.kernel_options, options.block_size),
-        options.scale if options.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
-        options.chunk_bytes_on("cpu", layout.ring_size),
+        get_kernel(made.kernel, "cpu", made.kernel_options, made.block_size),
+        made.scale if made.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
+        made.chunk_bytes_on("cpu", layout.ring_size),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,
         measure_memory,
         trace,
@@ -181,7 +225,7 @@ def simulate(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return _collected(job, wanted, progress)
+        return _collected(job, wanted, given.progress)
     finally:
         torch.set_num_threads(before)
 
@@ -276,34 +320,6 @@ def _source_of(
             f" {grad_out.dtype}"
         )
     return TensorSource(q, k, v, grad_out if isinstance(grad_out, Tensor) else None)
-
-
-def _options(
-    scale: float | None,
-    kernel: str,
-    kernel_options: Mapping[str, Any] | None,
-    chunk_bytes: int | None,
-    gradient_payload: str,
-    stage_bytes: int | Literal["auto"],
-    kv_payload: str,
-) -> Options:
-    """Return the options of a real call, checked."""
-    if chunk_bytes is not None:
-        chunk_bytes = whole_number(chunk_bytes, "chunk_bytes", RingConfigError)
-    given = {} if kernel_options is None else kernel_options
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise RingConfigError(
-            f"kernel_options: expected a dict of options by name, got {shown(kernel_options)}"
-        )
-    return Options(
-        scale=scale,
-        kernel=kernel,
-        kernel_options=tuple(sorted(given.items())),
-        chunk_bytes=chunk_bytes,
-        gradient_payload=gradient_payload,
-        stage_bytes=stage_bytes,
-        kv_payload=kv_payload,
-    )
 
 
 def _ranks_of(ranks: Iterable[int] | None, ring_size: int) -> list[int]:

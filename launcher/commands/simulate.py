@@ -24,7 +24,7 @@ from .parsers import (
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.simulation.simulate import GeneratedSource, SimulationResult
+    from ds_ring.simulation.simulate import GeneratedSource, SimulationOptions, SimulationResult
 
     _Check = Callable[[SimulationResult], dict[str, Any]]
 
@@ -101,12 +101,14 @@ def _row(
         layout=layout,
         grad_out=options.backward or None,
         kernel=config.kernel,
-        kernel_options=config.kernel_options,
-        chunk_bytes=options.chunk_bytes,
-        prune=config.prune,
-        gradient_payload=config.gradient_payload,
-        kv_payload=config.kv_payload,
-        stage_bytes=config.stage_bytes,
+        options=SimulationOptions(
+            kernel_options=config.kernel_options,
+            chunk_bytes=options.chunk_bytes,
+            prune=config.prune,
+            gradient_payload=config.gradient_payload,
+            kv_payload=config.kv_payload,
+            stage_bytes=config.stage_bytes,
+        ),
     )
     busiest = max(result.memory.values(), key=lambda memory: memory.peak_bytes)
     sent = [both.forward + both.backward for both in result.bytes_sent.values()]

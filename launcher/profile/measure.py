@@ -23,7 +23,7 @@ from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import GlobalSizes, RankMemory, TensorBytes, profile_of, shard_of
-from ds_ring.simulation.simulate import simulate
+from ds_ring.simulation.simulate import SimulationOptions, simulate
 
 MIB = 2**20
 
@@ -145,13 +145,15 @@ def measure_virtual(job: ProfileJob, ring_size: int, times: bool, progress: bool
         RingError: as `ds_ring.simulate`.
     """
     layout, options = job.layout(ring_size), job.options
+    made = SimulationOptions(
+        dict(options.kernel_options), options.chunk_bytes, options.prune, stage_bytes=options.stage_bytes,
+        threads=job.threads, progress=progress,
+    )  # fmt: skip
 
     def run(memory: bool, trace: bool) -> tuple[dict[int, RankMemory], dict[int, Trace]]:
         result = simulate(
             job.source, pattern=job.pattern, layout=layout, grad_out=job.backward or None,
-            scale=options.scale, kernel=options.kernel, kernel_options=dict(options.kernel_options),
-            chunk_bytes=options.chunk_bytes, prune=options.prune, stage_bytes=options.stage_bytes,
-            measure_memory=memory, trace=trace, threads=job.threads, progress=progress,
+            scale=options.scale, kernel=options.kernel, measure_memory=memory, trace=trace, options=made,
         )  # fmt: skip
         return result.memory, result.traces
 

@@ -16,7 +16,7 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.ring.trace import measure_cpu_memory
-from ds_ring.simulation.simulate import BytesSent, SimulationResult
+from ds_ring.simulation.simulate import BytesSent, SimulationOptions, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
@@ -65,7 +65,7 @@ def virtual_pass(
         pattern=PATTERNS[pattern_name](SHAPE.tokens),
         layout=make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size),
         grad_out=grad,
-        chunk_bytes=CHUNK_BYTES,
+        options=SimulationOptions(chunk_bytes=CHUNK_BYTES),
     )
 
 

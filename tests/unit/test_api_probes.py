@@ -187,8 +187,10 @@ def module_call(**arguments: Any) -> Tensor:
 
 
 def simulated(**arguments: Any) -> Tensor:
-    quiet = {"progress": False, "measure_memory": False}
-    return ds_ring.simulate(**(quiet | arguments)).out
+    names = {field.name for field in dataclasses.fields(ds_ring.SimulationOptions)}
+    given = {name: arguments.pop(name) for name in names & set(arguments)}
+    options = ds_ring.SimulationOptions(**({"progress": False} | given))
+    return ds_ring.simulate(**({"measure_memory": False} | arguments), options=options).out
 
 
 ATTENTION = {**QKV, "pattern": Causal(), "layout": LAYOUT, "mesh": MESH, "scale": 0.5}

@@ -8,6 +8,7 @@ from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.steps import Payload, Send
+from ds_ring.simulation.simulate import SimulationOptions
 from tests.cases import Shape, tensors
 from tests.reference import dense_attention
 
@@ -20,7 +21,14 @@ def errors(pattern: Pattern, layout_name: str, ring_size: int, payload: str) -> 
     q, k, v, grad = (x.bfloat16() for x in tensors(SHAPE))
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=ring_size, pattern=pattern)
     found = simulate(
-        q, k, v, pattern=pattern, layout=layout, grad_out=grad, measure_memory=False, gradient_payload=payload
+        q,
+        k,
+        v,
+        pattern=pattern,
+        layout=layout,
+        grad_out=grad,
+        measure_memory=False,
+        options=SimulationOptions(gradient_payload=payload),
     )
     exact = dense_attention(*(x.double() for x in (q, k, v, grad)), pattern)
     return {

@@ -34,6 +34,7 @@ from ds_ring.schedule.steps import Payload
 from ds_ring.simulation import rank as rank_module
 from ds_ring.simulation.generate import GAMMA, GeneratedSource, _mixed
 from ds_ring.simulation.rank import COMPONENTS, VirtualExchange, VirtualRoute, VirtualWork
+from ds_ring.simulation.simulate import SimulationOptions
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.reference import dense_attention, relative_error
 
@@ -63,7 +64,14 @@ def test_virtual_ranks_are_within_1e_5_of_float64(
     layout = layout_for(layout_name, pattern, tokens=RAGGED.tokens, ring_size=ring_size)
     q, k, v, grad = tensors(RAGGED)
     got = simulate(
-        q, k, v, pattern=pattern, layout=layout, grad_out=grad, chunk_bytes=1, measure_memory=False
+        q,
+        k,
+        v,
+        pattern=pattern,
+        layout=layout,
+        grad_out=grad,
+        measure_memory=False,
+        options=SimulationOptions(chunk_bytes=1),
     )
     want = dense_attention(q, k, v, grad, pattern)
     nothing = want.lse.isneginf()  # rows that see no key
@@ -98,10 +106,10 @@ def test_virtual_ranks_in_stages_send_as_many_bytes(
         "pattern": pattern,
         "layout": layout,
         "grad_out": grad,
-        "chunk_bytes": 1,
         "measure_memory": False,
     }
-    hops, stages = (simulate(q, k, v, **given, stage_bytes=most) for most in (0, 1 << 30))
+    options = (SimulationOptions(chunk_bytes=1, stage_bytes=most) for most in (0, 1 << 30))
+    hops, stages = (simulate(q, k, v, **given, options=one) for one in options)
     for name in NAMES:
         got, want = (getattr(one, name).nan_to_num(neginf=0) for one in (stages, hops))
         assert relative_error(got, want.double()) < 1e-6, name
@@ -198,7 +206,9 @@ def test_the_profile_adds_up() -> None:
     shape = Shape(batch=1, query_heads=4, kv_heads=4, tokens=2048, head_dim=32)
     q, k, v, grad = tensors(shape, torch.bfloat16)
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=4)
-    result = simulate(q, k, v, pattern=Causal(), layout=layout, grad_out=grad, chunk_bytes=1)
+    result = simulate(
+        q, k, v, pattern=Causal(), layout=layout, grad_out=grad, options=SimulationOptions(chunk_bytes=1)
+    )
     shard_bytes = 4 * 512 * 32 * 2
     for memory in result.memory.values():
         assert memory.peak_bytes == memory.at_peak.total
@@ -235,7 +245,8 @@ def test_traces_of_virtual_ranks_have_all_messages() -> None:
     """What one rank's trace says it sends is what the other's says it receives, and what is counted."""
     layout = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
     q, k, v, grad = tensors(RAGGED)
-    arguments: dict[str, Any] = {"pattern": Causal(), "layout": layout, "grad_out": grad, "chunk_bytes": 1}
+    arguments: dict[str, Any] = {"pattern": Causal(), "layout": layout, "grad_out": grad}
+    arguments["options"] = SimulationOptions(chunk_bytes=1)
     assert simulate(q, k, v, **arguments, measure_memory=False).traces == {}
     result = simulate(q, k, v, **arguments, measure_memory=False, trace=True)
     assert result.memory == {} and sorted(result.traces) == [0, 1, 2]
@@ -305,9 +316,9 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ({"pattern": "causal"}, RingPatternError, "expected a pattern, got 'causal'"),
         ({"pattern": PATTERNS["documents"](300)}, RingPatternError, "257 tokens"),
         ({"kernel": "fast"}, RingConfigError, "unknown kernel 'fast'"),
-        ({"kernel_options": {"blok": 1}}, RingConfigError, "blok"),
+        ({"options": {"kernel_options": {"blok": 1}}}, RingConfigError, "blok"),
         ({"scale": float("nan")}, RingConfigError, "scale"),
-        ({"chunk_bytes": 0}, RingConfigError, "chunk_bytes: expected a positive integer, got 0"),
+        ({"options": {"chunk_bytes": 0}}, RingConfigError, "chunk_bytes: expected a positive integer, got 0"),
         ({"ranks": [0, 3]}, RingConfigError, "each of 0 to 2 at most once"),
         ({"ranks": [1, 1]}, RingConfigError, "at most once"),
         ({"q": GeneratedSource(257)}, RingShapeError, "a source alone"),
@@ -316,8 +327,9 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
 )
 def test_wrong_arguments(changes: dict[str, Any], error: type[RingError], words: str) -> None:
     arguments: dict[str, Any] = {**GOOD, "pattern": Causal(), "layout": LAYOUT} | changes
+    options = arguments.pop("options", {})
     with pytest.raises(error) as caught:
-        simulate(**arguments)
+        simulate(**arguments, options=SimulationOptions(**options))
     assert words in str(caught.value)
 
 
@@ -385,5 +397,7 @@ def test_the_peak_of_a_forward_pass_is_that_of_the_table(ring_size: int, rank: i
     """The row "peak" of launcher/README.md. A copy of the own keys would add 2 to 5 %."""
     q, k, v, _ = tensors(Shape(batch=1, query_heads=8, kv_heads=8, tokens=8192, head_dim=64))
     layout = make_layout("zigzag", tokens=8192, ring_size=ring_size)
-    found = simulate(q, k, v, pattern=Causal(), layout=layout, ranks=[rank], progress=False)
+    found = simulate(
+        q, k, v, pattern=Causal(), layout=layout, ranks=[rank], options=SimulationOptions(progress=False)
+    )
     assert most_mib - 0.05 < found.peak_bytes / 2**20 < most_mib

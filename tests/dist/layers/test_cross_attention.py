@@ -30,6 +30,7 @@ from ds_ring import (
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout, PairLayout
 from ds_ring.schedule.plan import build_plan
+from ds_ring.simulation.simulate import SimulationOptions
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -146,7 +147,7 @@ def test_virtual_ranks_agree_with_float64(
         pattern=pair.pattern_between(Full()),
         layout=pair,
         grad_out=grad.nan_to_num(0.0),
-        progress=False,
+        options=SimulationOptions(progress=False),
     )
     want = dense(*whole, None)
     assert found.dq is not None and found.dk is not None and found.dv is not None

@@ -11,6 +11,7 @@ from ds_ring import Causal, Full, SlidingWindow, make_layout, simulate
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.plan import build_plan
+from ds_ring.simulation.simulate import SimulationOptions
 from ds_ring_launcher.plan.estimate import estimate, head_swaps
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.layer_passes import layer_passes, plans_of
@@ -131,7 +132,10 @@ def test_virtual_ranks_on_two_levels_find_the_same() -> None:
     q, k, v, grad = (torch.randn(1, heads, 67, 8, generator=generator) for heads in (4, 2, 2, 4))
     layout = make_layout("zigzag", tokens=67, ring_size=8)
     given = {"pattern": Causal(), "layout": layout, "grad_out": grad, "measure_memory": False}
-    one, two = simulate(q, k, v, **given), simulate(q, k, v, **given, ranks_per_node=4)
+    one, two = (
+        simulate(q, k, v, **given),
+        simulate(q, k, v, **given, options=SimulationOptions(ranks_per_node=4)),
+    )
     for name in ("out", "lse", "dq", "dk", "dv"):
         torch.testing.assert_close(getattr(two, name), getattr(one, name), rtol=1e-5, atol=1e-5)
     assert one.bytes_sent != two.bytes_sent  # another way, indeed

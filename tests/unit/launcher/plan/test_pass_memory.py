@@ -9,7 +9,7 @@ import torch
 from ds_ring import Causal, Dilated, build_plan, make_layout, simulate
 from ds_ring.schedule.lowering import chunk_bytes_on, head_chunks
 from ds_ring.simulation.generate import GeneratedSource
-from ds_ring.simulation.simulate import exact_rows
+from ds_ring.simulation.simulate import SimulationOptions, exact_rows
 from ds_ring_launcher.plan.model_memory import attention_alone
 from ds_ring_launcher.plan.pass_memory import PassMemory, PassShape, pass_memory
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
@@ -75,8 +75,7 @@ def test_stages_as_virtual_ranks_measure_them(dtype: torch.dtype) -> None:
         layout=layout,
         grad_out=True,
         ranks=[0, 2],
-        stage_bytes=1 << 30,
-        chunk_bytes=1,
+        options=SimulationOptions(stage_bytes=1 << 30, chunk_bytes=1),
     )
     plan = build_plan(Causal(), layout, query_heads=4, kv_heads=4, stage_shards=3)
     shape = PassShape(1, 1, 2048, 64, dtype.itemsize, 1, "cpu")

@@ -10,7 +10,7 @@ import torch
 from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.comm.messages import MessageSize, PostedBatch
 from ds_ring.ring.trace import Span, Trace
-from ds_ring.simulation.simulate import GeneratedSource
+from ds_ring.simulation.simulate import GeneratedSource, SimulationOptions
 from ds_ring_launcher.profile.timeline import Event, Timeline, replay
 
 MBIT_S = 8.0  # a byte takes a microsecond
@@ -102,9 +102,9 @@ def test_a_simulated_ring(ring_size: int) -> None:
         pattern=Causal(),
         layout=layout,
         grad_out=True,
-        chunk_bytes=1,
         measure_memory=False,
         trace=True,
+        options=SimulationOptions(chunk_bytes=1),
     )
     wall = torch.get_num_threads() > 1
     assert all(trace.processor_time != wall for trace in result.traces.values())
