@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.measuring import Row, Turns, measure_on_ranks, ring_of_ranks, shard_inputs, timed_pass
 from ds_ring import Causal, make_layout, ring_attention
-from ds_ring.comm import exchange, waiting
+from ds_ring.comm import exchange, in_flight
 from ds_ring.ops import context
 
 OPTIONS = {"tokens": 8192, "ranks": 2, "heads": 4, "head_dim": 64, "rounds": 15}
@@ -33,8 +33,8 @@ def bare() -> Iterator[None]:
             work.wait()
 
     with (
-        patch.object(waiting, "wait_for", wait),
-        patch.object(waiting, "_versions", lambda tensors: []),
+        patch.object(in_flight, "wait_for", wait),
+        patch.object(in_flight, "_versions", lambda tensors: []),
         patch.object(exchange, "check_messages", lambda messages: None),
         patch.object(context, "compare_headers", lambda *_, **__: lambda: None),
     ):
