@@ -32,7 +32,8 @@ DOCUMENTS = (
 OF_THE_CODE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",
-    *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING", "integrations/README")),
+    *(f"ds_ring/{name}.md" for name in ("DESIGN", "NOTES", "READING")),
+    *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("ds_ring/*/**/README.md")),
 )
 TEXTS = (*DOCUMENTS, *OF_THE_CODE)
 # arguments of launcher/demo/train_lm.py
