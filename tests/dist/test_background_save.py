@@ -27,7 +27,7 @@ from tests.dist.deepspeed_ranks import json_config
 from tests.machine import small_disk
 
 STEPS = 5
-SLOW_SECONDS = 0.3
+SLOW_SECONDS = 0.1
 
 
 def save_and_go_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
-from tests.reference import dense_attention, relative_error
+from tests.reference import Dense, dense_attention, relative_error
 
 Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=130, head_dim=8)
@@ -32,20 +33,23 @@ BESIDE: list[dict[str, Any]] = [
 ]
 
 
+@functools.cache
+def wanted(name: str) -> Dense:
+    return dense_attention(*tensors(SHAPE, torch.float64), PATTERNS[name](SHAPE.tokens))
+
+
 def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[str, float]:
     """Relative errors, and how many directions are in stages."""
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=mesh.ring_size)
     context = context_for(pattern, layout, mesh, Options(**options))
-    whole = tensors(SHAPE, torch.float64)
-    *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
+    *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(SHAPE, torch.float64))
     leaves = [x.requires_grad_() for x in leaves]
     out, _ = ring_attention_op(*leaves, context.handle)
     found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-    want = dense_attention(*whole, pattern)
     stages = [one.plan.classes[0].directions[0].stages for one in context._prepared.values()]
     errors = {
-        x: relative_error(gather_sequence(got, layout, mesh=mesh, dim=2), getattr(want, x))
+        x: relative_error(gather_sequence(got, layout, mesh=mesh, dim=2), getattr(wanted(name), x))
         for x, got in zip(NAMES, found, strict=True)
     }
     return errors | {"stages": float(len(stages) and min(map(len, stages)))}

@@ -23,7 +23,7 @@ LAYOUTS = ("contiguous", "zigzag", "auto")
 
 
 def two_nodes(rank: int, world_size: int, dtype: torch.dtype, payload: str) -> dict[tuple[str, ...], float]:
-    """Relative errors of every pattern; and how many of the plans have two levels."""
+    """Relative errors of every pattern, on rank 0."""
     mesh = RingMesh.from_world(world_size, ranks_per_node=2)
     errors, levels = {}, 0
     for number, (name, pattern_of) in enumerate(PATTERNS.items()):
@@ -32,8 +32,9 @@ def two_nodes(rank: int, world_size: int, dtype: torch.dtype, payload: str) -> d
         plan = build_plan(pattern, layout, query_heads=4, kv_heads=2, ranks_per_node=2)
         levels += plan.classes[0].directions[0].ranks_per_node == 2
         got, _ = run_ring(mesh, layout_name, name, SHAPE, dtype, gradient_payload=payload)
-        want = dense_attention(*tensors(SHAPE, dtype), pattern)
-        errors |= {(name, x): relative_error(got[x], getattr(want, x)) for x in NAMES}
+        if rank == 0:
+            want = dense_attention(*tensors(SHAPE, dtype), pattern)
+            errors |= {(name, x): relative_error(got[x], getattr(want, x)) for x in NAMES}
     assert levels > len(PATTERNS) // 3, levels
     return errors
 

@@ -196,9 +196,9 @@ def test_a_rank_that_does_not_come_before_the_process_group_is_named() -> None:
 
 def test_a_store_that_does_not_answer_is_the_fault_of_rank_0(caplog: pytest.LogCaptureFixture) -> None:
     nobody = Rendezvous(1, 2, "127.0.0.1", free_port(), False, "0")
-    answer = r"its store did not answer within 2 s \(start_timeout_seconds\)"
+    answer = r"its store did not answer within 1 s \(start_timeout_seconds\)"
     with caplog.at_level(logging.WARNING), pytest.raises(RingPeerError, match=answer) as raised:
-        wait_for_ranks(nobody, Limit(2.0, "start_timeout_seconds"))
+        wait_for_ranks(nobody, Limit(1.0, "start_timeout_seconds"))
     assert raised.value.peer == 0 and "rank 0 is late" in caplog.text
 
 

@@ -102,7 +102,7 @@ def test_short_shards_take_what_uses_all_adapters() -> None:
 def test_beyond_the_break_even_length_nothing_is_changed() -> None:
     short = node_orders(estimate(setting()))
     assert short is not None and short.one_ring_hides.tokens is not None
-    found = node_orders(estimate(setting(tokens=16 * 8 * short.one_ring_hides.tokens)))
+    found = node_orders(estimate(setting(tokens=16 * 2 * short.one_ring_hides.tokens)))
     assert found is not None and found.best is found.rows[0]
     two, one, _ = found.rows
     assert one.attention_s == pytest.approx(two.attention_s, rel=0.05)
