@@ -7,14 +7,14 @@ ds_ring, not below it: nothing in ds_ring imports it, and it is the only place t
     tables.py    tables that fit the terminal
     cluster/     YAML -> a frozen model (cluster_file.py, cluster.py), and what must hold on this machine
                  before anything is started (checks.py)
-    engines/     job -> command line; one file an engine holds all that is said about it
-    run/         job.py: what goes into an engine, and what it makes; start.py: one attempt of a job, here or
+    engines/     job -> command line; one file an engine owns all about it
+    run/         job.py: the input and the output of an engine; start.py: one attempt of a job, here or
                  on all hosts (agent.py); process.py: a command line, and the end of all processes that it
                  started; rank.py: inside a rank (by rank_script.py); relaunch.py: attempts until the job is
                  done; run_lock.py: one launcher a run; run_folder.py: the layout of a run's folder, which
                  run_records.py reads; local_ranks.py: a function on local ranks
-    doctor/      what is wrong with hosts, network and ring (findings.py)
-    status/      what is known of a run (run_status.py), as a table and as a page
+    doctor/      faults of hosts, network and ring (findings.py)
+    status/      the state of a run (run_status.py), as a table and as a page
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables
     tune/        a search on real ranks; `python -m ds_ring_launcher.tune` inside any launch
     profile/     pictures and timelines of real and virtual rings

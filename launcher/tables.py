@@ -1,4 +1,4 @@
-"""Tables for people that fit the terminal: what is too wide is printed turned."""
+"""Tables that fit the terminal: a wide one is printed transposed."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from common import parser_of
 
 
 class Benchmark(NamedTuple):
-    """Describe a row of the table: what is measured, by which function of which module."""
+    """Describe a row of the table: its measurement, and the function of the module."""
 
     about: str
     module: str

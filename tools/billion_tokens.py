@@ -128,7 +128,7 @@ class Layer(nn.Module):
 
 
 def fake_layer(job: LongRun, rank: int) -> dict[str, float]:
-    """Peak MiB of one rank, forward + backward, by what it is; activations include the ring's buffers.
+    """Peak MiB of one rank, forward + backward, by its use; activations include the ring's buffers.
 
     Raises:
         RingMeshError: no such rank.

@@ -1,7 +1,7 @@
 """Build the documentation as one site, by pdoc: the texts, tutorial first, and API pages from the docstrings.
 
 pdoc's frame, styles and Markdown make the texts look like its API pages. Headings get GitHub's anchors, so
-that a link works in both places. ds_ring imports a public name when it is first asked for, and pdoc does not
+that a link works in both places. ds_ring imports a public name at its first use, and pdoc does not
 ask; so this tool asks for all of them. A link inside the site that leads nowhere is an error.
 
 Example:

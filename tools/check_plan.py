@@ -133,7 +133,7 @@ def bucket_of(point: CheckedSetting) -> int:
 
 
 def planned(point: CheckedSetting) -> PeakAndTraffic:
-    """Return what the cost model says for the rank that needs most."""
+    """Return the cost model's plan for the rank that needs most."""
     pattern, element = PATTERNS[point.pattern][0], ELEMENT_BYTES[point.dtype]
     if point.model is not None and point.stage is not None:
         zero = Zero(point.stage, point.ranks, element, bucket_of(point), point.stage == 3, fused_adam=False)

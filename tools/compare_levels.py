@@ -3,7 +3,7 @@
     python tools/compare_levels.py --nodes 8 --hardware h100_flash3
 
 Prints seconds of a forward and a backward pass by tokens a rank, from the lowered schedules and the rates of
-a hardware file. Nothing is measured. Ranks 0, P / 2 and P - 1 stand for all; 32 heads
+a hardware file. Nothing is measured. Ranks 0, P / 2 and P - 1 represent all; 32 heads
 of 128.
 """
 

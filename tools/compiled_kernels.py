@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of the CUDA path to cubins and hold what ptxas says of them against a budget.
+"""Compile the Triton kernels of the CUDA path to cubins and compare ptxas's report with a budget.
 
 Owns which kernels there are, the budget and the table; `verify_cuda_kernels.py --compile` is the command.
 Ours are compiled for each head dimension and dtype. Those that Inductor makes of flex come from passes over a

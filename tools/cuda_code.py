@@ -126,7 +126,7 @@ def set_driver(target: Target) -> None:
 
 
 def _on_cuda(fake: Any) -> Any:
-    """Return a fake tensor like this one that says it is on the GPU."""
+    """Return a fake tensor like this one whose device is the GPU."""
     if not isinstance(fake, torch.Tensor):
         return fake
     with fake.fake_mode:  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def lowered_for(target: Target, sources: list[str], run: bool) -> Iterator[str]:
     Args:
         target: the GPU.
         sources: generated modules are added to it.
-        run: execute the kernels, which must be interpreted; otherwise outputs hold whatever was in memory.
+        run: execute the kernels, which must be interpreted; otherwise outputs hold old contents of memory.
     """
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
@@ -181,7 +181,7 @@ def triton_sources(module: str) -> dict[str, str]:
 
 
 class Resources(NamedTuple):
-    """Hold what ptxas says of a kernel: registers and spilled bytes of a thread, shared bytes of a block."""
+    """Hold ptxas's report on a kernel: registers and spilled bytes of a thread, shared bytes of a block."""
 
     registers: int
     stored_bytes: int

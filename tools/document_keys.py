@@ -1,7 +1,7 @@
 """Write the tables of the section's keys into configs/README.md, from ds_ring/config/section.py.
 
 Example:
-    python tools/document_keys.py --check      # status 1 if the tables are not what the model says
+    python tools/document_keys.py --check      # status 1 if the tables do not agree with the model
     python tools/document_keys.py --write
 """
 
@@ -31,7 +31,7 @@ def tables() -> str:
 
 
 def table(model: type[BaseModel]) -> str:
-    """A row for every key of a section: key, what it takes, its default, its meaning."""
+    """A row for every key of a section: key, type, default, meaning."""
     rows = [_row(name, field) for name, field in model.model_fields.items()]
     return "\n".join(["| key | takes | default | meaning |", "|---|---|---|---|", *rows])
 

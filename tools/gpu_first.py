@@ -2,11 +2,11 @@
 
 Parts come in this order, the most important ones first: a ring of 4 and of 8 that sends to itself by NCCL
 through the production exchange, against float64; tests/gpu in parallel; rates of the kernels; the blocks of
-flex beside Inductor's; host time and merge; probes of what the runtime assumes of CUDA; the longest sequence.
+flex beside Inductor's; host time and merge; probes of CUDA; the longest sequence.
 Each part's rows are written to --output as soon as it ends. Called again, it does the parts that are missing
 or failed; --again does all. It ends with 1 if something failed or was not reached.
 
-No GPU has run it. With --device cpu the same code runs on small CPU tensors; a row says what needs CUDA.
+No GPU has run it. With --device cpu the same code runs on small CPU tensors; a row names what needs CUDA.
 
 Example:
     python tools/gpu_first.py

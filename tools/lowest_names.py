@@ -26,7 +26,7 @@ OWN = {"ds_ring", "ds_ring_launcher", "launcher", "tests", "tools", "__future__"
 
 
 def names_used(path: Path) -> set[str]:
-    """Return the dotted names outside the standard library that a file imports, and what it reads of them."""
+    """Return the dotted names outside the standard library that a file imports, and their attributes."""
     tree = ast.parse(path.read_text())
     skipped = {id(node) for block in _only_for_types(tree) for node in ast.walk(block)}
     nodes = [node for node in ast.walk(tree) if id(node) not in skipped]
@@ -50,7 +50,7 @@ def names_used(path: Path) -> set[str]:
 
 
 def _left_out(name: str) -> bool:
-    """Return whether a name is of nobody else, or one that no version of torch or numpy lacks: torch.sqrt."""
+    """Return whether a name is our own, or one that no version of torch or numpy lacks: torch.sqrt."""
     parts = name.split(".")
     is_old = len(parts) == 2 and parts[0] in ("torch", "numpy") and not parts[1].startswith("_")
     return parts[0] in OWN or is_old or name.startswith("torch.ops.ds_ring")
@@ -91,7 +91,7 @@ def is_there(name: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the table, or print what is missing here."""
+    """Write the table, or print the names that are missing here."""
     parser = parser_of(__doc__)
     parser.add_argument("--print", action="store_true", help="what is missing here; write nothing")
     options = parser.parse_args(arguments)

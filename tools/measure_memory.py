@@ -6,7 +6,7 @@ Example:
     python tools/measure_memory.py --chosen 64 --tokens 65536 --ring-sizes 4 --heads 2 --head-dim 32
 
 With --chosen K each query attends to K keys that an indexer of one narrow head selects, and a row also has
-the bytes that ranks sent, forward and backward, beside those of causal attention to all keys. Two indexers:
+the bytes that ranks sent, forward and backward, and those of causal attention to all keys. Two indexers:
 one whose queries choose independently of each other, so that a rank reads nearly every key of others, and one
 whose queries all prefer the same keys. Trained ones are between them.
 
@@ -53,9 +53,9 @@ def real_rank(options: argparse.Namespace, transport: str) -> int:
 
 
 def resident_kib(reset: bool = False) -> int:
-    """Return this process's peak resident memory; with `reset` begin anew and return what it has now."""
+    """Return this process's peak resident memory; with `reset` begin anew and return the present size."""
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets VmHWM to what is resident
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: sets VmHWM to the resident size
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 

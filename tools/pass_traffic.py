@@ -1,4 +1,4 @@
-"""Count what a ring pass itself reads and writes on a GPU, beside its attention kernels. Needs no GPU.
+"""Count the reads and writes of a ring pass on a GPU without its attention kernels. Needs no GPU.
 
 The production pass of one rank runs on fake CUDA tensors with the kernel "flash": nothing is computed, and
 every operator is recorded with the bytes of its operands and results. Merges and sums of parts count as what

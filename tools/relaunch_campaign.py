@@ -1,4 +1,4 @@
-"""Train on two hosts of two ranks, make something fail, and see that `ds-ring launch` goes on by itself.
+"""Train on two hosts of two ranks, make something fail, and check that `ds-ring launch` continues by itself.
 
 Hosts are network namespaces with a cable and OpenSSH's server, the launcher is called on a login node; under
 Slurm its daemons run on the hosts, and the launcher in an allocation (needs the packages openssh-server,

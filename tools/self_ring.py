@@ -5,7 +5,7 @@ it to the same process, through the exchange's batches, buffers, streams and wat
 attention over one shard (a softmax over equal copies), the log-sum-exp is greater by log P. So a hop that is
 lost, or added twice, shows in the log-sum-exp and in the gradients of keys and values, and a buffer that is
 read too early as NaN. gloo cannot send to
-itself ("Pair is not connected"): on the CPU copies in this process stand for the messages.
+itself ("Pair is not connected"): on the CPU copies in this process replace the messages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Done:
 
 
 def copied(operations: list[Any]) -> list[Any]:
-    """Stand for `batch_isend_irecv` to oneself: the n-th tensor sent goes into the n-th received."""
+    """Replace `batch_isend_irecv` to oneself: the n-th tensor sent goes into the n-th received."""
     sides = ([x.tensor for x in operations if x.op is act] for act in (dist.isend, dist.irecv))
     for sent, received in zip(*sides, strict=True):
         if (sent.shape, sent.dtype) != (received.shape, received.dtype):

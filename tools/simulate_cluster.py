@@ -113,7 +113,7 @@ def _moments(story: Story, setting: ClusterSetting, fault: str) -> list[tuple[st
 
 
 def _wrong(story: Story, setting: ClusterSetting, fault: str) -> list[str]:
-    """Return what is not as promised, but for times."""
+    """Return the broken promises other than times."""
     first, wrong = story.attempts[0], list[str]()
     others = set(range(setting.ranks)) - set(story.culprits)
     told, blamed = first.known(Of.TOLD), set(first.known(Of.BLAMED).values())

@@ -1,13 +1,13 @@
 """Check the CUDA path on a machine without a GPU: interpret FlexAttention's kernels, or compile all kernels.
 
-Inductor is told of an H100 and lowers our calls to Triton, forward and backward; Triton's interpreter runs
+Inductor sees an H100 and lowers our calls to Triton, forward and backward; Triton's interpreter runs
 these kernels on CPU memory, hop by hop around a ring of three, and the result is held against float64.
 Checked: the lowering, the kernels' arithmetic in float32, masks and block tables, one compilation for all
 hops. With --compile Triton's compiler and ptxas make cubins of these kernels in bfloat16, and of ours, for
 A100, H100 and B200; what they need is printed as a table and held against a budget. Not checked: speed,
 races, tensor cores, anything on a real GPU.
 
-Needs the package triton beside torch's CPU wheel (`pip install "triton==3.7.1"` for torch 2.13):
+Needs the package triton in addition to torch's CPU wheel (`pip install "triton==3.7.1"` for torch 2.13):
     python -m tools.verify_cuda_kernels --patterns causal dilated
     python -m tools.verify_cuda_kernels --patterns causal --shapes
     python -m tools.verify_cuda_kernels --compile ours
@@ -81,7 +81,7 @@ def check(
 
 
 def main() -> int:
-    """Run the patterns that were asked for; 1 if one of them fails."""
+    """Run the chosen patterns; 1 if one of them fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
 """Check the Triton kernel that merges partial results, on a machine without a GPU.
 
 Triton's own compiler translates it for an A100 and an H100, for every head dimension and dtype of a part;
-Triton's interpreter runs it on CPU memory against float64, and what it loads and stores is counted. Not
+Triton's interpreter runs it on CPU memory against float64, and its loads and stores are counted. Not
 checked: speed, races, anything on a real GPU (`pytest tests/gpu` does). Needs triton, see
 `verify_cuda_kernels.py`:
     python -m tools.verify_merge
@@ -93,7 +93,7 @@ def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
 
 
 def interpret() -> int:
-    """Hold the interpreted kernel against float64, and count what it moves beside torch's operators."""
+    """Hold the interpreted kernel against float64, and count its bytes and those of torch's operators."""
     launch = importlib.import_module("ds_ring.ring.merge_triton").launch
     made = list(cases(HEAD_DIMS))
     found = [what for case in made for what in wrong(case, into_accumulator(launch))]

@@ -73,7 +73,7 @@ class Combination(NamedTuple):
         """Return the folder of an environment with these versions, which is made if it is not there.
 
         Raises:
-            subprocess.CalledProcessError: something cannot be installed; its output says what.
+            subprocess.CalledProcessError: something cannot be installed; its output has the name.
         """
         place = self.place(folder)
         if not (place / "complete").exists():

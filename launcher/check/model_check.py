@@ -55,13 +55,13 @@ CheckVerdict = Literal["exact", "refused", "WRONG", "invalid"]
 
 @dataclass(frozen=True)
 class CheckRequest:
-    """Describe what is to be checked."""
+    """Describe a check."""
 
     source: str  # a config.json, its folder, or a model type of transformers
     tokens: int = 61  # in each of the two samples
     layers: int = 2  # at least so many; each kind of layer is there once at least
     head: str | None = None  # a key of HEADS; None for what the family is mostly used with
-    # the "ring_attention" section; None for one that says what the model's attention is
+    # the "ring_attention" section; None for one made of the model's attention
     section: Mapping[str, Any] | None = None
     # values of the model's configuration, set before it is made small
     changes: Mapping[str, Any] = field(default_factory=dict)

@@ -94,7 +94,7 @@ def rounding_of(model: nn.Module, run: Alone, expected: Numbers, in_float8: bool
     """
     try:
         return Rounding("float64", tuple(compare(expected, run(in_float64(model)))), in_float8)
-    except Exception:  # whatever an operator without float64 raises
+    except Exception:  # of an operator without float64
         return _moved_rounding(model, run, expected, in_float8)
 
 

@@ -1,7 +1,7 @@
 """Make a model that reads images small, and images for a batch of it.
 
 Owns the sizes of image encoders, the shapes in which a model type takes its images (from the names that
-`get_image_features` takes; no processor is run), and where image tokens stand: across the borders of shards,
+`get_image_features` takes; no processor is run), and positions of image tokens: across the borders of shards,
 two images in the first sample and one in the second.
 
 Shapes: B samples, T tokens, I images, C channels, H rows and W columns of pixels.
@@ -116,7 +116,7 @@ def shrink_images(config: PreTrainedConfig, text: ConfigValues) -> ConfigValues:
 
 
 def _name_tokens(values: ConfigValues, vocabulary: int) -> None:
-    """Give every token that stands for something else than text an id of its own, from the last one down."""
+    """Give every token that is no text an id of its own, from the last one down."""
     names = sorted(
         (
             name
@@ -131,7 +131,7 @@ def _name_tokens(values: ConfigValues, vocabulary: int) -> None:
 
 
 def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
-    """Return a batch of text [B, T] with image tokens in place of some, and the images that they stand for.
+    """Return a batch of text [B, T] with image tokens in place of some, and their images.
 
     Raises:
         RingConfigError: the model takes its images in a shape that is not known here, or too large for the
@@ -194,7 +194,7 @@ def _counts(found: Any) -> list[int]:
 
 
 def _images(model: PreTrainedModel, seed: int) -> Batch:
-    """Return pixels, and what goes with them, of all images of a batch."""
+    """Return pixels, and their other inputs, of all images of a batch."""
     base: Any = model.base_model
     takes = inspect.signature(base.get_image_features).parameters
     vision = model.config.vision_config

@@ -75,9 +75,9 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", 
 _WINDOWS = ("sliding_window", "window_size", "local_attention", "attention_window_size",
             "attention_chunk_size", "sliding_window_size", "floor_scale", "index_topk",
             "keep_window_size")  # fmt: skip
-# transformers works them out again from what is left.
+# transformers derives them again from the other keys.
 _DERIVED = ("qk_head_dim", "moe_layers", "quantization_config", "dtype", "torch_dtype")
-# None in some defaults, with which no model can be made; where it can, these are what it stands for.
+# None in some defaults, with which no model can be made; these are its values where it can.
 _LEFT_OPEN = {
     "vocab_size": VOCABULARY,
     "num_key_value_heads": HEAD_COUNT,
@@ -508,7 +508,7 @@ def _randomise(model: nn.Module, seed: int) -> None:
 def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_loss: bool) -> Batch:
     """Return two samples without special tokens; some labels are left out, on one rank more than another.
 
-    `own_loss` says whether the model computes its loss of labels.
+    `own_loss`: whether the model computes its loss of labels.
     """
     labels = config.num_labels or 2
     named = [

@@ -45,7 +45,7 @@ def resolve_node_rank(cluster: Cluster, given: int | None) -> int:
 def resolve_port(cluster: Cluster, node_rank: int) -> int:
     """Return the YAML's port, known to be free where the master is this machine, or one that is free here."""
     if cluster.master_port is None:
-        # With a master elsewhere this is only a good guess: nobody can ask its ports from here.
+        # With a master elsewhere this is only a good guess: its ports cannot be checked from here.
         return choose_free_port()
     master_is_here = cluster.hosts[0].name in own_names() if cluster.reaches_out else node_rank == 0
     if master_is_here and not is_free(cluster.master_port):
@@ -104,12 +104,12 @@ def choose_free_port() -> int:
 
 # The ranks of one launch authenticate their connections by a secret, new for each launch. It is an
 # environment variable: inherited on this machine, sent to the standard input of an agent on another one. It
-# never stands on a command line, in a file or in a log.
+# never appears on a command line, in a file or in a log.
 
 
 def secret_for(cluster: Cluster) -> str | None:
     """Return a new secret of 64 hex digits where one call starts all ranks, and otherwise None."""
     # Hosts that are started each by its own call have no channel on which to agree: who wants a secret there
     # exports the same DS_RING_SECRET on every host, and the ranks inherit it.
-    # 32 bytes, so that nobody guesses it from one answer of the handshake.
+    # 32 bytes, so that it cannot be guessed from one answer of the handshake.
     return secrets.token_hex(32) if cluster.is_local or cluster.reaches_out else None

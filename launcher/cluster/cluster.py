@@ -1,7 +1,7 @@
 """Define the cluster YAML as a frozen model: which engine starts which script on which hosts.
 
 The only file that knows the keys, what each takes and its default. How a file becomes a model, and which keys
-go together, stands in cluster_file.py; what an engine is in engines/; whether files, hosts and ports
+go together: cluster_file.py; engines: engines/; whether files, hosts and ports
 are really there in checks.py.
 """
 
@@ -85,7 +85,7 @@ def _text(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    """Describe a value by its type alone: what it says may be secret."""
+    """Describe a value by its type alone: it may be secret."""
     return (
         str(value).lower() if isinstance(value, bool) else "null" if value is None else type(value).__name__
     )

@@ -41,7 +41,7 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
 class _StrictLoader(_Loader):  # type: ignore[misc]  # yaml has no types
-    """Refuse a mapping in which a key stands twice, and read no dates."""
+    """Refuse a mapping with a key that occurs twice, and read no dates."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # PyYAML itself would keep the last of two equal keys.
@@ -140,7 +140,7 @@ _LINE = re.compile(r"(?P<name>\S{1,253})\s+slots\s*=\s*(?P<slots>\d{1,12})", re.
 
 
 def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
-    """Return the hosts as a YAML would list them, and what is wrong with the file, with line numbers."""
+    """Return the hosts as a YAML would list them, and the faults of the file, with line numbers."""
     try:
         text = read_small(path, MOST_BYTES)
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
-    """Return `raw` with the hosts that its `hostfile` lists, if any, and what is wrong with that file."""
+    """Return `raw` with the hosts that its `hostfile` lists, if any, and the faults of that file."""
     if "hostfile" not in raw:
         return raw, []
     rest = {key: value for key, value in raw.items() if key != "hostfile"}
@@ -233,7 +233,7 @@ def _with_hostfile(raw: _Raw, folder: Path) -> tuple[_Raw, list[Problem]]:
 
 
 def _with_hosts(raw: _Raw) -> tuple[_Raw, list[Problem]]:
-    """Return `raw` with a tuple of `Host` for its hosts, and what is wrong with them."""
+    """Return `raw` with a tuple of `Host` for its hosts, and their faults."""
     listed = raw.get("hosts")
     if listed == "local":
         without_slots = {key: value for key, value in raw.items() if key != "slots"}

@@ -197,7 +197,7 @@ def _check(asked: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what libraries print to stderr: it must not stand in the command's output."""
+    """Send what libraries print to stderr: it must not mix with the command's output."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

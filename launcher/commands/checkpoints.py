@@ -75,7 +75,7 @@ def add_resize(commands: Commands) -> None:
 
 
 def verify(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
-    """Print what was compared; the exit status tells a damaged checkpoint from one that is not there."""
+    """Print the comparison; the exit status separates a damaged checkpoint from one that is not there."""
     from ds_ring.integrations.checkpoint.manifest import accept_checkpoint, make_latest, verify_checkpoint
 
     refuse_extra("verify-checkpoint", extra_args)
@@ -153,7 +153,7 @@ def _check_folder(folder: Path, tag: str | None) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say of a checkpoint's error what it means here; cli.py leaves with its exit status."""
+    """Translate a checkpoint's error for this command; cli.py leaves with its exit status."""
     try:
         yield
     except RingCheckpointError as error:

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def readable(text: str) -> str:
-    """Return an error's text with its lines and their number cut, whatever a user's input made of it."""
+    """Return an error's text with its lines and their number cut, for any input of a user."""
     return "\n".join(_short(line, 800) for line in text.splitlines()[:30])
 
 
@@ -192,7 +192,7 @@ MIB = 2**20
 
 
 def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
-    """Add the options that say what is attended with what."""
+    """Add the options of pattern, layout and sizes."""
     parser.add_argument("--tokens", type=int, required=True, metavar="T", help="tokens of the sequence")
     sizes = " ".join(map(str, ring_sizes))
     parser.add_argument(
@@ -224,7 +224,7 @@ def add_shapes(parser: argparse.ArgumentParser, ring_sizes: list[int]) -> None:
 
 
 def config_of(options: argparse.Namespace) -> RingConfig:
-    """Return the section that says pattern, layout and kernel: of --config, or made of --pattern."""
+    """Return the section with pattern, layout and kernel: of --config, or made of --pattern."""
     from ds_ring.config.json_text import parse_object
     from ds_ring.config.section import RingConfig
     from ds_ring.errors import RingConfigError

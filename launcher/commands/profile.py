@@ -227,7 +227,7 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
 
 
 def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folder: Path) -> None:
-    """Raise whatever can be known to be wrong before anything is run."""
+    """Raise all errors that are known before the first run."""
     from ds_ring.errors import RingConfigError
 
     from ..profile.pictures import new_figure
@@ -246,7 +246,7 @@ def _check(options: argparse.Namespace, job: ProfileJob, sizes: list[int], folde
 
 
 def _measured(options: argparse.Namespace, job: ProfileJob, sizes: list[int]) -> list[RingRun]:
-    """Measure every ring size, real and simulated as asked for; times of the largest one."""
+    """Measure every ring size, real and simulated as chosen; times of the largest one."""
     from tqdm import tqdm
 
     from ..profile.measure import REAL, SIMULATED, RingRun, measure_ring, measure_virtual

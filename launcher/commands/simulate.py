@@ -70,7 +70,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     errors = _exact(options, source, config)
     for ring_size in options.ring_sizes:
         rows.append(_row(options, config, source, ring_size, errors))
-        # Saved memory is told against one rank, if that was asked for first.
+        # Saved memory is relative to one rank, if that is the first size.
         first = rows[0]
         if first["ring_size"] == 1:
             rows[-1]["less_percent"] = round(100 * (1 - rows[-1]["peak_bytes"] / first["peak_bytes"]), 2)

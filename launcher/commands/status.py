@@ -43,7 +43,7 @@ def add(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
-    """Print what is known; the exit status is that of the run's state."""
+    """Print the state; the exit status is that of the run's state."""
     from ..status.run_status import CONFIRM_SECONDS, read_run
 
     refuse_extra("status", extra_args)

@@ -1,4 +1,4 @@
-"""Judge what hosts and ranks said: one finding for each thing that a run needs. Prints nothing."""
+"""Judge the answers of hosts and ranks: one finding for each need of a run. Prints nothing."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     Attributes:
         what: a word or two.
         state: `OK`, `WARNING`, `WRONG` or `NOT_LOOKED_AT`.
-        says: a sentence; where something is wrong, its cause and what to do.
+        says: a sentence; for a fault, its cause and its remedy.
     """
 
     what: str
@@ -100,7 +100,7 @@ def _interfaces(cluster: Cluster, found: HostAnswers) -> Finding:
 
 
 def _wrong_interfaces(cluster: Cluster, one: Mapping[str, Any], reached: tuple[Any, Any]) -> Iterable[str]:
-    """Yield what is wrong with the interfaces that a host's variables choose, or with gloo's own choice."""
+    """Yield faults of the interfaces that a host's variables choose, or with gloo's own choice."""
     there = one["interfaces"]
     has = ", ".join(f"{name} ({' '.join(i['addresses'])})" for name, i in there.items() if i["addresses"])
     for variable, value in one["chosen"].items():

@@ -1,4 +1,4 @@
-"""Ask every host of a cluster what it is: through ssh or srun, or where each host has a call of its own.
+"""Examine every host of a cluster: through ssh or srun, or where each host has a call of its own.
 
 Owns how answers come together; what a host examines is doctor/probe.py's, what the answers mean is
 doctor/findings.py's.
@@ -30,10 +30,10 @@ _OF_ONE_HOST = ("environment", "script", "deepspeed_config")  # may differ, or a
 
 @dataclass
 class HostAnswers:
-    """Hold what all hosts said.
+    """Hold the answers of all hosts.
 
     Attributes:
-        answers: host name -> what it examined.
+        answers: host name -> its findings.
         missing: host name -> why there is no answer.
         ways: host name -> the address and interface by which it reached the master.
         seen: host name -> folder -> numbers of the hosts whose marks it saw there.
@@ -46,7 +46,7 @@ class HostAnswers:
 
 
 def request_for(job: Job, index: int, token: str) -> dict[str, Any]:
-    """Return what a host is asked; `token` is that of one call of the doctor."""
+    """Return the request to a host; `token` is that of one call of the doctor."""
     cluster = job.cluster
     folders = [] if cluster.run_folder is None else [str(cluster.run_folder)]
     if cluster.relaunch is not None:
@@ -129,7 +129,7 @@ def _meet(job: Job, seconds: float) -> HostAnswers:
     answer = probe.examine(request)
     found = HostAnswers({names[own]: answer})
     if answer.get("port_holder"):
-        return found  # nobody can meet here
+        return found  # no meeting is possible here
     try:
         _exchange(job, request, found, seconds)
     except (RuntimeError, ValueError) as error:
@@ -161,7 +161,7 @@ def _exchange(job: Job, request: dict[str, Any], found: HostAnswers, seconds: fl
 
 
 def _store(job: Job, seconds: float) -> Any:
-    """Return the store of the meeting; a stranger at that port that says nothing is left at the deadline."""
+    """Return the store of the meeting; a silent stranger at that port is dropped at the deadline."""
     import torch  # noqa: F401  # seconds: only where it is needed, and before the deadline begins
     from torch._C._distributed_c10d import TCPStore
 

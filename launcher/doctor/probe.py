@@ -28,7 +28,7 @@ from ..run.probe import answer
 PACKAGES = ("ds_ring", "torch", "deepspeed", "numpy", "transformers", "pydantic", "mpi4py")
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MARK = ".ds-ring-doctor-"
-_LINK_SECONDS = 1.5  # Linux tells of a link that came up once a second at most
+_LINK_SECONDS = 1.5  # Linux reports a new link once a second at most
 
 Answer = dict[str, Any]
 
@@ -136,7 +136,7 @@ def way_to(address: str) -> Answer:
 
 
 def _holder(port: int) -> str | None:
-    """Return who listens on a port of this host; None for nobody."""
+    """Return the listener on a port of this host, or None."""
     try:
         with socket.create_server(("", port)):
             return None

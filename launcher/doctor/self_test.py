@@ -1,7 +1,7 @@
 """Prove on the ranks of a job that its ring is one: exact, O(T / P) in memory, point-to-point alone.
 
 Owns the measurements of `ds-ring doctor` that need all ranks. What they mean is the reader's: a `RankAnswer`
-says what was seen. Options, and with them the transport, are those of the job's DeepSpeed JSON.
+reports the observations. Options, and with them the transport, are those of the job's DeepSpeed JSON.
 
 The memory of a pass is compared with that of the same attention on one rank, by the token: on a ring of P it
 should be 1 / P of it, and where keys are gathered it is about as much (Liu et al. 2023, section 3).
@@ -76,11 +76,11 @@ class RankAnswer(NamedTuple):
 
     Attributes:
         rank, ring_rank, ring_size: who this is.
-        host, place: its name, and what is equal on ranks that share its network interfaces.
+        host, place: its name, and a value that is equal on ranks that share its network interfaces.
         dtype: of the comparison.
         error: the largest of out and the gradients, against float64, over the largest value.
         traffic: `Traffic` of a forward and a backward pass, by field.
-        planned_sent, planned_received: what the schedule says of `sent` and `received` there.
+        planned_sent, planned_received: `sent` and `received` of the schedule.
         shard: numbers in K and V of the own shard.
         memory_bytes, alone_bytes: of a pass, by the token of the whole sequence: on this ring, and on one
             rank (0 on others than rank 0, which measures it).
@@ -146,8 +146,8 @@ class Traffic(NamedTuple):
 # [Note: what is counted]
 # A count of calls of some function proves nothing: there are three ways to every message (torch.distributed,
 # a method of the group, a method of its backend), and the way that the exchange takes has changed once. So
-# the backends themselves are asked. Each of them tells the profiler of every operation that it starts, with
-# shapes and type, from whatever function and thread it was called: gloo by the event of its Work
+# the backends themselves count. Each of them reports to the profiler every operation that it starts, with
+# shapes and type, from any function and thread: gloo by the event of its Work
 # ("gloo:send"), NCCL by "record_param_comms", also for messages that are started as one. (For NCCL read from
 # torch's source, not run so far.) And a count that sees nothing must not pass: it is compared with the plan.
 @contextmanager
@@ -371,8 +371,8 @@ def _timed(
 def _clock() -> tuple[float, float]:
     """Return how far this rank's clock is ahead of rank 0's, and how sure that is, seconds.
 
-    Nobody leaves a gathering before everybody has come to it. So what rank 0's clock said before it is not
-    later than what this rank's said after it, and the other way round: two bounds, narrowed by some rounds.
+    No rank leaves a gathering before all have come to it. So the time of rank 0's clock before it is not
+    later than that of this rank's after it, and the other way round: two bounds, narrowed by some rounds.
     """
     rank, low, high = dist.get_rank(), -float("inf"), float("inf")
     own_before = zero_before = after = 0.0
@@ -380,7 +380,7 @@ def _clock() -> tuple[float, float]:
     for turn in range(ROUNDS + 1):
         before = time.time()
         dist.all_gather_object(stamps, (before, after))
-        if turn:  # what clocks said after a round is told in the next one
+        if turn:  # times after a round are sent in the next one
             low = max(low, own_before - stamps[0][1])
             high = min(high, after - zero_before)
         own_before, zero_before, after = before, stamps[0][0], time.time()

@@ -64,7 +64,7 @@ class DeepSpeed(Engine):
 
 def _slots(job: Job) -> tuple[dict[str, int], list[str]]:
     """Return slots for the hostfile, and an `--include` where this host is to use other devices."""
-    # DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` says the same, and it
+    # DeepSpeed overwrites CUDA_VISIBLE_DEVICES with 0, 1, 2, ... unless `--include` has the same, and it
     # checks the numbers there against the hostfile's slots.
     slots = {host.name: host.slots for host in job.cluster.hosts}
     own = job.cluster.hosts[job.node_rank]

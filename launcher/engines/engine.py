@@ -71,7 +71,7 @@ class Engine(ABC):
 def ssh_command(host: str, ssh_port: int | None, module: str = "ds_ring_launcher.run.agent") -> list[str]:
     """Return the command line that starts an agent, or another module, on a host."""
     port = [] if ssh_port is None else ["-p", str(ssh_port)]
-    # Without a terminal nobody can be asked for a password; a host that is gone is noticed in a minute.
+    # Without a terminal no password can be typed; a missing host is noticed in a minute.
     options = ["BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=4"]
     words = [word for option in options for word in ("-o", option)]
     return ["ssh", "-T", *port, *words, host, shlex.join(module_command(module))]

@@ -2,7 +2,7 @@
 
 This module also runs in each rank, where it names the rank as DeepSpeed scripts expect it and starts the
 script. Without it DeepSpeed asks mpi4py, and overwrites MASTER_ADDR and MASTER_PORT with guesses of its own
-(29500). It needs no MPI library: Open MPI tells each process its numbers in the environment.
+(29500). It needs no MPI library: Open MPI puts each process's numbers into the environment.
 
 mpirun kills all ranks a second after the first one that ends badly, or after its own SIGTERM. The launcher
 sends it SIGUSR2 instead, which mpirun forwards to every rank on all hosts. Here that becomes one SIGTERM to
@@ -67,7 +67,7 @@ class Mpirun(Engine):
             names = [name for name in environment if name in job.private]
             by_file = job.carried | {name: environment.pop(name) for name in names}
         hosts = ",".join(f"{host.name}:{host.slots}" for host in cluster.hosts)
-        # Bound to one core each, ranks of more than one thread would stand in each other's way.
+        # Bound to one core each, ranks of more than one thread would share one core.
         argv = ["mpirun", "-n", str(cluster.world_size), "--host", hosts, "--bind-to", "none"]
         if os.geteuid() == 0:  # containers run as root, which mpirun refuses by default
             argv += ["--allow-run-as-root"]
@@ -88,7 +88,7 @@ class Mpirun(Engine):
 
 
 def main(argv: list[str]) -> int:
-    """Run the script `argv[0]` with the rest as its arguments; return its exit status, 0 if told to end."""
+    """Run the script `argv[0]` with the rest as its arguments; return its status (0 if ended by request)."""
     missing = [name for name in _FROM_OPEN_MPI.values() if name not in os.environ]
     if missing:
         sys.exit(f"engines.mpirun: expected to be started by Open MPI's mpirun, which sets {missing[0]}")
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     status = script.wait()
     if told_to_end:
         return 0
-    if status < 0:  # the same end, so that mpirun says which signal it was
+    if status < 0:  # the same end, so that mpirun reports the signal
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)

@@ -1,7 +1,7 @@
 """Start the ranks of all hosts by Slurm's srun, and write the sbatch script in which that is done.
 
 This module also runs in each rank, where it sets the rank's numbers from Slurm's variables. All else comes
-from the environment, which srun hands over by itself: no value stands on a command line. A host that fails is
+from the environment, which srun hands over by itself: no value is on a command line. A host that fails is
 Slurm's to notice: it ends the job and puts it back into the queue, and the script begins again with the
 newest checkpoint.
 """
@@ -78,7 +78,7 @@ class Slurm(Engine):
         )
 
     def reach(self, host: str, ssh_port: int | None, module: str) -> tuple[list[str], str]:
-        """Return the srun that runs a module on one host of the allocation, beside what runs there."""
+        """Return the srun that runs a module on one host of the allocation, next to the job there."""
         argv = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--quiet", *_PLAIN]
         return [*argv, *module_command(module)], _SRUN_ADVICE
 
@@ -151,7 +151,7 @@ def by_switch(hosts: Sequence[Host], switches: Mapping[str, Sequence[str]]) -> t
         hosts: in the order of the YAML.
         switches: host name -> its switches, from the top of the tree down to its leaf.
     """
-    first: dict[tuple[str, ...], int] = {}  # a switch stands where its first host did
+    first: dict[tuple[str, ...], int] = {}  # a switch has the place of its first host
     ways = [tuple(switches.get(host.name, ())) for host in hosts]
     for index, way in enumerate(ways):
         for depth in range(1, len(way) + 1):
@@ -179,7 +179,7 @@ def _switches(told: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, 
 
 
 def _scontrol(*what: str) -> str:
-    """Return what it prints; nothing where it has nothing to show, or is not there."""
+    """Return what it prints; empty if it has no output, or is missing."""
     try:
         done = subprocess.run(
             ["scontrol", "show", *what], capture_output=True, text=True, timeout=_SCONTROL_SECONDS

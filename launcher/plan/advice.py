@@ -181,7 +181,7 @@ class Advice(NamedTuple):
 
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
-    """Search around a setting and warn of what is wrong with it; `say` is called with each search."""
+    """Search around a setting and warn of its faults; `say` is called with each search."""
     say("the longest sequence that fits")
     longest = longest_sequence(found.setting)
     say("the fewest devices that fit")

@@ -39,8 +39,8 @@ class Recurrence(NamedTuple):
 
     name: str
     parameters: int  # of its matrices
-    kept: int  # elements a token that it keeps for the backward pass beside its kernel's
-    # before, channels: tokens that its convolution looks back, and elements a token of what is convolved
+    kept: int  # elements a token that it keeps for the backward pass in addition to its kernel's
+    # before, channels: tokens that its convolution looks back, and convolved elements a token
     before: int = 0
     channels: int = 0
     # state, transition: elements of B and M of one sample (ring_scan); no state, no scan
@@ -50,7 +50,7 @@ class Recurrence(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Describe what attention over chosen keys has beside its own projections."""
+    """Describe the additional parts of attention over chosen keys."""
 
     name: str
     parameters: int  # of the indexer
@@ -146,7 +146,7 @@ _ROWS: tuple[tuple[str, str, Callable[[ModelValues], Kind]], ...] = (
 KNOWN: Mapping[str, Readers] = {
     model: dict.fromkeys(words.split(), read) for models, words, read in _ROWS for model in models.split()
 }
-# Keys of configurations whose layers are not all softmax attention, whatever `layer_types` says.
+# Keys of configurations whose layers are not all softmax attention, for any `layer_types`.
 _SIGNS = re.compile(
     r"mamba|ssm_|linear_(num|key|conv|attn)|index|lru_width|block_types?$|layers_block_type|attn_layer_"
     r"|conv_(kernel|L_cache)|compress|cca_|state_size|keep_window_size|hybrid_|ple_"
@@ -324,7 +324,7 @@ def layer_cost(
 def _arithmetic(
     kind: Kind, place: LayerSetting, hardware: Hardware, dtype: str, kernel: str
 ) -> tuple[float, float]:
-    """Return the seconds of arithmetic beside the matrices of the layer, forward and backward."""
+    """Return the seconds of arithmetic without the matrices of the layer, forward and backward."""
     rate, batch, layout = hardware.flops(dtype), place.batch, place.layout
     dense = rate * hardware.matmul_efficiency
     if isinstance(kind, Recurrence):
@@ -348,7 +348,7 @@ class LayerMemory(NamedTuple):
 
 
 def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes: int) -> LayerMemory:
-    """Return what a layer needs beside the tensors of attention.
+    """Return the needs of a layer without the tensors of attention.
 
     Args:
         kind: of the layer.

@@ -1,6 +1,6 @@
 """Plan the same training by other ways to split a sequence, from what their authors have published.
 
-Owns one row for each: what lies on a device and its host, what a device sends, how many ranks a sequence may
+Owns one row for each: memory of device and host, bytes that a device sends, how many ranks a sequence may
 have. The layer around attention, the states and the hardware are those of ds_ring's own plan, so that the
 rows differ by method only; times are not compared.
 
@@ -8,7 +8,7 @@ rows differ by method only; times are not compared.
   all tokens of H / P heads; q, k, v and out cross once a pass, so a device sends (P - 1) / P of its shards of
   them. Ranks are at most the heads; K/V heads that are fewer than the ranks are copied.
 - ALST (Bekman et al. 2025, arXiv 2506.13996, section 3): the same all-to-alls, with the loss in tiles of a
-  GiB of float32 logits, MLPs in ceil(tokens / hidden) tiles (as DeepSpeed's `TiledMLP` says), checkpoints on
+  GiB of float32 logits, MLPs in ceil(tokens / hidden) tiles (as DeepSpeed's `TiledMLP`), checkpoints on
   the host, and at ZeRO 3 optimizer states on the host; parameters as well on a single GPU. Its published
   lengths for Llama-8B are 0.5, 3.7 and 15 million tokens on 1, 8 and 32 H100.
 - torch's context parallelism as TRL's guide to a million tokens uses it (torch 2.13: K and V of all ranks are

@@ -1,6 +1,6 @@
 """Estimate memory, FLOPs, bytes and time of a training step on one device. Pure arithmetic.
 
-Owns the sum of it all. What is planned stands in training_setting.py, attention in layer_passes.py, searches
+Owns the sum of it all. The setting is in training_setting.py, attention in layer_passes.py, searches
 in options.py.
 """
 
@@ -21,7 +21,7 @@ from .training_setting import ELEMENT_BYTES, TrainingSetting
 # Ulysses: a forward pass exchanges q, k and v for all tokens of some heads, and out back
 # (ops/ulysses.py); a backward pass does the same with the gradients. A rank sends (U -
 # 1) / U of what it has (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is
-# computed meanwhile.
+# computed at that time.
 
 SWAPS = 2  # all-to-alls of a pass in either direction: all tensors of a place go in one
 
@@ -92,12 +92,12 @@ class Estimate(NamedTuple):
 
     @property
     def host_peak(self) -> MemoryMoment:
-        """Return the moment at which most lies on the host."""
+        """Return the moment of the most memory on the host."""
         return max(self.moments, key=lambda moment: moment.host_total)
 
     @property
     def node_host_bytes(self) -> int:
-        """Return the most that lies on a node's host, of all its devices."""
+        """Return the most memory on a node's host, of all its devices."""
         return self.host_peak.host_total * self.setting.devices_of_node
 
     @property
@@ -112,7 +112,7 @@ class Estimate(NamedTuple):
 
 
 def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
-    """Return whether device and host can give what is alive at every moment."""
+    """Return whether device and host have enough memory at every moment."""
     host = setting.usable_host_bytes or 0.0
     return all(one.total <= setting.usable_bytes and one.host_total <= host for one in moments)
 
@@ -145,7 +145,7 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
 def heads_here(setting: TrainingSetting, slots: int) -> float | None:
     """Return the part of attention's heads that are on the device while some are computed; None for all."""
     kind, model = setting.hardware.kind, setting.model
-    # On the CPU both are one memory: nothing is gained, and what is copied replaces what it was copied from.
+    # On the CPU both are one memory: nothing is gained, and a copy replaces its source.
     if setting.host_is_device or not heads_on_host(setting.offload_attention, kind, slots):
         return None
     kv_heads = model.kv_heads // setting.ulysses_size
@@ -161,7 +161,7 @@ def estimate(
     """Estimate everything about a setting.
 
     Args:
-        setting: what is planned.
+        setting: of the run.
         progress: called with the number of ranks looked at, and of all that will be.
         attention: of the same model, sequence, ranks and hardware, if it was estimated already.
 
@@ -174,7 +174,7 @@ def estimate(
         attention = layer_passes(setting, progress)
     step = training_step(setting, attention.layout.local_tokens, attention.memory)
     total = attention.total
-    # Checkpointing runs the forward pass, its transfers included, once more only where it is told to. The
+    # Checkpointing runs the forward pass, its transfers included, once more only where it is set to. The
     # first part of the rows takes that part of the time, not its square, on the zigzag rank that has the
     # middle of the sequence.
     again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
@@ -232,7 +232,7 @@ def estimate(
 # partition and returns parameters; it reads and writes its float32 states (28 bytes a parameter: the copy,
 # two moments, the gradient read; all but the gradient written) at the rate of the host's memory, which all
 # devices of a node share. Parameters on the host come as often as stage 3 gathers them. All of it counts as
-# if nothing were hidden behind compute.
+# if compute hid nothing.
 def host_traffic(setting: TrainingSetting, step: TrainingStep) -> tuple[int, float]:
     """Return bytes between one device and its host in a step, and seconds; [Note: traffic with the host]."""
     zero, model, hardware = setting.zero, setting.model, setting.hardware

@@ -138,7 +138,7 @@ class Hardware(Section):
         return found
 
     def runs(self, kernel: str, kinds: Iterable[str]) -> str:
-        """Return the kernel that a name of the JSON stands for.
+        """Return the kernel of a name of the JSON.
 
         "auto" is the file's own kernel if the file names one, else what "auto" takes for tiles of these kinds
         (`Pattern.tile_kind`) among those of which the file has rates.
@@ -169,7 +169,7 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
     faults.
     """
     required = [name for name, field in Hardware.model_fields.items() if field.is_required()]
-    # A missing key becomes null, so that its error says what the key takes.
+    # A missing key becomes null, so that its error has the type of the key.
     filled = {**dict.fromkeys(required), **values}
     if isinstance(filled["peak_flops"], dict) and not any(filled["peak_flops"].values()):
         raise config_error(source, "peak_flops: expected a rate for one dtype at least, got none; add one")

@@ -90,7 +90,7 @@ def _ring_config(options: argparse.Namespace) -> tuple[RingConfig, _Raw]:
     section |= {key: value for key, value in given.items() if value is not None}
     if options.pattern is not None:
         section["pattern"] = parse_object(options.pattern, "--pattern")
-    if options.ring_size:  # says what the JSON's whole would
+    if options.ring_size:  # refuses what the JSON would
         whole = {key: value for key, value in whole.items() if key != SP_KEY}
     if SP_KEY not in whole and not isinstance(section.get("ring_size"), int):
         section["ring_size"] = max((options.devices or 1) // (options.ulysses_size or 1), 1)
@@ -141,7 +141,7 @@ def _setting(
     from_json = _dtype(whole, bool(options.config))
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
-    hardware.flops(dtype)  # or an error that names what it has
+    hardware.flops(dtype)  # or an error with its dtypes
     hardware.runs(config.kernel, ())  # likewise
     if PASSES[config.transport].shares_memory:
         _check_shared_memory(config.transport, hardware, ring * ulysses)
@@ -227,7 +227,7 @@ def _zero(options: argparse.Namespace, whole: _Raw, dtype: str, devices: int, ki
     stage = options.zero_stage
     if stage is None:
         given_stage = _number(section, f"{_ZERO}.", "stage", least=0, most=3)
-        # Without a JSON nothing is said of ZeRO: stage 3 is what long sequences need.
+        # Without a JSON the ZeRO stage is 3, which long sequences need.
         stage = int(given_stage or 0) if options.config else 3
     numbers = {
         "bucket_elements": _number(section, f"{_ZERO}.", "reduce_bucket_size", least=1, most=2**53),

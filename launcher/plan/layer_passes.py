@@ -1,6 +1,6 @@
 """Estimate the attention of all layers on one layout: cost of their passes, and memory of the largest one.
 
-Owns the choice of ranks and head classes that stand for all, and how layers with different patterns add up:
+Owns the choice of ranks and head classes that represent all, and how layers with different patterns add up:
 costs are summed over the layers, since ranks wait for each other in every layer; of memory the most counts.
 pass_time.py has the cost of one pass, pass_memory.py its memory.
 """
@@ -130,10 +130,10 @@ def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
 
 # [Note: sampled ranks]
 # Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
-# (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which stand for the
+# (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which represent the
 # others.
 def sampled_ranks(ring_size: int) -> list[int]:
-    """Return the ring ranks that stand for all; [Note: sampled ranks]."""
+    """Return the ring ranks that represent all; [Note: sampled ranks]."""
     if ring_size <= FEW_RANKS:
         return list(range(ring_size))
     ranks = sampled_origins(ring_size)
@@ -141,7 +141,7 @@ def sampled_ranks(ring_size: int) -> list[int]:
 
 
 def parts_of(plan: Plan, ring_rank: int) -> list[CostPart]:
-    """Return a rank's head-group schedules, or two that stand for all; [Note: sampled ranks]."""
+    """Return a rank's head-group schedules, or two that represent all; [Note: sampled ranks]."""
     if plan.ring_size <= FEW_CLASSES or len(plan.classes) <= 2:
         return [CostPart(head_class.rank(ring_rank), 1) for head_class in plan.classes]
     if plan.ring_size > MANY_RANKS:
@@ -198,7 +198,7 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
 
 
 def _beside(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple[LayerCost, ...]:
-    """Estimate the layers beside attention over all keys."""
+    """Estimate the layers other than attention over all keys."""
     parts, element = setting.ulysses_size, ELEMENT_BYTES[setting.dtype]
     looked_at = sorted({rank * parts + part for rank in ranks for part in (0, parts - 1)})
     return tuple(

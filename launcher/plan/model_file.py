@@ -1,6 +1,6 @@
 """Read the model of `ds-ring plan`: a transformers config.json, read as JSON, or sizes one by one.
 
-Only where the file leaves open which of its layers have a window or chunk, transformers is asked, too.
+Only where the file leaves open which of its layers have a window or chunk, transformers decides.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
-    """Return what a config.json says of the attention of every layer, as of a causal model.
+    """Return the attention of every layer by a config.json, as of a causal model.
 
     Args:
         values: of the file. Without `layer_types` all layers have the window or chunk that it names.
@@ -52,7 +52,7 @@ def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
 
 
 def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
-    """Return what is known of each layer: by a config.json or its text, or by their number alone.
+    """Return the attention of each layer: by a config.json or its text, or by their number alone.
 
     Raises:
         RingConfigError: both are given, or one of them is wrong, or a layer is not attention.
@@ -101,7 +101,7 @@ def layer_patterns(config: RingConfig, said: Sequence[Pattern | None], tokens: i
 
     Args:
         config: the section; its "pattern" and "layers".
-        said: what the model says of each layer, None where nobody knows.
+        said: the pattern of each layer, None where it is unknown.
         tokens: of the sequence.
 
     Raises:

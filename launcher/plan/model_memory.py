@@ -35,7 +35,7 @@ class Zero:
     overlap_comm: bool = False  # two buckets instead of one
     live_elements: int = 1_000_000_000  # stage3_max_live_parameters
     # an optimizer without temporaries (DeepSpeed's FusedAdam on GPUs); torch's on the CPU has two of the size
-    # of what it updates
+    # of the parameters that it updates
     fused_adam: bool = True
     # offload_optimizer, offload_parameters: to the host's memory; parameters at stage 3 only
     offload_optimizer: bool = False
@@ -58,7 +58,7 @@ class Zero:
         return 0 if self.offload_parameters else self.element_bytes * self.share(whole)
 
     # [Note: on the host]
-    # Optimizer: the float32 copy, two moments and the gradients in float32 stand there from the start. Stages
+    # Optimizer: the float32 copy, two moments and the gradients in float32 are there from the start. Stages
     # 1 and 2 have a low-precision copy of the partition for the way back, stage 3 the flat gradient
     # partition.
     def host(self, model: ModelShape) -> int:
@@ -105,7 +105,7 @@ class Zero:
         kept = made
         if self.stage == 2:
             kept = self.share(model.parameters) if made else 0
-        if self.stage and self.offload_optimizer:  # each goes to the host once it is reduced
+        if self.stage and self.offload_optimizer:  # each moves to the host once it is reduced
             kept = min(made, model.largest_parameter)
         return self.element_bytes * (kept + buckets)
 
@@ -177,22 +177,22 @@ class LocalTokens:
 class TrainingStep:
     """Describe a training step on one device."""
 
-    # model, zero: what is trained and how its states are kept
+    # model, zero: the trained model and the storage of its states
     model: ModelShape
     zero: Zero
     tokens: LocalTokens  # how many here
-    ring: PassMemory  # what the pass needs beside q, k, v, out and their gradients
+    ring: PassMemory  # of the pass without q, k, v, out and their gradients
     checkpointing: bool = False  # a layer keeps its input and is computed again
     keeps_attention: float = 0.0  # but for this part of attention's output and lse, which is kept then
     # loss_tokens, mlp_tokens: that are there at once (a loss and MLPs in tiles); None for all
     loss_tokens: int | None = None
     mlp_tokens: int | None = None
-    offload_checkpoints: bool = False  # what layers keep for the backward pass lies on the host
-    host_is_device: bool = False  # as on the CPU: what is offloaded stays where it is
+    offload_checkpoints: bool = False  # the layers' checkpoints are on the host
+    host_is_device: bool = False  # as on the CPU: offloading moves nothing
     # heads_here: of attention on the host, the part that is on the device while heads are computed; None
     # where all of it stays on the device
     heads_here: float | None = None
-    # beside_bytes, most_beside, messages: of layers beside attention over all keys, what all of them keep for
+    # beside_bytes, most_beside, messages: of layers other than attention over all keys, their stores for
     # the backward pass, the one that keeps most, and what exchanges need at once
     beside_bytes: int = 0
     most_beside: int = 0
@@ -216,7 +216,7 @@ class TrainingStep:
 
     @property
     def offloaded_bytes(self) -> int:
-        """Return what of a layer's attention lies on the host: q, k, v, out and lse."""
+        """Return the bytes of a layer's attention on the host: q, k, v, out and lse."""
         return 0 if self.heads_here is None else self.attention_bytes - self._query_bytes
 
     @property
@@ -273,7 +273,7 @@ class TrainingStep:
             kept = self._kept_bytes
             inputs = layers * self.layer_input_bytes
             if self.offload_checkpoints:
-                # A layer's come back when they are asked for, the next layer's meanwhile (saved_results.py).
+                # A layer's come back when they are needed, together with the next layer's (saved_results.py).
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
             # Of attention over chosen keys nothing is kept (saved_results.py).
@@ -300,7 +300,7 @@ class TrainingStep:
 
     @property
     def host_bytes(self) -> int:
-        """Return the most that lies on the host at once."""
+        """Return the most memory on the host at once."""
         return max(moment.host_total for moment in self.moments())
 
     def _moment(self, name: str, components: Components, layers: int = 0) -> MemoryMoment:
@@ -378,7 +378,7 @@ class TrainingStep:
         """Return an MLP's backward.
 
         In tiles, its inside exists for one tile of tokens, and its matrices' gradients are added up in
-        float32, beside those of the tile.
+        float32, in addition to those of the tile.
         """
         element, tokens, model = self.zero.element_bytes, self.tokens.outside, self.model
         passing = tokens * element * 2 * (model.intermediate + model.hidden)
@@ -388,7 +388,7 @@ class TrainingStep:
         return self._states(made) | {"activations": saved + passing, "attention": attention}
 
     def _attention(self, made: int, saved: int, attention: int) -> Components:
-        """Return attention's backward: four gradients beside q, k, v, out; the MLP's part is freed."""
+        """Return attention's backward: four gradients and q, k, v, out; the MLP's part is freed."""
         here, element = self.tokens, self.zero.element_bytes
         saved += 2 * self.layer_input_bytes - self.mlp_bytes - self.norm_bytes
         gradients = here.inside * (2 * here.heads + 2 * here.kv_heads) * self.model.head_dim * element
@@ -412,7 +412,7 @@ def attention_alone(
         local_tokens: slots S.
         head_dim: D.
         element: bytes of one element of q, k, v.
-        ring: what the pass needs beside them.
+        ring: additional memory of the pass.
         v_head_dim: E of values and outputs; None is D.
     """
     both = head_dim + (head_dim if v_head_dim is None else v_head_dim)

@@ -19,7 +19,7 @@ from .layer_passes import plans_of, slowest_passes, total_cost
 from .pass_time import EXPOSED, PassCost
 from .training_setting import TrainingSetting, like_in_hops
 
-# The shortest shard from which on transfers hide behind compute, by bisection on the cost model.
+# The shortest shard for which compute hides transfers, by bisection on the cost model.
 
 FEWEST, MOST = 1 << 6, 1 << 22  # tokens of a shard that are looked at
 STEP = 4  # between two shards on the way down
@@ -103,7 +103,7 @@ ALIKE = 0.02  # of a step's time: less is no reason to change anything
 class NodeOrder(NamedTuple):
     """Hold one way to span the nodes."""
 
-    name: str  # what it is
+    name: str  # for the table
     setting: TrainingSetting  # with its sizes
     runs: bool  # whether the runtime does this with those sizes; else it is there for comparison
     # attention_s, waiting_s, step_s: of a step, its attention, and of that waiting for messages
@@ -156,7 +156,7 @@ def _one_ring(setting: TrainingSetting) -> TrainingSetting:
 
 
 def _others(setting: TrainingSetting) -> Iterator[TrainingSetting]:
-    """Yield the ways beside the setting's own."""
+    """Yield the other ways."""
     whole = replace(setting, ring_size=setting.ring_size * setting.ulysses_size, ulysses_size=1)
     inside = math.gcd(setting.model.kv_heads, setting.model.heads, setting.hardware.devices_per_node)
     ways = [whole] if _has_levels(whole) else []
@@ -173,7 +173,7 @@ def _sizes(setting: TrainingSetting) -> tuple[int, int, bool]:
 
 
 def _has_levels(setting: TrainingSetting) -> bool:
-    """Return whether some layer's plan goes by nodes."""
+    """Return whether some layer's plan has two levels."""
     ways = (plan.classes[0].directions for plan, _ in plans_of(setting))
     return any(way.ranks_per_node > 0 for directions in ways for way in directions)
 

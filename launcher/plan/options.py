@@ -27,7 +27,7 @@ class MemoryOption(NamedTuple):
     """Describe an option."""
 
     flag: str  # of `ds-ring plan`
-    # where it stands in the DeepSpeed JSON, as a path of keys and the value
+    # its place in the DeepSpeed JSON, as a path of keys and the value
     section: tuple[tuple[str, ...], object] | None
     is_on: Callable[[TrainingSetting], bool]  # whether a setting has it
     apply: Callable[[TrainingSetting], TrainingSetting]  # turns it on
@@ -153,7 +153,7 @@ def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool
     """Return whether a setting fits, or may with options if it says that they may be added.
 
     Args:
-        setting: what is planned.
+        setting: of the run.
         slots: of a ring rank.
         ring: what its passes need.
     """

@@ -1,8 +1,8 @@
 """Estimate the peak memory of a ring pass on one rank: its steps with bytes for buffers. Pure arithmetic.
 
 Owns the count of message buffers, accumulators and kernel workspace; what stays at home (q, k, v, out and
-their gradients) is `model_memory.py`'s. The steps are those that real ranks run, so what is alive at once is
-not a formula but what the schedule says. `tools/check_plan.py` compares the result with real ranks.
+their gradients) is `model_memory.py`'s. The steps are those that real ranks run, so the live tensors are
+not a formula but the schedule's. `tools/check_plan.py` compares the result with real ranks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PassShape:
 
 
 class PassMemory(NamedTuple):
-    """Hold the bytes that a pass needs beside its inputs and results."""
+    """Hold the bytes of a pass without its inputs and results."""
 
     buffers: int  # of messages; kept from pass to pass
     accumulators: int  # float32 results of low-precision inputs
@@ -97,7 +97,7 @@ class PassMemory(NamedTuple):
 def pass_memory(
     classes: tuple[HeadClassPlan, ...], shape: PassShape, *, backward: bool = True, first: bool = False
 ) -> PassMemory:
-    """Return what a forward pass and, unless told otherwise, the backward pass need at most, bytes.
+    """Return the most bytes of a forward pass and, by default, of the backward pass.
 
     Args:
         classes: of one rank, one for each class of heads (or some of many equal ones).
@@ -194,7 +194,7 @@ class _Meter:
         self.first = max(self.first, now, key=sum)
 
     def _results_bytes(self, chunk: HeadChunk, backward: bool) -> int:
-        """Return the bytes of float32 results beside those of the inputs' dtype."""
+        """Return the bytes of float32 results in addition to those of the inputs' dtype."""
         if self.shape.element_bytes >= FLOAT:
             return 0
         rows, shape = self._rows(chunk.query_heads), self.shape

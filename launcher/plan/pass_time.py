@@ -44,7 +44,7 @@ class PassRates(NamedTuple):
     latency_s: float = 0.0  # of the link
     # of links inside a node, where messages over them are counted apart
     node_bytes_per_s: float | None = None
-    # part of the multiprocessors that the kernels of messages hold while these travel beside the kernel
+    # part of the multiprocessors that the kernels of messages hold while these travel
     message_share: float = 0.0
 
 
@@ -52,8 +52,8 @@ class TimeLine(NamedTuple):
     """Hold the seconds of every batch of a pass; float64 [batches] each."""
 
     kernel: np.ndarray  # in the kernel
-    posting: np.ndarray  # of the rank's own work beside it
-    transfer: np.ndarray  # until what is received has arrived
+    posting: np.ndarray  # of the rank's other work
+    transfer: np.ndarray  # until the messages have arrived
 
     @property
     def compute(self) -> np.ndarray:
@@ -141,7 +141,7 @@ def time_line(schedule: Schedule, work: dict[int, Work], shape: PassShape, rates
         part = np.stack([kernel, np.where(size > 0, rates.post_s, 0.0), transfer])
         line[:, start : start + len(mine)] += part
     kernel, posting, transfer = line
-    # While messages travel the kernel has 1 - share of the device: what it loses comes on top.
+    # While messages travel the kernel has 1 - share of the device: its loss is added.
     lost = rates.message_share * np.minimum(transfer, kernel / (1 - rates.message_share))
     return TimeLine(kernel + lost, posting, transfer)
 
@@ -152,10 +152,10 @@ EXPOSED = 0.05  # of a pass's time: more than that counts as a transfer that doe
 
 
 class CostPart(NamedTuple):
-    """Hold one of a rank's classes of K/V heads, which may stand for several."""
+    """Hold one of a rank's classes of K/V heads, which may represent several."""
 
     head_class: HeadClassPlan  # the rank's part of the plan for the class
-    times: int  # how many classes it stands for
+    times: int  # how many classes it represents
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def pass_cost(
     between nodes beside them. In one ring of all ranks the slowest link is the pace of every hop.
 
     Args:
-        parts: its classes of heads, or some that stand for all.
+        parts: its classes of heads, or some that represent all.
         shape: of the tensors.
         hardware: rates and fixed costs.
         dtype: in which products run.

@@ -283,7 +283,7 @@ def _transports_table(ways: Transports) -> Table:
 
 
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
-    """Build the table of other methods; `launcher/plan/compare.py` says where their formulas are from."""
+    """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
     table = Table(
         "method", "ranks", "GiB", "host GiB", "sent GiB", "longest tokens", title="by published formulas"
     )

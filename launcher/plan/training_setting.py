@@ -31,7 +31,7 @@ class TrainingSetting:
     # ring_size, ulysses_size: ranks that share one; their product divides the devices
     ring_size: int
     ulysses_size: int
-    # model, pattern: what is trained; where layers differ, each pattern with its number of layers, without
+    # model, pattern: of the training; where layers differ, each pattern with its number of layers, without
     # those of `beside`
     model: ModelShape
     pattern: Pattern | Mix
@@ -45,9 +45,9 @@ class TrainingSetting:
     # loss_tokens, mlp_tokens: that are there at once, of logits and inside an MLP; None for all
     loss_tokens: int | None = None
     mlp_tokens: int | None = None
-    offload_checkpoints: bool = False  # what layers keep under checkpointing lies on the host
-    offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer lie on the host
-    may_add_options: bool = False  # searches turn on whatever of `options.py` makes a run fit
+    offload_checkpoints: bool = False  # the layers' checkpoints are on the host
+    offload_attention: bool | Literal["auto"] = False  # q, k, v, out and lse of a layer are on the host
+    may_add_options: bool = False  # searches turn on the options of `options.py` that make a run fit
     # transport, overlap, prune, chunk_bytes, stage_bytes, gradient_payload, kv_payload: as in the JSON
     transport: str = "ring"
     overlap: bool = True
@@ -87,7 +87,7 @@ class TrainingSetting:
 
     @property
     def kernel_that_runs(self) -> str:
-        """Return the kernel that a name stands for on this hardware; RingConfigError if it has no rates."""
+        """Return the kernel of a name on this hardware; RingConfigError if it has no rates."""
         return self.hardware.runs(self.kernel, self.kinds)
 
     @property
@@ -102,7 +102,7 @@ class TrainingSetting:
 
     @property
     def host_is_device(self) -> bool:
-        """Return whether what is offloaded lies where everything else does: ranks on the CPU."""
+        """Return whether offloading moves nothing: ranks on the CPU."""
         return self.hardware.kind == "cpu"
 
     @property

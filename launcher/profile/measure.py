@@ -51,7 +51,7 @@ class ProfileJob:
         return GeneratedSource(*shape, sizes.dtype, self.seed)
 
     def layout(self, ring_size: int) -> Layout:
-        """Return where the tokens of a ring lie.
+        """Return the layout of a ring.
 
         Raises:
             RingConfigError: fewer tokens than ranks.
@@ -70,7 +70,7 @@ class ProfileJob:
         """Raise what any of these rings would raise, before anything is run.
 
         Raises:
-            RingError: what is wrong.
+            RingError: a size that does not fit.
         """
         _ = self.source
         get_kernel(self.options.kernel, "cpu", self.options.kernel_options, self.options.block_size)

@@ -97,7 +97,7 @@ WHAT_COLOURS = {"compute": "#0072b2", "send": "#e69f00", "wait": "#d55e00"}
 BACKWARD_SHADE = "#f2ece0"
 HATCH = {"real": "", "simulated": "///"}
 DPI = 110
-TITLE_WIDTH = 84  # characters: a title stays beside the legend
+TITLE_WIDTH = 84  # characters: a title leaves space for the legend
 NAMED_WIDTH = 0.025  # of the time axis: an event at least so wide has its hop written in it
 
 
@@ -174,7 +174,7 @@ def _draw_line(axes: Any, line: Line, largest: int) -> None:
 
 
 def _memory_legend(figure: Any, parts: Sequence[str], kinds: Sequence[str], line: str | None) -> None:
-    """Draw the legend beside the axes, in the order of the stack from its top."""
+    """Draw the legend to the right of the axes, in the order of the stack from its top."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,7 +1,7 @@
 """Run this host's part of a run that ds-ring started by ssh, and end it with the launcher.
 
 Standard input is the connection: a request in one line of JSON (start.py writes it), then an empty line
-every few seconds. "end" asks for the end; the end of the file, or a long silence, says that the launcher or
+every few seconds. "end" asks for the end; the end of the file, or a long silence, means that the launcher or
 its machine is gone. Values of variables come this way only: a command line can be read by everybody.
 """
 
@@ -26,7 +26,7 @@ END, END_AFTER_FAULT = "end", "end after a fault"
 
 
 def main(stdin: IO[str]) -> int:
-    """Run the request that stands in the first line; return the engine's exit status."""
+    """Run the request of the first line; return the engine's exit status."""
     line = stdin.readline()
     # A person who starts this by hand sees words and not a traceback.
     if not line.startswith("{"):
@@ -69,7 +69,7 @@ def _listen(stdin: IO[str], grace: process.Grace) -> None:
         line = stdin.readline()
         silent.cancel()
         word = line.strip()
-        if not line or word == END_AFTER_FAULT:  # nobody waits for a checkpoint, nor for anything at all
+        if not line or word == END_AFTER_FAULT:  # there is no checkpoint to wait for
             grace.seconds = min(
                 grace.seconds, process.FAULT_GRACE_SECONDS if line else process.ORPHAN_GRACE_SECONDS
             )

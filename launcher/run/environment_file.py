@@ -2,7 +2,7 @@
 
 Run on every host of a job of mpirun's by start.py, through ssh, which encrypts: mpirun itself would send them
 in clear (`-x NAME`). The request, {"path", "values"}, is a line of standard input, whose end ends the file.
-Each rank reads the file before its script (engines/mpirun.py). Its name is random, so nobody has it before.
+Each rank reads the file before its script (engines/mpirun.py). Its name is random, so it is new.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describe what goes into an engine, a `Job`, and what it makes, an `Invocation`: both are data.
+"""Describe the input of an engine, a `Job`, and its output, an `Invocation`: both are data.
 
 The agent on another host imports this file: it imports nothing of ds_ring that takes time, and no torch.
 """
@@ -43,13 +43,13 @@ def own_programs_first(environment: Mapping[str, str], around: Mapping[str, str]
 
 @dataclass(frozen=True)
 class Invocation:
-    """Describe what to run: arguments, what is added to the caller's environment, files to write first."""
+    """Describe a command: arguments, additions to the caller's environment, files to write first."""
 
     argv: list[str]
     environment: dict[str, str]
     files: dict[Path, str] = field(default_factory=dict)
     programs: dict[str, str] = field(default_factory=dict)  # needed on PATH -> what to do without it
-    private: frozenset[str] = frozenset()  # variables whose values are shown to nobody
+    private: frozenset[str] = frozenset()  # variables whose values are never shown
     by_file: dict[str, str] = field(default_factory=dict)  # that every host gets in a file of its own
     unset: tuple[str, ...] = ()  # patterns of variables of the caller's that the engine does not get
     end_signal: int | None = None  # that makes the engine end its ranks in their own time
@@ -60,7 +60,7 @@ class Invocation:
         lines = [_UNSET.format(names=names)] if names else []
         if FOLDER_VARIABLE in self.environment:
             lines.append(f"mkdir -p {_quoted(self.environment[FOLDER_VARIABLE])}")
-        if self.files:  # in a folder that nobody else can write to ([Note: planted links] in json_text.py)
+        if self.files:  # in a folder that no other user can write to ([Note: planted links] in json_text.py)
             lines.append(f'{_SHELL_FOLDER}="$(mktemp -d "${{TMPDIR:-/tmp}}/ds-ring-XXXXXXXX")" || exit')
         lines += [_here_document(path, text) for path, text in self.files.items()]
         lines += [
@@ -154,7 +154,7 @@ class Job:
 
     @property
     def private(self) -> frozenset[str]:
-        """Return names of variables whose values are shown to nobody: the YAML's, and the secret."""
+        """Return names of variables whose values are never shown: the YAML's, and the secret."""
         return frozenset({*self.cluster.environment, SECRET_VARIABLE})
 
     @property
@@ -189,7 +189,7 @@ def module_command(module: str) -> list[str]:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null for standard input, output and errors where whoever started this process closed them.
+    """Open /dev/null for standard input, output and errors where the parent process closed them.
 
     Otherwise the next file that is opened would have their numbers.
     """

@@ -1,4 +1,4 @@
-"""Run a function on ranks of this machine, with a hard deadline, and leave no process behind.
+"""Run a function on ranks of this machine, with a hard deadline, and end all processes.
 
 For commands that need a process group for a while. Ranks meet in a file, so that no port is taken. A training
 run is started by an engine instead (engines/, process.py). Imports no torch: that takes a rank seconds, in
@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 class RanksError(RingError, RuntimeError):
-    """Report that a rank failed, or the deadline passed; the message says which and why."""
+    """Report that a rank failed, or the deadline passed; the message has its number and the reason."""
 
 
 def run_ranks(
@@ -46,7 +46,7 @@ def run_ranks(
     waiting: Callable[[], object] = lambda: None,
     imported: bool = False,
 ) -> list[Any]:
-    """Run `work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument says
+    """Run `work(*arguments)` on every rank of a new process group (gloo; nccl if the first argument is for
     cuda).
 
     Args:
@@ -55,7 +55,7 @@ def run_ranks(
         arguments: of `work`; the first may have an attribute `device`.
         threads: of torch, on each rank.
         deadline_s: seconds after which all ranks are ended.
-        waiting: called a few times a second meanwhile.
+        waiting: called a few times a second while ranks run.
         imported: this process has imported what `work` needs, and used none of it: ranks are forked from it.
 
     Returns:
@@ -85,7 +85,7 @@ def run_ranks(
 
 def _start(parent: int, told: bytes) -> None:
     """Call the pickled (function, arguments) in a process that the death of `parent`, a process id, ends."""
-    # The kernel ends this process with its parent, whatever signals it ignores.
+    # The kernel ends this process with its parent, even if it ignores signals.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was faster
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,7 +101,7 @@ def _not_heard_by_children() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
-    finally:  # what came meanwhile is heard now
+    finally:  # delayed signals arrive now
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -110,7 +110,7 @@ def _answer(folder: str, rank: int) -> Path:
 
 
 def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Callable[[], object]) -> None:
-    """Wait until all have ended well; raise what the first rank that said anything said."""
+    """Wait until all have ended well; raise the first rank's message."""
     deadline = time.monotonic() + deadline_s
     failed: list[int] = []
     while not failed and (running := [process for process in ranks if process.is_alive()]):

@@ -96,7 +96,7 @@ class AskedHost:
     """Talk to a module on one host, which answers a line of JSON by another one.
 
     Args:
-        cluster: says what reaches its hosts.
+        cluster: how its hosts are reached.
         host: of its list.
         module: what runs there.
         here: the host is this machine, and needs nothing that reaches it.
@@ -120,7 +120,7 @@ class AskedHost:
         self._reader.start()
 
     def ask(self, question: dict[str, Any]) -> None:
-        """Send a question; a host that is gone says so by not answering."""
+        """Send a question; a missing host does not answer."""
         assert self._process.stdin is not None
         with suppress(OSError):
             print(json.dumps(question), file=self._process.stdin, flush=True)
@@ -132,7 +132,7 @@ class AskedHost:
                 line = self._lines.get(timeout=max(deadline - time.monotonic(), 0.01))
                 if not line:
                     return None
-                # whatever a shell of that host prints comes before it, on the same line, too
+                # output of that host's shell comes before it, on the same line, too
                 found = json.loads(line.partition(MARK)[2])
             except queue.Empty:
                 return None
@@ -156,7 +156,7 @@ class AskedHost:
     def end(self, patience_s: float = 0.0) -> None:
         """End it: by the end of its input, and after so many seconds by a signal."""
         assert self._process.stdin is not None
-        with suppress(OSError):  # what was asked last could not be sent
+        with suppress(OSError):  # the last question could not be sent
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=patience_s)

@@ -20,7 +20,7 @@ MARK = "ds-ring-answer: "
 
 
 def main() -> None:
-    """Listen on a free port and say which, then connect to whoever the next line names."""
+    """Listen on a free port and print it, then connect to the address of the next line."""
     # IPv6's wildcard takes IPv4 connections, too.
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:

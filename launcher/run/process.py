@@ -1,12 +1,12 @@
-"""Run an invocation: stream its output, forward signals and exit status, leave no process behind.
+"""Run an invocation: stream its output, forward signals and exit status, end all its processes.
 
 Knows nothing of engines. The engine's own care for its children is not enough: DeepSpeed's local runner dies
 of SIGTERM without passing it on, and calls it success when its helper is killed by a signal.
 
 A run whose launcher dies without ending it (by SIGKILL, out of memory, in a crash) is ended by a guardian:
-this module in a small process beside the launcher, in a session of its own. Its standard input is a pipe that
-the launcher alone holds open: the first line is {"mark", "folder"} of the run, "done" says that the run has
-ended, and the end of the file without that word says that the launcher is gone, however it died.
+this module in a small second process, in a session of its own. Its standard input is a pipe that
+the launcher alone holds open: the first line is {"mark", "folder"} of the run, "done" means that the run has
+ended, and the end of the file without that word means that the launcher is gone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .run_folder import FOLDER_VARIABLE, has_ring
 MARK = "DS_RING_LAUNCH_ID"
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL
 ORPHAN_GRACE_SECONDS = 3.0  # of a run whose launcher was killed
-FAULT_GRACE_SECONDS = 5.0  # where nobody asked for the end: survivors say who failed, or end by themselves
+FAULT_GRACE_SECONDS = 5.0  # without a request to end: survivors report the failed rank, or end by themselves
 POLL_SECONDS = 0.1
 
 
@@ -64,7 +64,7 @@ def marked(
 
 
 def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Send SIGTERM to every process of the run; SIGKILL to what is left after the grace, or in a hurry.
+    """Send SIGTERM to every process of the run; SIGKILL to the others after the grace, or in a hurry.
 
     A process that is stopped cannot end by itself, and is killed at once.
     """
@@ -81,7 +81,7 @@ def end_all(mark: str, grace_s: float, hurry: Callable[[], bool] = lambda: False
 
 
 def wait_until_gone(mark: str, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Wait until no process of the run is left, or the time is over, or `hurry` says true."""
+    """Wait until no process of the run is left, or the time is over, or `hurry` returns true."""
     deadline = time.monotonic() + seconds
     while marked(mark) and time.monotonic() < deadline and not hurry():
         time.sleep(POLL_SECONDS)
@@ -91,7 +91,7 @@ _DONE = "done"
 
 
 class Guardian:
-    """Hold the launcher's end of the pipe: made before the run is started, told `done` after its end."""
+    """Hold the launcher's end of the pipe: made before the run, closed with `done` after its end."""
 
     def __init__(self, mark: str, folder: Path | None) -> None:
         self._run = json.dumps({"mark": mark, "folder": None if folder is None else str(folder)})
@@ -131,7 +131,7 @@ class Guardian:
 
 
 def main() -> None:
-    """Be the guardian: at the end of standard input end the run, unless the launcher said that it is done."""
+    """Be the guardian: at the end of standard input end the run, unless the launcher has reported `done`."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # meant for the launcher
         signal.signal(number, signal.SIG_IGN)
     first, *said = sys.stdin.read().splitlines() or [""]
@@ -149,7 +149,7 @@ def main() -> None:
 def private_folder() -> Iterator[Path]:
     """Make a folder for the files of one attempt; removed at the end, by the guardian if need be.
 
-    One for each attempt: a long job may outlive whatever cleans /tmp.
+    One for each attempt: a long job may outlive a cleaning of /tmp.
 
     Raises:
         RingConfigError: there is no place for it.
@@ -212,7 +212,7 @@ def run(
 
     Args:
         invocation: what to run.
-        caller_environment: what it adds its variables to.
+        caller_environment: the variables of the caller.
         script: that the ranks run, by which they are known.
         signals: those that this process has got (`signals_noted`); a new one ends the run in order.
         grace: for the ranks, after a signal.
@@ -257,7 +257,7 @@ def without_options(environment: Mapping[str, str], patterns: Sequence[str]) -> 
 
 
 def _status(returncode: int, mark: str, script: str, signals: list[int], grace: Grace) -> int:
-    """Return the engine's status, unless it says 0 while ranks of the run are still at work."""
+    """Return the engine's status, unless it is 0 while ranks of the run are still at work."""
     if returncode != 0:
         return returncode if returncode > 0 else 128 - returncode
     before = len(signals)

@@ -1,7 +1,7 @@
 """Run a script as one rank of a run: its log, and what ended it, go into the folder of the attempt.
 
 What every engine starts, by rank_script.py, where the cluster YAML names a `run_folder`. In the process of
-the script, so that signals, exit status and stacks are its own. What the files are stands in run_folder.py.
+the script, so that signals, exit status and stacks are its own. run_folder.py describes the files.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
 def _kind(error: BaseException) -> tuple[str, int | None]:
     """Return the kind of a fault, and the rank that the error names.
 
-    By its type and by where it was raised, or those of the error that was being handled then: what it says is
+    By its type and by where it was raised, or those of the error that was being handled then: its text is
     never looked at, as a script's own error may speak of NCCL ([Note: who stopped first] in relaunch.py).
     """
     cause: BaseException | None = error
     while cause is not None:
         names = {base.__name__ for base in type(cause).__mro__}
         if "RingPeerError" in names:
-            # the world's number stands in the text alone, which is ds_ring's own
+            # the world's number is in the text alone, which is ds_ring's own
             named = re.match(r"rank (\d+) of the world: ", getattr(cause, "cause", ""))
             return "lost", int(named[1]) if named else getattr(cause, "peer", None)
         if "DistError" in names or _is_compiled_error_in(cause, "torch.distributed", "deepspeed.comm"):
@@ -115,7 +115,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _choose_interface() -> None:
-    """Name the interface that reaches rank 0 to gloo and NCCL, where nobody has named one."""
+    """Name the interface that reaches rank 0 to gloo and NCCL, if none is named."""
     # gloo asks the name service for this host's own name, and on many systems that is loopback's.
     wanted = [name for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name not in os.environ]
     found = interface_to(os.environ["MASTER_ADDR"]) if wanted and "MASTER_ADDR" in os.environ else None
@@ -124,13 +124,13 @@ def _choose_interface() -> None:
 
 
 def _record_sigterm(folder: Path, rank: int) -> None:
-    """Write down that the rank was told to end, where the script does not handle that itself.
+    """Write down that the rank got a request to end, where the script does not handle that itself.
 
     Slurm's word for it is SIGUSR1 (engines/slurm.py): a script that knows SIGTERM alone hears it as SIGTERM.
     """
     own = os.getpid()  # forked workers inherit the handlers, and Slurm signals them, too
 
-    # An engine tells the others to end as soon as one rank is gone: who is gone is the one that says nothing.
+    # An engine ends the others as soon as one rank is gone: the silent one is gone.
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own:
             write_exit(folder, rank, TOLD_TO_END)
@@ -147,7 +147,7 @@ def _record_sigterm(folder: Path, rank: int) -> None:
 
 @contextmanager
 def _heirs_hear_nothing() -> Iterator[None]:
-    """Block the signals that end a rank for what is started in the block: it ends after the rank."""
+    """Block the signals that end a rank for processes started in the block: it ends after the rank."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS_A_RANK)
     try:
         yield
@@ -158,7 +158,7 @@ def _heirs_hear_nothing() -> Iterator[None]:
 def _mark_end(path: Path) -> None:
     """Let `path` be made as soon as this process is gone, however it ends."""
     # A shell waits for the end of a pipe whose other end this process alone holds: forked workers close it,
-    # and what is executed has not got it.
+    # and the executed program has not got it.
     read, write = os.pipe()
     os.register_at_fork(after_in_child=lambda: os.close(write))
     with _heirs_hear_nothing():
@@ -167,7 +167,7 @@ def _mark_end(path: Path) -> None:
             stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     os.close(read)
-    waiting.returncode = 0  # nobody waits for it
+    waiting.returncode = 0  # it is not waited for
 
 
 def _copy_output(log: Path) -> None:

@@ -14,7 +14,7 @@ engine and in rank.py, where a script started by its path would never see them. 
 import os
 import sys
 
-SAFE_PATH = "ds-ring"  # the value tells it from one of the user's own
+SAFE_PATH = "ds-ring"  # the value separates it from one of the user's own
 ONLY, FIRST = "--only", "--first="
 _LOCAL_RANK = "--local_rank="
 

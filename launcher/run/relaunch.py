@@ -41,7 +41,7 @@ from .run_lock import run_held
 from .run_records import RankStop, exits_of, newest_checkpoint, stops_of
 from .start import start
 
-# Whether another attempt follows is decided from what the ranks left behind (run_folder.py), from all
+# Whether another attempt follows is decided from the ranks' files (run_folder.py), from all
 # attempts so far and from the `relaunch` keys of the cluster YAML.
 
 SIGNAL_STATUS = 128  # shells add the number of a signal to it
@@ -50,7 +50,7 @@ SIGNAL_STATUS = 128  # shells add the number of a signal to it
 @dataclass(frozen=True)
 class Culprit:
     """Name what ended an attempt; `kind` is that of `RankFault`, "left" where a rank left by itself, or
-    "unknown" where no rank says why.
+    "unknown" where no rank has a reason.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class Culprit:
 
     @property
     def signature(self) -> tuple[object, ...] | None:
-        """Return what is equal where the same bug struck in the same step; None for faults that may pass."""
+        """Return a key that is equal for the same bug in the same step; None for faults that may pass."""
         if self.kind == "left" and self.status == 0:  # a script that ends on some ranks only
             return self.kind, self.rank
         if self.kind != "error" or self.fault is None:
@@ -85,8 +85,8 @@ class Outcome:
     Attributes:
         attempt: its number in the run's folder.
         status: of the engine.
-        got_signal: the signal that the launcher got meanwhile; None where it got none.
-        preempted: the ranks were told to leave, and saved a checkpoint first.
+        got_signal: the signal that the launcher got during the run; None where it got none.
+        preempted: the ranks got a request to leave, and saved a checkpoint first.
         progressed: it left a checkpoint newer than the one it began with.
         culprit: None where nothing failed.
         has_ring: whether a rank has made a ring.
@@ -132,13 +132,13 @@ def outcome_of(
 
 
 # [Note: who stopped first]
-# What an error says is never looked at: a script's own error may speak of NCCL. Each rank leaves behind when
+# The text of an error is never used: a script's own error may name NCCL. Each rank writes down when
 # it raised, left or was gone, by one clock (`stops_of`). A rank that raised because another one was gone has
 # raised after it. So the first rank that ended on its own account is the culprit. An error that compiled code
 # raised (`RankFault.raised`) may be a collective's, in which this rank noticed that another one was gone: it
 # counts as such where another rank ended before by a status or a signal, or is named by others.
 def culprit_of(folder: Path, hosts: Sequence[Host], status: int) -> Culprit:
-    """Return who failed first: a rank by itself, else the rank that the others name, else nobody."""
+    """Return who failed first: a rank by itself, else the rank that the others name, else None."""
     stops = stops_of(folder)
     lost = [stop.fault for stop in stops if stop.fault is not None and stop.fault.kind == "lost"]
     named = Counter(fault.blames for fault in lost if fault.blames is not None)
@@ -216,7 +216,7 @@ def host_of(rank: int, hosts: Sequence[Host]) -> str:
 
 
 def decide(history: Sequence[Outcome], policy: Relaunch | None) -> Decision:
-    """Return what follows the last attempt of `history`, in which the oldest stands first."""
+    """Return the step after the last attempt of `history`, whose first one is the oldest."""
     last = history[-1]
     if last.got_signal is not None:
         if last.preempted:
@@ -253,7 +253,7 @@ _SIZE, _MICRO, _STEPS = (
 
 @dataclass(frozen=True)
 class RemainingRing:
-    """Say how many ranks go on, how many of them share a sequence, and the JSON that says so."""
+    """Hold the number of ranks that continue, of those that share a sequence, and their JSON."""
 
     world_size: int
     sequence_size: int
@@ -395,7 +395,7 @@ class _RelaunchedRun:
             return HOSTS_MISSING
 
     def _presence(self) -> HostPresence:
-        """Return who is there; wait for the others as long as the YAML says."""
+        """Return who is there; wait for the others for the time of the YAML."""
         cluster, policy = self.job.cluster, self.policy
         seconds = _HOST_SECONDS if policy is None else policy.host_seconds
         deadline = time.monotonic() + (0.0 if policy is None else policy.wait_for_hosts_seconds)

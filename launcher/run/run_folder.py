@@ -70,7 +70,7 @@ class RankFault:
     Attributes:
         rank: in the world.
         at: when.
-        step: the optimizer step that was under way, from 1; None before training or where nobody counts.
+        step: the optimizer step that was under way, from 1; None before training or if steps are not counted.
         kind: "error" (its own), "lost" (another rank's or the network's), "storage" (a disk).
         type, message: of the exception.
         frames: `file:line` of the innermost frames, outermost first.
@@ -152,7 +152,7 @@ def _no_folder(run: Path, error: OSError) -> RingConfigError:
 
 
 def launcher_file(run: Path, node_rank: int = 0) -> Path:
-    """Return the file in which the launcher of a run says that it lives."""
+    """Return the file with the heartbeat of a run's launcher."""
     return run / (LAUNCHER if node_rank == 0 else f"launcher-{node_rank}.json")
 
 

@@ -7,7 +7,7 @@ Two files of the run's folder (`ssh: false`: one of each for every host, as each
                         launcher, renewed every BEAT_SECONDS; `ended` once it has left in order
 
 [Note: one launcher]
-A lock that is held ends the second launch at once. One that is free says that no launcher of this kernel
+A lock that is held ends the second launch at once. One that is free means that no launcher of this kernel
 lives, and of no other host either where the file system keeps locks for all of them, as NFS does. Some keep
 them for each host (Lustre with `localflock`), some keep none. So where launcher.json is another kernel's, or
 that of a container whose processes are not seen here, its beat decides: one that is older than STALE_BEATS by
@@ -45,7 +45,7 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunInUseError(RingConfigError):
-    """Another launcher holds the folder of the run; the message says which one, and on which host."""
+    """Another launcher holds the folder of the run; the message has its number and host."""
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def _acquire(lock: FileLock, path: Path) -> bool:
 
 
 def _owner_in_time(path: Path) -> LauncherRecord | None:
-    """Return what launcher.json says of the launcher that holds the lock, once it says so."""
+    """Return launcher.json's record of the launcher that holds the lock, once it is written."""
     deadline = time.monotonic() + _OWNER_SECONDS
     while True:
         owner = read_record(path, LauncherRecord)
@@ -189,6 +189,6 @@ class _Beat:
         write_json(self._path, {"at": time.time(), **self._said, "ended": ended})
 
     def _is_ours(self) -> bool:
-        """Return whether no other launcher has written there; a file that is gone is nobody's."""
+        """Return whether no other launcher has written there; a missing file is not another's."""
         said = read_record(self._path, LauncherRecord)
         return said is None or said.token in (None, self.token)

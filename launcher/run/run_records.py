@@ -1,7 +1,7 @@
-"""Read the files of a run (run_folder.py says what they are): bounded, and each by a schema.
+"""Read the files of a run (run_folder.py describes them): bounded, and each by a schema.
 
-Ranks, launchers of other versions and whoever may write to the folder make these files, also while they are
-read. Only regular files are read, so many bytes at most; a record without what it must have is left out, and
+Ranks, launchers of other versions and other writers of the folder make these files, also while they are
+read. Only regular files are read, so many bytes at most; an incomplete record is left out, and
 so is a field that is nothing of its kind.
 """
 
@@ -103,7 +103,7 @@ _Slots = Annotated[int | None, Field(ge=1, le=MOST_SLOTS), WrapValidator(_or_non
 
 
 class Record(BaseModel):
-    """Take what is known of a JSON object, and convert nothing."""
+    """Take the known keys of a JSON object, and convert nothing."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -122,7 +122,7 @@ class LauncherRecord(Record):
 
 
 class EventRecord(Record):
-    """Describe a line of attempts.jsonl, of whatever event."""
+    """Describe a line of attempts.jsonl, of any event."""
 
     event: _Letters
     attempt: _Count
@@ -224,7 +224,7 @@ class _FileSize(Record):
 
 
 class ManifestRecord(Record):
-    """Describe what `ds-ring status` says of a checkpoint's manifest."""
+    """Describe a checkpoint's manifest for `ds-ring status`."""
 
     global_steps: _Count
     files: list[_FileSize]
@@ -240,7 +240,7 @@ def read_record(path: Path, kind: type[AnyRecord], most: int = MOST_BYTES) -> An
 
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
-    """Return the records of a file, one a line; what is cut short is left out."""
+    """Return the records of a file, one a line, without incomplete ones."""
     data = read_bytes(path, MOST_LINES_BYTES, last=True) or b""
     found = (_record(_value_of(line), kind) for line in data.split(b"\n") if line)
     return [one for one in found if one is not None]
@@ -313,7 +313,7 @@ class RankStop:
 
     Attributes:
         rank: in the world.
-        when_ns: by the clock of the file system, which is one for all hosts; None where nothing says so: its
+        when_ns: by the clock of the file system, which is one for all hosts; None if unknown: its
             host is gone, or it still runs.
         status: that its script left with by itself, or TOLD_TO_END; None where it did not.
         fault: the exception that ended it.

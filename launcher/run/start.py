@@ -65,7 +65,7 @@ def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Inv
     if not invocation.by_file:
         yield invocation
         return
-    path = f"/tmp/ds-ring-{secrets.token_hex(16)}/environment"  # the same on all hosts, and nobody's before
+    path = f"/tmp/ds-ring-{secrets.token_hex(16)}/environment"  # the same on all hosts, and new
     deadline, asked = time.monotonic() + _FILE_SECONDS, dict[str, AskedHost]()
     try:
         for host in cluster.hosts:
@@ -88,7 +88,7 @@ def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Inv
 
 
 def on_each_host(job: Job) -> dict[str, Invocation]:
-    """Return what an agent on each host is told to run."""
+    """Return the request to an agent on each host."""
     variables = job.carried
     there = replace(job, folder=FOLDER, caller_environment=variables)
     cluster = job.cluster
@@ -100,7 +100,7 @@ def on_each_host(job: Job) -> dict[str, Invocation]:
 
 
 # An engine that starts only its own host is started on each host by an agent, through ssh. The agent gets its
-# request on standard input, which ssh encrypts: nothing secret stands on a command line. When the connection
+# request on standard input, which ssh encrypts: no secret is on a command line. When the connection
 # ends, the run ends.
 
 _SSH_FAILED = 255

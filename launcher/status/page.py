@@ -1,6 +1,6 @@
-"""Make the status page of a run: one HTML file that needs no network and shows whatever files say as text.
+"""Make the status page of a run: one HTML file that needs no network and shows the contents of files as text.
 
-Its only script, known to the page's content security policy by its digest, tells how old the page is.
+Its only script, known to the page's content security policy by its digest, shows the age of the page.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def chart(
     """Return an <svg> element.
 
     Args:
-        title: what is drawn, plain text.
+        title: plain text.
         points: in the order in which they happened.
         fault_steps: the steps in which attempts failed: a dashed line each.
         from_zero: the axis begins at 0.
@@ -159,7 +159,7 @@ td.why{min-width:240px}td.n,th.n{white-space:nowrap}
     for n, colour in enumerate(COLOURS)
 )
 
-# How old the page is, by the reader's clock: without it a launcher that is gone could not be told.
+# How old the page is, by the reader's clock: without it a missing launcher would not be visible.
 _SCRIPT = """
 const age=document.getElementById("age"),written=Number(age.dataset.at)*1000;
 function tell(){const s=Math.max(0,Math.round((Date.now()-written)/1000));

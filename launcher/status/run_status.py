@@ -73,8 +73,8 @@ def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
     return (None, None) if found is None else (found.global_steps, sum(one.bytes for one in found.files))
 
 
-SILENT_SECONDS = 180.0  # the launcher says something every few seconds
-CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a launcher that lives says something
+SILENT_SECONDS = 180.0  # the launcher writes every few seconds
+CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a living launcher writes
 MOST_CURVES = 40  # attempts whose steps are read: the latest ones
 NO_RING = "no rank has made a ring"
 _DONE = ("done", "failed", "preempted", "interrupted")
@@ -110,7 +110,7 @@ class LinkStatus:
 
 @dataclass(frozen=True)
 class AttemptStatus:
-    """Hold what is known of an attempt; `verdict` is None while it is under way. Times are since 1970."""
+    """Hold the state of an attempt; `verdict` is None while it is under way. Times are since 1970."""
 
     number: int
     started_at: float | None
@@ -128,7 +128,7 @@ class AttemptStatus:
     wait_seconds: float
     last_step: int | None
     faults: tuple[str, ...]
-    has_ring: bool | None = None  # whether a rank has made a ring; None where nobody knows yet
+    has_ring: bool | None = None  # whether a rank has made a ring; None if unknown
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0)
     while time.monotonic() < deadline:
         time.sleep(0.1)
         if (word := _latest_word(path)) != heard:
-            return _read_run(path, word[0])  # by the clock of whoever has just spoken
+            return _read_run(path, word[0])  # by the clock of the latest writer
     return status
 
 

@@ -1,4 +1,4 @@
-"""Say what is known of a run in tables of text, and print them on a terminal; page.py shows the same ones."""
+"""Describe the state of a run in tables of text, and print them on a terminal; page.py shows them, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_LETTERS = 2000
 
 
 class StatusTable(NamedTuple):
-    """Hold a table; `none` is what stands for an empty one, `left_out` counts rows that only --json has."""
+    """Hold a table; `none` is the text of an empty one, `left_out` counts rows that only --json has."""
 
     title: str
     heads: str  # with a comma and a blank between them

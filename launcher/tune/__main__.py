@@ -31,7 +31,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequ
     """Read the DeepSpeed JSON and the request; measure nothing.
 
     Raises:
-        RingConfigError: whatever in the options or files cannot be.
+        RingConfigError: wrong options or files.
     """
     for option in ("output", "hardware_output"):
         if getattr(options, option) is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
-    """Add the options: what is tuned for, and where the result goes."""
+    """Add the options of the request and of the output."""
     shapes = parser.add_argument_group("shapes of a layer")
     shapes.add_argument("--tokens", type=int, required=True, help="length of a whole sequence")
     shapes.add_argument("--heads", type=int, required=True, help="query heads")

@@ -1,6 +1,6 @@
 """List what can be chosen: sizes, layout, overlap, kernel options and heads per message.
 
-Owns the enumeration and the translation to keys of the JSON. A candidate says how many K/V heads go round
+Owns the enumeration and the translation to keys of the JSON. A candidate has the number of heads that travel
 together, not how many bytes, so that it means the same at every length.
 """
 
@@ -44,7 +44,7 @@ class TuningCandidate:
     layout: str  # its name
     overlap: bool  # compute while sending
     kernel: KernelChoice  # its options
-    heads_per_message: int  # K/V heads that go round together; 0 where nothing goes round
+    heads_per_message: int  # K/V heads that travel together; 0 where nothing travels
 
     @property
     def family(self) -> tuple[int, int, str, bool]:
@@ -111,7 +111,7 @@ def layout_names(request: TuningRequest, ring: int, ulysses: int) -> dict[str, s
     """Map every layout name that the pattern permits to the first name of an equal layout."""
     names: dict[str, str] = {}
     first: dict[Layout, str] = {}
-    for name in sorted(LAYOUTS, key=lambda name: name == "auto"):  # an equal one says more
+    for name in sorted(LAYOUTS, key=lambda name: name == "auto"):  # an equal one is more precise
         try:
             layout = layout_of(request, name, ring, ulysses, request.tokens)
         except RingLayoutError:
@@ -162,7 +162,7 @@ def keys_of(candidate: TuningCandidate, request: TuningRequest, tokens: int) -> 
     """Return the keys of the section that the candidate sets, for sequences of `tokens`."""
     ring, ulysses, heads = candidate.ring_size, candidate.ulysses_size, candidate.heads_per_message
     keys: dict[str, Any] = {"ring_size": ring, "ulysses_size": ulysses}
-    if ring > 1:  # or neither means anything: what the section says stays
+    if ring > 1:  # or neither means anything: the section's values stay
         keys |= {"layout": candidate.layout} | ({"overlap": candidate.overlap} if request.has_hops else {})
     keys |= {"block_size": candidate.kernel.block_size}
     keys["kernel_options"] = _kernel_options(candidate, request)

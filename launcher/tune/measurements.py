@@ -1,6 +1,6 @@
 """Time passes of one attention layer, the kernel and the network on all ranks.
 
-The device is idle before and after what is timed, and the slowest rank counts.
+The device is idle before and after each timing, and the slowest rank counts.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Passes:
         self._inputs: dict[tuple[int, ...], list[Tensor]] = {}
 
     def mesh(self, ring_size: int, ulysses_size: int) -> RingMesh:
-        """Return the mesh of these sizes, made when first asked for."""
+        """Return the mesh of these sizes, made at the first use."""
         sizes = (ring_size, ulysses_size)
         if sizes not in self._meshes:
             self._meshes[sizes] = RingMesh.from_world(*sizes, heartbeat_timeout_s=HEARTBEAT_S)
@@ -242,7 +242,7 @@ class KernelRate:
     # forward_flops, backward_flops: per second, of the pairs that it multiplies, hidden ones included
     forward_flops: float
     backward_flops: float
-    # forward_tile_s, backward_tile_s: what a tile costs beside its pairs, seconds
+    # forward_tile_s, backward_tile_s: seconds of a tile without its pairs
     forward_tile_s: float
     backward_tile_s: float
 

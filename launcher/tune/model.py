@@ -74,7 +74,7 @@ class Model:
         """Return seconds of the slowest rank's pass: all of it, kernel, transfer, posting."""
         lines = [self._lines(candidate, plan, rank) for rank in sampled_origins(plan.ring_size)]
         work = [sum(float(line.kernel.sum()) for line in of_rank) for of_rank in lines]
-        # a rank that is alone in its work has what it shares with the others to itself
+        # a rank that works alone has the shared resources to itself
         alone = max(statistics.mean(work), max(work) / self.measured.alone_speedup)
         scale = alone / max(work) if max(work) else 1.0
         passes = [[line._replace(kernel=line.kernel * scale) for line in of_rank] for of_rank in lines]

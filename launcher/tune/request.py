@@ -1,4 +1,4 @@
-"""Describe what is tuned for: shapes, the number of ranks, and the section that it starts from."""
+"""Describe the request of a tuning: shapes, the number of ranks, and the section that it starts from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class TuningRequest:
-    """Describe what is tuned for; `request_from` checks it."""
+    """Describe the request; `request_from` checks it."""
 
     tokens: int  # of a whole sequence
     # heads, kv_heads: H and G of a layer
@@ -32,8 +32,8 @@ class TuningRequest:
     dtype: str  # "float32", "bfloat16" or "float16"
     device: str  # "cpu" or "cuda"
     world_size: int  # ranks that measure at once
-    base: RingConfig  # the section that is tuned; its sizes are replaced, what is not tuned is kept
-    said: tuple[Pattern | None, ...] = (None,)  # what the model says of each layer, None where nobody knows
+    base: RingConfig  # the section that is tuned; its sizes are replaced, other keys are kept
+    said: tuple[Pattern | None, ...] = (None,)  # pattern of each layer of the model, None if unknown
 
     @property
     def sequence_size(self) -> int:
@@ -76,7 +76,7 @@ def request_from(
     dtype: str | None = None,
     said: tuple[Pattern | None, ...] | None = None,
 ) -> TuningRequest:
-    """Check what was asked for.
+    """Check a request.
 
     Args:
         whole: the DeepSpeed JSON; the section may be missing. Its `sequence_parallel_size` (or ring_size x
@@ -88,7 +88,7 @@ def request_from(
         batch: sequences of a micro batch.
         device: "cpu" or "cuda".
         dtype: None is float32 on the CPU and bfloat16 on CUDA.
-        said: of each layer of the model, None where nobody knows; by default one layer, or as many as the
+        said: of each layer of the model, None if unknown; by default one layer, or as many as the
             section's "layers" name.
 
     Raises:
@@ -119,7 +119,7 @@ def request_from(
     if said is None:
         said = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
     request = TuningRequest(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, said)
-    _ = request.mix  # or what is wrong with it
+    _ = request.mix  # or raise its error
     return request
 
 

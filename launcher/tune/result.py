@@ -47,7 +47,7 @@ class Finalist:
 class TuningResult:
     """Hold what `tune` found; the same on all ranks."""
 
-    request: TuningRequest  # what was asked
+    request: TuningRequest  # its cause
     measured: Measured  # what the machine gives
     chosen: TuningCandidate  # the best candidate
     predicted: Predicted  # what the model expected of it
@@ -215,7 +215,7 @@ MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that someth
 def describe_hardware(result: TuningResult) -> Json:
     """Describe this hardware; rates are per rank, with all ranks at work."""
     # A rank of the CPU counts as a device. What was not measured, with one rank, is not in it. Where the
-    # choice has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate stands.
+    # choice has Ulysses ranks, whose exchanges `ds-ring plan` does not time, the kernel's own rate is used.
     whole_kernel = _describe(result, 1.0)
     if result.measured.links is None or result.chosen.ulysses_size > 1:
         return whole_kernel

@@ -1,6 +1,6 @@
 """Time kernels, hops of virtual rings and merges on one device.
 
-FLOPs are those of attended pairs: 4 D forward and 10 D backward for each pair and query head, whatever a
+FLOPs are those of attended pairs: 4 D forward and 10 D backward for each pair and query head, even if a
 kernel really multiplies, so that waste shows as a lower rate.
 """
 
@@ -87,7 +87,7 @@ def medians(works: Mapping[str, Callable[[], object]], device: str, rounds: int)
 
 
 class Hop(NamedTuple):
-    """Describe one hop of a rank: its heads, the keys that are there, and what is computed."""
+    """Describe one hop of a rank: its heads, the keys that are there, and its tiles."""
 
     heads: slice
     k: Tensor

@@ -29,7 +29,7 @@ UNITS = {
 
 
 class Row(NamedTuple):
-    """Hold one result: the case that was measured, its numbers, and what is wrong with them, if anything."""
+    """Hold one result: the case that was measured, its numbers, and the fault in them, if any."""
 
     case: Numbers
     results: Numbers

@@ -60,7 +60,7 @@ class RunResult(NamedTuple):
     """Hold the results of a run of consecutive tokens, computed as if the state before it were zero."""
 
     decay: Tensor  # of a state over the whole run, []
-    final: Tensor  # state behind the run, [P, N]
+    final: Tensor  # state after the run, [P, N]
     total: Tensor  # sum of the outputs, [P], float64
     reach: Tensor  # sum of the factors by which the state before the run adds to the outputs, [N], float64
 

@@ -23,7 +23,7 @@ class Coverage:
     """Record what was computed so far.
 
     Args:
-        plan: says what should be.
+        plan: the expected work.
         schedules: of all ranks.
     """
 
@@ -95,7 +95,7 @@ class Coverage:
             left[origin] -= pairs
 
     def check(self, ranks: Sequence[SymbolicRank]) -> None:
-        """Refuse pairs that nobody computed and gradients that did not return."""
+        """Refuse pairs that no rank computed and gradients that did not return."""
         for (rank, index), left in self.left.items():
             if left.any():
                 owner = int(np.flatnonzero(left)[0])

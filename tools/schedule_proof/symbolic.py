@@ -1,4 +1,4 @@
-"""One rank's schedule run on symbols: which tokens lie in each buffer, and whose gradients were added.
+"""One rank's schedule run on symbols: which tokens each buffer holds, and whose gradients were added.
 
 Owns the rules that a buffer's life follows. The validator lets the ranks advance and carries the messages.
 """
@@ -45,7 +45,7 @@ def _each(slots: SlotRanges) -> IntArray:
 
 @dataclass
 class Content:
-    """Hold what lies in a buffer."""
+    """Hold the contents of a buffer."""
 
     tokens: IntArray  # number of the token in each slot, NOTHING where it was not filled; int64 [n]
     # of gradients, one bit for each rank whose part is in the sum; uint64 [n, words]
@@ -90,7 +90,7 @@ class SymbolicRank:
         raise RingScheduleError(self.rank, self.batch, str(self.step or ""), expected, got)
 
     def send(self, index: int, step: Send) -> Content:
-        """Return a copy of what is sent; its buffer is in use until the batch is over."""
+        """Return a copy of the sent tokens; their buffer is in use until the batch is over."""
         self.step = step
         source = self._read(index, step.buffer, step.needs)
         part = self._part(source, step.part)
@@ -208,7 +208,7 @@ class SymbolicRank:
         self.freed.add((index, step.buffer))
 
     def over(self) -> None:
-        """Refuse buffers that nobody freed."""
+        """Refuse buffers that were not freed."""
         self.step = None
         for index, buffer in self.contents:
             if buffer != SHARD:

@@ -160,7 +160,7 @@ class _Flying:
 
 
 class _Ring:
-    """Run all ranks: each goes on as soon as all messages of its batch have both ends posted."""
+    """Run all ranks: each continues as soon as all messages of its batch have both ends posted."""
 
     def __init__(self, schedules: Sequence[Schedule], coverage: Coverage) -> None:
         words = -(-len(schedules) // 64)

@@ -23,7 +23,7 @@ from ds_ring_launcher.run import rank as rank_main
 from ds_ring_launcher.run.environment_file import read_environment
 from ds_ring_launcher.run.job import ENVIRONMENT_FILE, RANK_SCRIPT
 from ds_ring_launcher.run.run_folder import FOLDER_VARIABLE
-from simulated_cluster import rank_script  # noqa: F401  what it imports is imported once
+from simulated_cluster import rank_script  # noqa: F401  its imports are made once
 from simulated_cluster.figures import Figures, Of
 
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +79,7 @@ def _be(rank: int, count: int, local_rank: int, slots: int, arguments: list[str]
 
 
 def _wait(ranks: dict[int, int], figures: Figures) -> int:
-    """Wait for all; kill what is left a second after the first bad end."""
+    """Wait for all; kill the others a second after the first bad end."""
     first, deadline = 0, float("inf")
     while ranks:
         pid, ended = os.waitpid(-1, os.WNOHANG)

@@ -37,14 +37,14 @@ host.recv(1)
 
 
 def write_ssh(path: Path, folder: Path) -> None:
-    """Write the program that stands in for ssh."""
+    """Write the program that replaces ssh."""
     path.write_text(_SSH.format(python=sys.executable, folder=str(folder), socket=SOCKET))
     path.chmod(stat.S_IRWXU)
 
 
 def main(folder: Path) -> None:
     """Serve until somebody ends this process; each host is a child that ends with its standard input."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they are not waited for
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(folder / SOCKET))
         server.listen(4096)

@@ -36,12 +36,12 @@ _libc = ctypes.CDLL(None)
 
 
 class SimulationError(Exception):
-    """Report that a job did not get as far as it should have; the message says how far, and what was said."""
+    """Report that a job did not get as far as it should have; the message has its last state and output."""
 
 
 @dataclass(frozen=True)
 class ClusterSetting:
-    """Say what is simulated: `slots` ranks on each host, a heartbeat timeout and a deadline in seconds."""
+    """Describe the simulation: `slots` ranks on each host, a heartbeat timeout and a deadline in seconds."""
 
     ranks: int
     hosts: int
@@ -242,7 +242,7 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _end_marked(mark: str) -> list[str]:
-    """Kill what is left after ten seconds; return its command lines."""
+    """Kill all processes of a run after ten seconds; return its command lines."""
     deadline = time.monotonic() + 10
     while (left := marked(mark, variable=MARK)) and time.monotonic() < deadline:
         time.sleep(0.2)

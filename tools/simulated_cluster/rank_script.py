@@ -29,7 +29,7 @@ class SimulatedBugError(Exception):
 
 
 def main() -> None:
-    """Be one rank until the tool says "finish"."""
+    """Be one rank until the tool orders "finish"."""
     words = [word for word in sys.argv[1:] if word != "--deepspeed"]
     told = dict(zip(words[::2], words[1::2], strict=True))  # argparse would be half of the processor time
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -162,7 +162,7 @@ class BlockPlanner:
     # [Note: straight from the origin]
     # Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
     # whoever sends it, and gradients go home at once: hops of a `Remote` hold what the plan's hops hold
-    # and compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts what is
+    # and compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts the bytes
     # sent.)
     #
     # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
@@ -191,7 +191,7 @@ class BlockPlanner:
 
 
 def _signature(tiles: Tiles) -> bytes:
-    """Return all that a kernel goes by, as bytes."""
+    """Return the inputs of a kernel's choice, as bytes."""
     columns = [getattr(axis, name) for axis in (tiles.q, tiles.k) for name in ("slot", "slot_step", "length")]
     columns += [*tiles.band, tiles.head_in_group, tiles.multiplicity, tiles.weight]
     for axis in (tiles.q, tiles.k):

@@ -1,6 +1,6 @@
 """Keep checksums of results that are too large to keep, and some rows whole.
 
-Owns the state file of a long run, written by an atomic rename, so that a run that was killed goes on.
+Owns the state file of a long run, written by an atomic rename, so that a killed run can continue.
 """
 
 from __future__ import annotations

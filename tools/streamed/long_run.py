@@ -1,6 +1,6 @@
-"""Run more tokens than memory holds in several processes, so that a run that is killed goes on.
+"""Run more tokens than memory holds in several processes, so that a killed run can continue.
 
-Owns what a run is, its worker processes and the comparison with float64; `ledger.py` owns what is kept. Each
+Owns the description of a run, its worker processes and the comparison with float64. Each
 worker computes its ranks from the last to the first: with causal attention over contiguous shards
 gradients then only go to shards that come later.
 """

@@ -1,7 +1,7 @@
 """Run virtual ranks whose shards are larger than memory, block by block.
 
 Owns the order of work of one such rank and the gradients that wait for other ranks. Ranks are computed by the
-production `RingPass`: once for what is read of other shards, and once for each block of queries
+production `RingPass`: once for the tokens of other shards, and once for each block of queries
 (`blocks.py`). One head, float32 or float64, contiguous shards. Legend: n slots, D head dim.
 """
 
@@ -71,7 +71,7 @@ class PendingGradients:
             rows[position][side] += value
 
     def take(self, origin: int) -> tuple[IntArray, np.ndarray]:
-        """Return and drop what is kept for a shard: positions [m], values [m, 2, D]."""
+        """Return and drop the gradients of a shard: positions [m], values [m, 2, D]."""
         return _table(self._of.pop(origin, {}), self.head_dim)
 
     def table(self) -> tuple[IntArray, np.ndarray]:
@@ -161,7 +161,7 @@ class StreamedRanks:
     def _block(
         self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None
     ) -> StreamedPart:
-        """Attend one block of queries; add to `rows`, dk and dv what it contributes."""
+        """Attend one block of queries; add its part to `rows`, dk and dv."""
         block: QueryBlock = self.planner.block(ring_rank, first, self.query_block)
         own = self.layout.runs(ring_rank)
         runs = progressions_at(own, np.array([[first, first + block.length]]))
