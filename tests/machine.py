@@ -14,12 +14,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+
+
+def lacks(module: str, where: str) -> str:
+    """Return where to get a Python package, or ""; without importing it."""
+    return "" if importlib.util.find_spec(module) else f"no {module} here{where}"
 
 
 def lacks_fp16() -> str:
@@ -51,12 +56,6 @@ def lacks_namespaces() -> str:
     from tests.dist.namespaces import why_not
 
     return why_not()
-
-
-def lacks_triton() -> str:
-    """Return where to get Triton, which compiles for GPUs that are not there, or ""."""
-    there = importlib.util.find_spec("triton") is not None
-    return "" if there else "no triton here: pip install 'ds_ring[test]' brings it"
 
 
 def lacks_mpirun() -> str:
@@ -97,20 +96,6 @@ def lacks_compiler() -> str:
     return ""
 
 
-def lacks_pdoc() -> str:
-    """Return where to get pdoc, or ""."""
-    return "" if importlib.util.find_spec("pdoc") else "no pdoc here: pip install 'ds_ring[docs]' brings it"
-
-
-def lacks_ray() -> str:
-    """Return where to get Ray Train, or ""."""
-    return (
-        ""
-        if importlib.util.find_spec("ray")
-        else "no ray here, which no extra names: pip install 'ray[train]'"
-    )
-
-
 @contextmanager
 def small_disk(folder: Path, size_bytes: int) -> Iterator[None]:
     """Mount a file system of so many bytes on `folder`; OSError where that is not allowed."""
@@ -137,14 +122,16 @@ NEEDS: dict[str, Callable[[], str]] = {
     "bf16": lacks_bf16,
     "chromium": lacks_chromium,
     "compiler": lacks_compiler,
+    "diffusers": partial(lacks, "diffusers", ": pip install 'ds_ring[test]' brings it"),
+    "megatron": partial(lacks, "megatron", ": pip install 'ds_ring[megatron]' brings it"),
     "mounts": cache(lacks_mounts),
     "mpirun": lacks_mpirun,
     "namespaces": lacks_namespaces,
-    "pdoc": lacks_pdoc,
-    "ray": lacks_ray,
+    "pdoc": partial(lacks, "pdoc", ": pip install 'ds_ring[docs]' brings it"),
+    "ray": partial(lacks, "ray", ", which no extra names: pip install 'ray[train]'"),
     "slurm": lacks_slurm,
     "sshd": lacks_sshd,
-    "triton": lacks_triton,
+    "triton": partial(lacks, "triton", ": pip install 'ds_ring[test]' brings it"),
 }
 
 

@@ -18,7 +18,7 @@ from tests.reference import relative_error
 
 Pool = Callable[[int], RankPool]
 
-pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'ds_ring[test]' brings it")
+pytestmark = pytest.mark.needs("diffusers")  # which the ranks import; both workers would, here
 
 B, TEXT, IMAGE = 2, 8, 24  # samples, tokens
 

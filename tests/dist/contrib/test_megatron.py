@@ -22,7 +22,7 @@ from tests.reference import relative_error
 
 Pool = Callable[[int], RankPool]
 
-pytest.importorskip("megatron.core", reason="megatron-core is not installed: pip install 'ds_ring[megatron]'")
+pytestmark = pytest.mark.needs("megatron")  # which the ranks import; both workers would, here
 
 TOKENS, SAMPLES, VOCABULARY = 48, 2, 64
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # context parallel size, world size, of the config
