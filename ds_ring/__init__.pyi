@@ -20,6 +20,8 @@ from ds_ring.errors import RingShapeError as RingShapeError
 from ds_ring.errors import RingVerifyError as RingVerifyError
 from ds_ring.integrations.deepspeed.enable import enable as enable
 from ds_ring.integrations.deepspeed.initialize import initialize as initialize
+from ds_ring.layers.cross.attention import CrossAttention as CrossAttention
+from ds_ring.layers.cross.attention import cross_attention as cross_attention
 from ds_ring.layers.scan.scan import halo as halo
 from ds_ring.layers.scan.scan import ring_scan as ring_scan
 from ds_ring.layers.scan.scan import shift_sequence as shift_sequence

@@ -11,9 +11,6 @@ lse) gives every rank the same bits. The backward pass assumes that every rank c
 own shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
 that q is computed from. Multiply dq by 1 / P in this case.
 
-Many queries of one sharded sequence against the keys of another one (an encoder-decoder's cross attention)
-are a ring pass of both sequences as one, whose pattern has no other pairs. `key_layout` asks for it.
-
 Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
 of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the
 rank computed, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
@@ -28,19 +25,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.decode.replicated_op import attend_replicated
-from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError
+from ds_ring.errors import RingConfigError, RingError
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
 from ds_ring.ops.context import RingContext, context_for, context_of, refuse
 from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of, refusing_handle
 from ds_ring.ops.options import Options
-from ds_ring.schedule.layout import Layout, PairLayout
+from ds_ring.schedule.layout import Layout
 
 
 def ring_attention(
@@ -49,7 +45,7 @@ def ring_attention(
     prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
     q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
     score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
-    kv_payload: str = "as_is", up_projection: Tensor | None = None, key_layout: Layout | None = None,
+    kv_payload: str = "as_is", up_projection: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
@@ -97,8 +93,6 @@ def ring_attention(
             Latents travel, and each rank expands those that arrive: for each head N numbers for the key,
             then E for the value, as `kv_b_proj.weight` of DeepSeek's models. On each rank the gradient is
             that of the rank's queries (with Ulysses also of its heads): sum it over the sequence's ranks.
-        key_layout: of k and v, if they are of another sequence than q; S is then that layout's in k and v.
-            The pattern is `Full`, or `Documents` with the ids of all queries, then those of all keys.
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
@@ -116,15 +110,6 @@ def ring_attention(
         payloads = gradient_payload, kv_payload
         why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents, payloads)
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload, kv_payload)
-    if key_layout is not None:
-        if torch.compiler.is_compiling():
-            why = why or _NOT_COMPILED
-        elif not sharded:
-            why = why or 'key_layout: expected none beside queries="replicated", got one; it is the layout'
-        elif why is None:
-            pair, between = _pair_of(pattern, layout, key_layout, mesh)
-            context = context_of_call(between, pair, mesh, (scale, kernel, transport, *flags), score_mod)
-            return _attend_between(pair, q, k, v, context, sinks, return_lse, up_projection)
     if torch.compiler.is_compiling():
         settings = (scale, kernel, transport, *flags)
         handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
@@ -140,44 +125,6 @@ def ring_attention(
     return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
 
 
-_NOT_COMPILED = (
-    "key_layout: expected none in compiled code, got one; call ring_attention outside of the graph"
-)
-
-
-def _pair_of(
-    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
-) -> tuple[PairLayout, Pattern]:
-    """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
-    check_mesh(mesh)
-    try:
-        if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
-            names = [type(one).__name__ for one in (layout, key_layout)]
-            raise RingLayoutError(
-                f"key_layout: expected two layouts, of the queries and of the keys, got"
-                f" {' and '.join(names)}; build both with ds_ring.make_layout"
-            )
-        if not isinstance(pattern, Pattern):
-            raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
-        pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
-        return pair, pair.pattern_between(pattern)
-    except RingError as error:
-        refuse(mesh, error)
-
-
-def _attend_between(
-    pair: PairLayout, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None,
-    return_lse: bool, up: Tensor | None,
-) -> Any:  # fmt: skip
-    """Attend from q to k and v of another sequence, in a pass of both as one."""
-    queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
-    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
-        # nobody reads what stands in the other sequence's slots
-        q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
-    out = attend(q, k, v, context, sinks, return_lse, up)
-    return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]
-
-
 class RingAttention(nn.Module):
     """Compute ring attention in place of a model's `scaled_dot_product_attention`.
 
@@ -188,7 +135,7 @@ class RingAttention(nn.Module):
             config's layout, or "auto" with a `Pattern`.
         scale: factor of the scores; None is 1 / sqrt(D).
         pattern: replaces the config's pattern, for example for packed documents, which differ by batch.
-        score_mod, key_layout: see `ring_attention`.
+        score_mod: see `ring_attention`.
     """
 
     def __init__(
@@ -200,7 +147,6 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         pattern: Pattern | None = None,
         score_mod: ScoreFunction | None = None,
-        key_layout: Layout | None = None,
     ) -> None:
         super().__init__()
         if isinstance(config_or_pattern, Pattern):
@@ -222,14 +168,13 @@ class RingAttention(nn.Module):
             )
         if score_mod is not None:
             options = replace(options, score_mod=ScoreMod.lookup(score_mod))
-        self._pair: PairLayout | None = None
-        if key_layout is not None:
-            self._pair, pattern = _pair_of(pattern, layout, key_layout, mesh)
-            layout = self._pair
-        self.context: RingContext = context_for(
-            pattern, layout if layout is not None else name, mesh, options, keeps_functions=True
-        )
+        pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
+        self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
+
+    def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout | str]:
+        """Return the pattern and the layout of the pass; for modules of other sequences."""
+        return pattern, layout
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
@@ -272,11 +217,6 @@ class RingAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
         up: Tensor | None,
     ) -> Any:  # fmt: skip
-        if self._pair is not None:
-            if torch.compiler.is_compiling() or why is not None:
-                handle = refusing_handle(self._mesh, why or _NOT_COMPILED)
-                return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
-            return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
         if not torch.compiler.is_compiling():
             return attend(q, k, v, self._context_now(), sinks, return_lse, up)
         handle = self._handle if why is None else refusing_handle(self._mesh, why)

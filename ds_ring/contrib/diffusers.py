@@ -34,6 +34,7 @@ from ds_ring.api import ring_attention
 from ds_ring.contrib.ring_flash_attn import mesh_of
 from ds_ring.errors import RingConfigError, RingError, RingPatternError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
+from ds_ring.layers.cross.attention import cross_attention
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.mask_mod import with_key_terms
 from ds_ring.ops.context import refuse
@@ -119,10 +120,11 @@ def attention(
         make_layout("contiguous", tokens=x.shape[2] * mesh.sequence_size, ring_size=mesh.ring_size)
         for x in (q, k)
     )
-    out: Tensor = ring_attention(
-        q, k, v, pattern=Causal() if is_causal else Full(), layout=of_queries, mesh=mesh, scale=scale,
-        key_layout=None if of_keys == of_queries else of_keys,
-    )  # fmt: skip
+    given: dict[str, Any] = {"pattern": Causal() if is_causal else Full(), "mesh": mesh, "scale": scale}
+    if of_keys == of_queries:
+        out: Tensor = ring_attention(q, k, v, layout=of_queries, **given)
+    else:
+        out = cross_attention(q, k, v, layout=of_queries, key_layout=of_keys, **given)
     return out.transpose(1, 2)
 
 

@@ -183,7 +183,11 @@ def largest(ring: Ring) -> tuple[Run, list[Tensor]]:
 
 def between(ring: Ring) -> tuple[Run, list[Tensor]]:
     keys = ds_ring.make_layout("contiguous", tokens=TOKENS // 2, ring_size=RANKS)
-    run, (q, k, v) = attention(ring, pattern=ds_ring.Full(), key_layout=keys)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ds_ring.cross_attention(q, k, v, pattern=ds_ring.Full(), key_layout=keys, **ring.where)  # type: ignore[no-any-return]
+
+    q, k, v = qkv()
     return run, [q, k[:, :, : SLOTS // 2], v[:, :, : SLOTS // 2]]
 
 
@@ -316,8 +320,9 @@ MODES: dict[str, Callable[[Run, list[Tensor]], list[Tensor]]] = {
 EAGERLY = "runs eagerly: call it outside of the graph"
 CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention", "max_logits")
 IN_GRAPHS = {
-    "keys of another sequence": "key_layout: expected none in compiled code",
-    **dict.fromkeys(("shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY),
+    **dict.fromkeys(
+        ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY
+    ),
 }
 # What is refused, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {

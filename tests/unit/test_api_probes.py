@@ -353,14 +353,13 @@ CALLS: dict[str, Call] = {
             "score_mod": Argument((1, "x", Hostile(), Causal), (None,)),
         },
     ),
-    "ring_attention, two sequences": Call(
-        attend,
+    "cross_attention": Call(
+        lambda q, k, v, **rest: ds_ring.cross_attention(q, k, v, **rest),
         ATTENTION | {"pattern": Full(), "key_layout": LAYOUT},
         {
             "pattern": Argument((*NO_PATTERN, Causal(), Documents([0] * 8)), (Documents([0] * 16),)),
             "layout": Argument((*NO_LAYOUT, "contiguous", TWO)),
             "key_layout": Argument((*(x for x in NO_LAYOUT if x is not None), "contiguous", TWO)),
-            "queries": Argument((*NO_NAME, "replicated"), ("sharded",)),
             "return_lse": Argument((None, 1, "x", Hostile()), (False,)),
         },
     ),

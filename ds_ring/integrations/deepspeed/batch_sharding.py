@@ -11,9 +11,10 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -39,9 +40,12 @@ from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext
+from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
+
+_CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +139,11 @@ class BatchSharding:
         key = (scale, asked, asked.mask_ids, score_mod)
         if key not in self._kept:
             patterns = [asked & group.pattern for group in self.groups] or [asked]
-            parts = [
-                RingAttention(
-                    self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one,
-                    score_mod=score_mod, key_layout=self.key_layout,
-                )
-                for one in patterns
-            ]  # fmt: skip
+            make: Callable[..., RingAttention] = RingAttention
+            if self.key_layout is not None:
+                make = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
+            given = {"mesh": self.mesh, "layout": self.layout, "scale": scale, "score_mod": score_mod}
+            parts = [make(self.config, pattern=one, **given) for one in patterns]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         found: RowsAttention = self._kept[key]
         return found

@@ -90,7 +90,7 @@ class EncoderDecoder(Variant):
         raise cannot_run(
             model,
             f"it is an encoder-decoder, and {_OTHERWISE.get(model.config.model_type, unknown)}; use BART, or"
-            " Marian, say, or call ds_ring.ring_attention with key_layout in a model of your own",
+            " Marian, say, or call ds_ring.cross_attention in a model of your own",
         )
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:

@@ -1,0 +1,114 @@
+"""Attend from the queries of one sharded sequence to the keys of another: one ring pass of both as one.
+
+Owns the calls. `PairLayout` puts the two layouts together; its pattern has no other pairs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ds_ring.api import RingAttention
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.section import RingConfig
+from ds_ring.errors import RingError, RingLayoutError, RingPatternError
+from ds_ring.masks.mask_mod import ScoreFunction
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import RingContext, refuse
+from ds_ring.ops.frontend import attend, context_of_call
+from ds_ring.ops.handles import never_traced
+from ds_ring.schedule.layout import Layout, PairLayout
+
+
+@never_traced
+def cross_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout, key_layout: Layout,
+    mesh: RingMesh, scale: float | None = None, kernel: str = "auto",
+    sinks: Tensor | None = None, score_mod: ScoreFunction | None = None, return_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Compute attention from a sharded sequence to another one, which is sharded, too. Differentiable.
+
+    Args:
+        q: local queries [B, H, S, D], S slots of `layout`.
+        k, v: local keys [B, G, S', D] and values [B, G, S', E], S' slots of `key_layout`.
+        pattern: `Full`, or `Documents` with the ids of all queries, then those of all keys.
+        layout: of the queries.
+        key_layout: of the keys.
+        mesh: this process's place in the grid of ranks; every rank of the ring must call.
+        scale, kernel, sinks, score_mod, return_lse: see `ring_attention`.
+
+    Returns:
+        out [B, H, S, E]; with `return_lse` (out, lse).
+
+    Raises:
+        RingLayoutError, RingPatternError: what is no pair of layouts, or a pattern between two sequences.
+        RingError: as in `ring_attention`.
+    """
+    pair, between = _pair_of(pattern, layout, key_layout, mesh)
+    context = context_of_call(between, pair, mesh, (scale, kernel), score_mod)
+    return _attend_between(pair, q, k, v, context, sinks, return_lse, None)
+
+
+class CrossAttention(RingAttention):
+    """Compute what `cross_attention` does, as a module.
+
+    Args:
+        config_or_pattern, mesh, scale, pattern, score_mod: see `RingAttention`.
+        layout: of the queries.
+        key_layout: of the keys.
+    """
+
+    def __init__(
+        self, config_or_pattern: RingConfig | Pattern, *, mesh: RingMesh, layout: Layout, key_layout: Layout,
+        scale: float | None = None, pattern: Pattern | None = None, score_mod: ScoreFunction | None = None,
+    ) -> None:  # fmt: skip
+        self._key_layout = key_layout
+        super().__init__(
+            config_or_pattern, mesh=mesh, layout=layout, scale=scale, pattern=pattern, score_mod=score_mod
+        )
+
+    def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout]:
+        self._pair, between = _pair_of(pattern, layout, self._key_layout, mesh)
+        return between, self._pair
+
+    @never_traced
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
+        up: Tensor | None,
+    ) -> Any:  # fmt: skip
+        return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
+
+
+def _pair_of(
+    pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
+) -> tuple[PairLayout, Pattern]:
+    """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
+    check_mesh(mesh)
+    try:
+        if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
+            names = [type(one).__name__ for one in (layout, key_layout)]
+            raise RingLayoutError(
+                f"key_layout: expected two layouts, of the queries and of the keys, got"
+                f" {' and '.join(names)}; build both with ds_ring.make_layout"
+            )
+        if not isinstance(pattern, Pattern):
+            raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
+        pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
+        return pair, pair.pattern_between(pattern)
+    except RingError as error:
+        refuse(mesh, error)
+
+
+def _attend_between(
+    pair: PairLayout, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None,
+    return_lse: bool, up: Tensor | None,
+) -> Any:  # fmt: skip
+    """Attend from q to k and v of another sequence, in a pass of both as one."""
+    queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
+    if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
+        # nobody reads what stands in the other sequence's slots
+        q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
+    out = attend(q, k, v, context, sinks, return_lse, up)
+    return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]
