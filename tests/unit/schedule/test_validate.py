@@ -41,7 +41,11 @@ ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of 
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("most", [None, 3])
-@pytest.mark.covering(1)
+@pytest.mark.day(
+    "None-causal-8", "None-full-2", "3-full-4", "None-window-3", "3-window both ways-8", "3-dilated-4",
+    "None-dilated, not nested, not causal-3", "3-documents-4", "None-documents, causal-1",
+    "3-mask function, causal-4",
+)  # fmt: skip
 def test_every_plan_of_the_registry_is_accepted(
     pattern_of: Callable[[int], Pattern], ring_size: int, most: int | None
 ) -> None:
@@ -55,7 +59,10 @@ def test_every_plan_of_the_registry_is_accepted(
 @pytest.mark.parametrize("pattern_name", ["causal", "dilated", "window both ways", "documents"])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("prune", [True, False])
-@pytest.mark.covering(1)
+@pytest.mark.day(
+    "True-contiguous-causal", "True-zigzag-documents", "False-striped-window both ways",
+    "False-zigzag-dilated",
+)  # fmt: skip
 def test_head_chunks_and_two_directions_are_accepted(
     pattern_name: str, layout_name: str, prune: bool
 ) -> None:
