@@ -51,17 +51,13 @@ CORE = [
     ["api"],
 ]
 CAPABILITIES = [
-    ["kernels.cpu", "kernels.flash", "transports", "layers", "decode", "memory", "simulation"],
+    ["kernels.cpu", "kernels.flash", "transports", "layers", "decode", "memory", "measure", "simulation"],
     ["integrations"],
     ["contrib"],
 ]
 LAYERS = [*CORE, *CAPABILITIES]
 # Imports that still go upward. Each ends with an interface of ds_ring/DESIGN.md; none is added.
 UPWARD = {
-    ("comm.exchange", "ring.prepared"),
-    ("comm.mesh", "memory.host_memory"),
-    ("comm.mesh", "ring.pool"),
-    ("comm.mesh", "ring.trace"),
     ("ops.context", "layers.latents.kernel"),
     ("api", "decode.replicated_op"),
     ("ops.frontend", "layers.latents.latent_op"),
@@ -72,6 +68,7 @@ UPWARD = {
 SEPARATE = ["kernels", "comm.exchange", "ring.merge", "kernels.block_mask"]
 IMPORTERS = {
     "ring.ring_pass": set(SEPARATE),
+    "ring.buffers": {"kernels"},  # rows of a part that returned
     "ring.accumulator": {"kernels", "ring.merge"},  # the sums of a pass
     "transports.pull.signals": {"comm.exchange", "kernels", "ring.merge"},  # dtypes of buffers
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it

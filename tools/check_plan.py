@@ -26,10 +26,11 @@ from tqdm import tqdm
 
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
+from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.ring.pool import Buffers
 from ds_ring.schedule.lowering import chunk_bytes_on
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import read_hardware
@@ -177,7 +178,7 @@ def attention_rank(point: CheckedSetting) -> PeakAndTraffic:
         out, _ = ring_attention_op(q, k, v, context.handle)
         out.backward(torch.randn_like(out))
     sent = 0 if context.exchange is None else context.exchange.counters.bytes_sent
-    mesh.buffers.release()
+    mesh.owners[Buffers].release()
     return PeakAndTraffic(memory.peak_bytes, sent)
 
 

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
-from ds_ring.ops.context import context_for
+from ds_ring.measure.memory import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
+from ds_ring.ops.context import ContextCache, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import pass_of
-from ds_ring.ring.trace import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 # one call per tile: the smallest number of fake operators, and the largest workspace a kernel could have
@@ -85,7 +85,9 @@ def selecting_rank(options: argparse.Namespace, prefer: str) -> tuple[int, int]:
         result = selected_attention(q, k, v, chosen, layout=layout, mesh=mesh, hop_timeout_s=options.deadline)
         result.backward(torch.randn_like(result))
         peak = (resident_kib() - before) * 1024
-        exchanges = [one.exchange for one in mesh.contexts.values() if one.layout == layout]
+        exchanges = [
+            one.exchange for one in mesh.owners[ContextCache].by_key.values() if one.layout == layout
+        ]
     return peak, sum(one.counters.bytes_sent for one in exchanges)
 
 

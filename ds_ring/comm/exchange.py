@@ -27,7 +27,6 @@ from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.comm.watchdog import WorkWatchdog
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-from ds_ring.ring.prepared import PreparedPasses
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -85,7 +84,6 @@ class Exchange:
         self.mesh = mesh
         self.hop_timeout_s, self._outside = hop_timeout_s, outside
         self.counters = Counters()
-        self.prepared = PreparedPasses()
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._header_routes: list[Route] | None = None

@@ -7,14 +7,13 @@ in one process. A mesh of one rank needs no process group.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch.distributed as dist
@@ -29,13 +28,11 @@ from ds_ring.comm.groups import (
     sequences_of,
     world_size_for,
 )
+from ds_ring.comm.owners import CallCounter, Owners
 from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
-from ds_ring.memory.host_memory import HostMemory
-from ds_ring.ring.pool import Buffers
-from ds_ring.ring.trace import Trace
 from ds_ring.schedule.grid import Grid, divisors
 
 if TYPE_CHECKING:
@@ -155,9 +152,6 @@ def destroy_dropped_groups() -> None:
         destroy_groups(_dropped.popleft(), only_local=True)
 
 
-_serial = itertools.count()
-
-
 class MeshOptions(TypedDict, total=False):
     """The arguments that every constructor of a mesh takes beside its ranks; see `RingMesh.from_world`."""
 
@@ -169,8 +163,31 @@ class MeshOptions(TypedDict, total=False):
     timeouts: Timeouts | None
 
 
+class MeshCoordinates:
+    """Hold what follows from the grid and the rank.
+
+    Attributes, not properties: every call reads them, and torch.compile traces them.
+
+    Attributes:
+        ring_size, ulysses_size, sequence_size, data_size: of the grid.
+        ring_rank, ulysses_rank, data_rank: this rank's coordinates.
+        sequence_rank: index in the sequence group: ring_rank * ulysses_size + ulysses_rank.
+        calls: counter of the ring's headers, equal on all its ranks.
+    """
+
+    ring_size: int
+    ulysses_size: int
+    sequence_size: int
+    data_size: int
+    ring_rank: int
+    ulysses_rank: int
+    data_rank: int
+    sequence_rank: int
+    calls: CallCounter
+
+
 @dataclass(frozen=True, eq=False)
-class RingMesh:
+class RingMesh(MeshCoordinates):
     """This process's place in the data x ring x ulysses grid, and its process groups.
 
     Attributes:
@@ -181,20 +198,11 @@ class RingMesh:
         sequence_group: all ranks that share a sequence; None for size one.
         data_group: ranks at the same place of other sequences; None for size one.
         cpu_group: the sequence group over gloo, for headers; the same group if it is gloo already.
-        serial, calls: number of the mesh in this process, and a counter of its headers; equal on all ranks.
         detector: reports which rank failed; None if the sequence has one rank, or the process group is fake.
-        buffers: pool of memory for messages, kept between calls; `buffers.release()` frees unused memory.
-        shared_buffers: pools in memory that the ring shares (`signals.py`), by device.
-        host_memory: holds what checkpointed regions keep in host memory, if that is enabled.
-        contexts: the contexts of `ops/context.py`, which live as long as this mesh.
-        recent: the contexts of eager calls, by their arguments.
-        traces: active traces of `ring/trace.py`, innermost last; also seen by autograd's thread.
-        use: raises for calls on a closed mesh, in a forked child, and from two threads at once.
+        owners: what the mesh holds for others: buffers, contexts, host memory, observers (`owners.py`).
+        state: whether the mesh can be used, and by which thread it is used now.
         ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
         timeouts: how long ranks wait for each other outside of passes.
-        ring_size, ulysses_size, sequence_size, data_size: of the grid.
-        ring_rank, ulysses_rank, data_rank: this rank's coordinates.
-        sequence_rank: place in the sequence group: ring_rank * ulysses_size + ulysses_rank.
     """
 
     grid: Grid
@@ -205,36 +213,17 @@ class RingMesh:
     data_group: ProcessGroup | None = None
     cpu_group: ProcessGroup | None = None
     detector: DetectorClient | None = field(default=None, repr=False)
-    buffers: Buffers = field(default_factory=Buffers, repr=False)
-    shared_buffers: dict[Any, Any] = field(default_factory=dict, repr=False)
-    host_memory: HostMemory = field(default_factory=HostMemory, repr=False)
-    serial: int = field(default_factory=lambda: next(_serial))
-    calls: Iterator[int] = field(default_factory=itertools.count, repr=False)
-    contexts: OrderedDict[Any, Any] = field(default_factory=OrderedDict, repr=False)
-    recent: weakref.WeakValueDictionary[Any, Any] = field(
-        default_factory=weakref.WeakValueDictionary, repr=False
-    )
-    traces: list[Trace] = field(default_factory=list, repr=False)
+    owners: Owners = field(default_factory=Owners, repr=False)
     state: MeshState = field(default_factory=MeshState, repr=False)
     ranks_per_node: int | None = None
     timeouts: Timeouts = field(default_factory=Timeouts, repr=False)
 
-    ring_size: int = field(init=False, repr=False)
-    ulysses_size: int = field(init=False, repr=False)
-    sequence_size: int = field(init=False, repr=False)
-    data_size: int = field(init=False, repr=False)
-    ring_rank: int = field(init=False, repr=False)
-    ulysses_rank: int = field(init=False, repr=False)
-    data_rank: int = field(init=False, repr=False)
-    sequence_rank: int = field(init=False, repr=False)
-
     def __post_init__(self) -> None:
-        # Attributes, not properties: every call reads them, and torch.compile traces them.
         grid, (data, ring, ulysses) = self.grid, self.grid.coordinates(self.global_rank)
         vars(self).update(
             ring_size=grid.ring_size, ulysses_size=grid.ulysses_size, sequence_size=grid.sequence_size,
             data_size=grid.data_size, ring_rank=ring, ulysses_rank=ulysses, data_rank=data,
-            sequence_rank=ring * grid.ulysses_size + ulysses,
+            sequence_rank=ring * grid.ulysses_size + ulysses, calls=self.owners[CallCounter],
         )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
@@ -389,8 +378,7 @@ class RingMesh:
         self.state.groups.clear()
         if self.detector is not None:
             self.detector.leave()
-        self.buffers.release()
-        self.shared_buffers.clear()
+        self.owners.release()
 
     def in_call(self) -> AbstractContextManager[None]:
         """Surround whatever ranks do together on this mesh.
@@ -413,11 +401,6 @@ class RingMesh:
         """
         if self.state.work_watchdog is not None:
             self.state.work_watchdog.synchronize(self)
-
-    @property
-    def trace(self) -> Trace | None:
-        """Return what passes on this mesh are noted in; None for nothing."""
-        return self.traces[-1] if self.traces else None
 
     def global_rank_of(self, ring_rank: int) -> int:
         """Return the world rank of another member of this rank's ring; the index wraps around."""
@@ -463,9 +446,9 @@ _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_ag
 def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
     """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
 
-    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector, buffers, host
-    memory and traces of `mesh`, and are closed with it. Each has its own plans and its own counter of calls.
-    Only one is used at a time.
+    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector and the owners
+    of `mesh` (buffers, host memory, observers), and are closed with it. Each has its own plans and its own
+    counter of calls. Only one is used at a time.
 
     Raises:
         RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
@@ -477,22 +460,23 @@ def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
         )
     shared: dict[str, Any] = {
         "detector": mesh.detector,
-        "buffers": mesh.buffers,
-        "host_memory": mesh.host_memory,
-        "traces": mesh.traces,
         "state": mesh.state,
         "timeouts": mesh.timeouts,
     }
     found = {mesh.ring_size: mesh}
     for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
         if size == 1:
-            found[1] = replace(RingMesh.single(), **shared | {"detector": None})
+            found[1] = RingMesh(Grid(1, 1), 0, owners=mesh.owners.derived(), **shared | {"detector": None})
             continue
         grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
         what = f"the making of the process groups of rings of {size}"
         make = functools.partial(make_groups, grid, NO_LIMIT)
         groups = call_guarded(make, mesh.detector, grid, what, step, mesh.timeouts.limit("start"))
         mesh.own(groups)
-        more: dict[str, Any] = {**shared, "ranks_per_node": mesh.ranks_per_node}
+        more: dict[str, Any] = {
+            **shared,
+            "ranks_per_node": mesh.ranks_per_node,
+            "owners": mesh.owners.derived(),
+        }
         found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
     return found

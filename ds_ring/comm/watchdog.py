@@ -192,7 +192,7 @@ def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     tasks: list[Task] = []
     for mesh, group in stuck:
         made = [mesh.sequence_group, mesh.ring_group, mesh.ulysses_group, mesh.data_group]
-        made += [buffers.shared for buffers in mesh.shared_buffers.values()]
+        made += mesh.owners.process_groups()
         if group is not None and any(group is one for one in made) and id(group) not in mesh.state.aborted:
             mesh.state.aborted.add(id(group))
             tasks.append(Task(group.abort).start())

@@ -42,13 +42,13 @@ class OnHost(SavedTensors):
         """Return the tensors that stand on the host for those of a pass."""
         q = saved[0]
         wanted = context.options.offload_on(q.device.type, q.shape[2])
-        return saved_on_host(saved, context.mesh.host_memory) if wanted else saved
+        return saved_on_host(saved, context.mesh.owners[HostMemory]) if wanted else saved
 
     def load_heads(
         self, context: RingContext, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device
     ) -> HeadStream:
         """Return what brings the heads of one chunk after the other."""
-        return HeadStream(saved, chunks, device, context.mesh.host_memory)
+        return HeadStream(saved, chunks, device, context.mesh.owners[HostMemory])
 
 
 def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:

@@ -170,7 +170,7 @@ class KeepResults(SavedTensors):
         if context.options.recompute:
             first, slots = self.first_queries(context, q.shape[2], q.device)
             rows = SavedRows(slots, partial(run, first))
-        memory = context.mesh.host_memory
+        memory = context.mesh.owners[HostMemory]
         kept_in = memory if memory.enabled else None
         return reuse_or_run((context.handle, *call), partial(run, context), kept_in, rows)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -53,6 +54,7 @@ from ds_ring.ops.options import Options, may_compile, patience_s
 from ds_ring.ops.passes import MakePass
 from ds_ring.ops.saved_tensors import SavedTensors
 from ds_ring.registry import SAVED_TENSORS, load
+from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
     Layout,
     check_layout_name,
@@ -134,6 +136,7 @@ class RingContext:
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.
+        passes: cache of what passes of a schedule and a shape need again.
     """
 
     pattern: Pattern
@@ -147,6 +150,7 @@ class RingContext:
     make_pass: MakePass = field(init=False, repr=False)
     exchange: Exchange | None = None
     saved: SavedTensors = field(init=False, repr=False)
+    passes: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
     _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -591,9 +595,24 @@ def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
     return found
 
 
+class ContextCache:
+    """Cache the contexts of a mesh, as long as the mesh lives.
+
+    Attributes:
+        by_key: by all that a context is made of; at most `KEPT_CONTEXTS`, and those of compiled graphs.
+        recent: those of eager calls, by the arguments of the calls.
+    """
+
+    per_ring = True
+
+    def __init__(self) -> None:
+        self.by_key: OrderedDict[Any, Any] = OrderedDict()
+        self.recent: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
+
+
 def cached_context(mesh: RingMesh, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return the context of a key; the oldest are dropped, since documents make a new one for every batch."""
-    table: OrderedDict[Any, Any] = mesh.contexts
+    table: OrderedDict[Any, Any] = mesh.owners[ContextCache].by_key
     if key not in table:
         table[key] = make()
         if len(table) > KEPT_CONTEXTS:

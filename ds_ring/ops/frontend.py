@@ -32,7 +32,7 @@ from ds_ring.masks.catalog import (
 from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
 from ds_ring.masks.pattern import Intersection, Pattern, Union
 from ds_ring.ops.checks import why_not_an_operand, why_not_this_derivative
-from ds_ring.ops.context import RingContext, context_for, context_of, refuse, refusing_context
+from ds_ring.ops.context import ContextCache, RingContext, context_for, context_of, refuse, refusing_context
 from ds_ring.ops.handles import constant, constant_in_graphs, is_constant, number_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
@@ -110,7 +110,7 @@ def context_of_call(
     with suppress(Exception):  # what cannot be hashed or compared is refused below, by name
         if score_mod is None:
             key = (pattern, layout, settings, tuple(map(type, settings)))  # the types tell 1 from True
-            found = mesh.recent.get(key)
+            found = mesh.owners[ContextCache].recent.get(key)
     if found is None:
         try:
             found = _made_context(pattern, layout, mesh, settings, score_mod)
@@ -118,7 +118,7 @@ def context_of_call(
             refuse(mesh, error)
         # Functions are not kept here: the values that they captured may change.
         if key and not pattern.masks:
-            mesh.recent[key] = found
+            mesh.owners[ContextCache].recent[key] = found
     return found
 
 

@@ -36,8 +36,8 @@ from ds_ring.ops.context import Prepared, RingContext, context_of
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import Pass
 from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
-from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.ring.ring_pass import RingPass
 
 
@@ -61,6 +61,7 @@ def make_pass(
 ) -> RingPass:  # fmt: skip
     """Return the ring pass, with buffers of the mesh if none are given."""
     options, mesh, exchange = context.options, context.mesh, context.exchange
+    observers: Observers = mesh.owners[Observers]
     return RingPass(
         found.own,
         found.kernel,
@@ -68,12 +69,12 @@ def make_pass(
         found.scale,
         options.overlap,
         found.chunk_bytes,
-        mesh.buffers if buffers is None else buffers,
+        mesh.owners[Buffers] if buffers is None else buffers,
         context.check_finite if options.check_finite else None,
-        trace=mesh.traces[-1] if mesh.traces else None,
+        observer=observers[-1] if observers else None,
         load_heads=partial(context.saved.load_heads, context) if found.offload else None,
         agreed=agreed,
-        prepared=PreparedPasses() if exchange is None else exchange.prepared,
+        prepared=context.passes,
     )
 
 

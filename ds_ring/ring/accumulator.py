@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, Rows
 from ds_ring.ring.merge import MAX_PARTS, add_parts_, assign_, merge_, merge_parts_
-from ds_ring.ring.trace import Trace
 
 # [Note: the first part of a row]
 # The first partial result of a row is assigned to the accumulator, and later ones are merged into it. So the
@@ -139,21 +138,23 @@ class Accumulator:
         dtype: of the accumulators.
         lse: [B, H, S], uninitialised, of the same dtype: the parts are merged; None: they are added.
         waits: whether parts wait for one another; parts that do not are merged or added at once.
-        trace: counts the bytes of accumulators.
+
+    Attributes:
+        own_bytes: of the accumulators, where they are not the results.
     """
 
     __slots__ = (
-        "_first", "_like", "_made", "_results", "_shapes", "_targets", "_trace", "_waits", "dtype", "lse",
+        "_first", "_like", "_made", "_results", "_shapes", "_targets", "_waits", "dtype", "lse", "own_bytes",
         "waiting",
     )  # fmt: skip
 
     def __init__(
         self, results: Callable[[], Sequence[Any]], like: Tensor, shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype, lse: Tensor | None, waits: bool, trace: Trace | None,
+        dtype: torch.dtype, lse: Tensor | None, waits: bool,
     ) -> None:  # fmt: skip
         self.lse = lse
         self._results, self._like, self._shapes, self.dtype = results, like, shapes, dtype
-        self._waits, self._trace = waits, trace
+        self._waits, self.own_bytes = waits, 0
         self.waiting: list[tuple[Rows, tuple[Tensor, ...]]] = []
         self._first = FirstParts(shapes[0][2], zero if lse is None else see_no_key)
         self._made: tuple[Tensor, ...] | None = None  # the accumulators, with lse
@@ -173,8 +174,7 @@ class Accumulator:
             made = tuple(self._like.new_empty(shape, dtype=self.dtype) for shape in self._shapes)
         else:
             made = tuple(torch.empty_like(x, dtype=self.dtype) for x in self._targets)
-        if self._trace is not None:
-            self._trace.accumulators_bytes += sum(x.nbytes for x in made)
+        self.own_bytes = sum([x.nbytes for x in made])
         # These tensors, not self: a reference cycle would keep their memory until garbage collection.
         self._made = self._first.given = made if self.lse is None else (*made, self.lse)
         return self._made
@@ -194,17 +194,14 @@ class Accumulator:
             return
         if made is None:
             made = self._accumulate()
-        first, there = self._first.is_first(rows, heads), rows.views(*made, heads=heads)
+        first = bool(self._first.open) and self._first.is_first(rows, heads)
+        there = rows.views(*made, heads=heads)
         # views, so that the accumulators are changed in place
         if self.lse is not None:
             (assign_ if first else merge_)(*there, *parts)
             return
         for to, part in zip(there, parts, strict=True):
             (to.copy_ if first else to.add_)(part)
-
-    def add_slots(self, start: int, count: int, *parts: Tensor) -> None:
-        """Add what another rank returned for some slots, as `add` does."""
-        self.add(Rows(start, 1, count), ALL_HEADS, *parts)
 
     def so_far(self) -> tuple[Tensor, ...]:
         """Return the accumulators (and lse) with all parts that have arrived; rows without one are empty."""
@@ -229,8 +226,7 @@ class Accumulator:
             for target, x in zip(targets, made or targets, strict=True):
                 if target is not x:
                     target.copy_(x)
-        if made is not None and made[0] is not targets[0] and self._trace is not None:
-            self._trace.accumulators_bytes -= sum(x.nbytes for x in made[: len(self._shapes)])
+        self.own_bytes = 0
 
     def whole(self) -> tuple[Tensor, ...] | None:
         """Return the only part of each, if it waits and has all slots."""

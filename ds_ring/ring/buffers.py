@@ -14,6 +14,7 @@ from torch import Tensor
 from ds_ring.comm.device_tables import slot_index
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import stream_of
+from ds_ring.kernels.interface import ALL_HEADS, Rows
 from ds_ring.ring.accumulator import Accumulator
 from ds_ring.ring.float8_rows import ROWS_AT_ONCE, pack_scaled, unpack_scaled
 from ds_ring.ring.pair import (
@@ -246,5 +247,6 @@ class RingBuffers:
             return
         for start, end in step.ranges:
             count = end - start
-            home.add_slots(start, count, first.narrow(2, offset, count), second.narrow(2, offset, count))
+            parts = first.narrow(2, offset, count), second.narrow(2, offset, count)
+            home.add(Rows(start, 1, count), ALL_HEADS, *parts)
             offset += count

@@ -88,7 +88,12 @@ class Buffers:
         nbytes = kind.nbytes
         size = BlockKey(nbytes, kind.device, stream)
         with self._lock:
-            block = self._pop(size) if size in self._free else None
+            block = None
+            if free := self._free.get(size):
+                block = free.pop()
+                self.free_bytes -= nbytes
+                if not free:
+                    del self._free[size]
             # Counted before a new one is made: what is kept unused makes room for it.
             self._used_bytes += nbytes
             self._most_bytes = max(self._most_bytes, self._used_bytes)

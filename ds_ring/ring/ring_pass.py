@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.messages import InFlight, Label, Message, MessageSize, PostedBatch, Transport
+from ds_ring.comm.messages import NOTHING_SENT, InFlight, Label, Message, MessageSize, PostedBatch, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
 from ds_ring.ring.accumulator import Accumulator, parts_wait
 from ds_ring.ring.buffers import RingBuffers, some_heads
 from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.ring.observer import BatchEvent, Observer
 from ds_ring.ring.pair import Pair
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.prepared import PreparedBatch, PreparedPass, PreparedPasses
 from ds_ring.ring.saved_heads import HeadSource, Saved, heads_of
-from ds_ring.ring.trace import Trace
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send
@@ -59,6 +59,11 @@ class ForwardChunk:
         if self.ring.check is not None:
             out, lse = total.so_far()
             self.ring.check(step.hop, out=out, lse=lse)
+
+    @property
+    def accumulators_bytes(self) -> int:
+        """Return the bytes of the accumulators, for observers."""
+        return self.total.own_bytes
 
     def finish(self) -> None:
         """Write `out`."""
@@ -100,7 +105,7 @@ class BackwardChunk:
             of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), of_stage and self.waits
             there = partial(self.buffers.pair, step.gradients)
-            of_keys = Accumulator(there, grad_out, shapes, self.home.dtype, None, waits, self.ring.trace)
+            of_keys = Accumulator(there, grad_out, shapes, self.home.dtype, None, waits)
         inputs = (keys.k, keys.v, out, lse, step.tiles, self.ring.scale, grad_lse)
         for part in self.kernel.backward(grad_out, q, *inputs):
             heads, rows, key_rows, dq_part, dk_part, dv_part, tokens_first = part
@@ -117,6 +122,11 @@ class BackwardChunk:
         adopted = of_stage and self.buffers.adopt(step.gradients, of_keys.whole())
         if of_keys is not self.home and not adopted:
             of_keys.finish()
+
+    @property
+    def accumulators_bytes(self) -> int:
+        """Return the bytes of the accumulators, for observers."""
+        return self.dq.own_bytes + self.home.own_bytes
 
     def finish(self) -> None:
         """Pass the gradients of the own shard to `on_gradients_final`, then round all gradients."""
@@ -144,7 +154,7 @@ class RingPass:
         check: called with the hop and, by name, the tensors computed so far; None for no check.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
-        trace: records the times of all phases of a pass; None for no trace, which costs nothing.
+        observer: is called in each stage of each batch; None for no calls.
         load_heads: brings q, k, v, out and lse of head chunks back, if they were saved elsewhere; None:
             they are here.
         agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
@@ -161,7 +171,7 @@ class RingPass:
     buffers: Buffers = field(default_factory=Buffers)
     check: Callable[..., None] | None = None
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
-    trace: Trace | None = None
+    observer: Observer | None = None
     load_heads: Callable[[Saved, Sequence[HeadChunk], torch.device], HeadSource] | None = None
     agreed: Callable[[], None] | None = None
     prepared: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
@@ -193,7 +203,7 @@ class RingPass:
             q_here, lse_here = some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
             total = Accumulator(
-                lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits, self.trace
+                lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits
             )
             return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
 
@@ -234,7 +244,7 @@ class RingPass:
             (grad_here,) = some_heads(heads, grad_out)
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             queries = Queries(grad_here, q_here, out_here, lse_here, of_lse)
-            given = lse.dtype, None, waits, self.trace
+            given = lse.dtype, None, waits
             of_queries = Accumulator(lambda: some_heads(heads, dq()), grad_here, [q_here.shape], *given)
             # Gradients of the own keys that other ranks return are added here.
             results = some_heads(kv, dk, dv)
@@ -248,8 +258,6 @@ class RingPass:
         return dq(), dk, dv
 
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
-        if self.trace is not None:
-            self.trace.begin("backward" if backward else "forward")
         # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
         # accumulators exist beside the results, or where heads are brought from elsewhere.
         is_wide = k.element_size() >= torch.float32.itemsize
@@ -260,10 +268,13 @@ class RingPass:
     def _run(self, schedule: Schedule, prepared: PreparedPass, begin: Callable[[HeadChunk], Chunk]) -> None:
         """Run a schedule, batch by batch; see [Note: batches] in `steps.py`."""
         under_way: dict[int, Chunk] = {}
-        agreed, trace, batches = self.agreed, self.trace, prepared.batches
+        agreed, batches = self.agreed, prepared.batches
+        note = None if self.observer is None else partial(self._note, schedule.backward, under_way)
+        if note is not None:
+            note("begin", 0, NOTHING_SENT)
         for number, hop, rounds in schedule.batches:
-            if trace is not None:
-                trace.enter("send", hop, self.buffers)
+            if note is not None:
+                note("send", hop, NOTHING_SENT)
             sent: list[Tensor] = []
             received: list[Tensor] = []
             for index, steps in rounds:
@@ -283,8 +294,6 @@ class RingPass:
             known = batches.get(number)
             if known is None:
                 known = batches[number] = self._prepare(rounds, under_way, sent, received)
-            if trace is not None:
-                trace.batch = known.posted
             posting = known.route, sent, received, hop
             pending, mark = None, None
             if agreed is None:
@@ -294,13 +303,13 @@ class RingPass:
                 assert self.exchange is not None, "an agreement on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
             # The messages of this batch carry the keys of `hop`. Meanwhile the hop before is computed.
-            if trace is not None:
-                trace.enter("compute", hop - 1, self.buffers)
+            if note is not None:
+                note("compute", hop - 1, known.posted)
             for index, steps in rounds:
                 for step in steps.computed:
                     under_way[index].compute(step)
-            if trace is not None:
-                trace.enter("wait", hop, self.buffers)
+            if note is not None:
+                note("wait", hop, known.posted)
             if agreed is not None:
                 agreed()
                 pending, agreed = self._post_behind(mark, *posting), None
@@ -308,8 +317,16 @@ class RingPass:
                 pending.wait()
             # Drop the references, so that the next batch can allocate the memory of buffers that it frees.
             del sent, received, pending, posting
-        if trace is not None:
-            trace.leave(self.buffers)
+        if note is not None:
+            note("end", 0, NOTHING_SENT)
+
+    def _note(
+        self, backward: bool, under_way: dict[int, Chunk], stage: str, hop: int, posted: PostedBatch
+    ) -> None:
+        assert self.observer is not None
+        accumulators = sum(chunk.accumulators_bytes for chunk in under_way.values())
+        phase = "backward" if backward else "forward"
+        self.observer.on_batch(BatchEvent(stage, phase, hop, self.buffers.held_bytes, accumulators, posted))
 
     # [Note: the header while the first hop computes]
     # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU, with

@@ -39,11 +39,12 @@ from ds_ring.comm.streams import HOST, Streams
 from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.tiles import IntArray, progressions_at
+from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
+from ds_ring.measure.trace import Trace
 from ds_ring.ring.float8_rows import pack_scaled
 from ds_ring.ring.pair import halves
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
-from ds_ring.ring.trace import MemoryPeak, Trace, measure_cpu_memory
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.plan import Plan
 
@@ -421,7 +422,7 @@ class VirtualRanks:
         plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
         ring = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
-            buffers=Buffers(), on_gradients_final=self._adder(ring_rank), trace=trace,
+            buffers=Buffers(), on_gradients_final=self._adder(ring_rank), observer=trace,
         )  # fmt: skip
         drop_cached(self.kernel)  # of the rank before: a real one has its own
         with measure_cpu_memory() if self.measure else nullcontext(MemoryPeak()) as peak:

@@ -41,10 +41,10 @@ from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.limits import MOST_TOKENS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
+from ds_ring.measure.trace import Trace
 from ds_ring.ops.checks import check_heads, check_tensors, why_not_an_operand
 from ds_ring.ops.options import Options
 from ds_ring.ring.merge import accumulator_dtype
-from ds_ring.ring.trace import Trace
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import build_plan

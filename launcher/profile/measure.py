@@ -15,10 +15,11 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
+from ds_ring.measure.memory import measure_cpu_memory
+from ds_ring.measure.trace import Trace, tracing
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.ring.trace import Trace, measure_cpu_memory, tracing
 from ds_ring.schedule.layout import Layout, Mix, make_layout
 from ds_ring.schedule.plan import check_length
 from ds_ring.simulation.generate import GeneratedSource

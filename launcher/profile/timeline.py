@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ds_ring.errors import RingConfigError
-from ds_ring.ring.trace import Span, Trace
+from ds_ring.measure.trace import Span, Trace
 
 WHATS = ("compute", "send", "wait")
 

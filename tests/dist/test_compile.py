@@ -27,7 +27,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.ops.context import KEPT_CONTEXTS, context_for, context_of
+from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool, run_ranks
@@ -293,7 +293,7 @@ def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list
         )
 
     attend(q, k, v)
-    return [context.options for context in mesh.contexts.values()]
+    return [context.options for context in mesh.owners[ContextCache].by_key.values()]
 
 
 @each_backend
@@ -339,7 +339,7 @@ def handle_is_not_pushed_out(rank: int, world_size: int, backend: str) -> bool:
     first = compiled(q, k, v)
     for scale in range(1, KEPT_CONTEXTS + 10):
         context_for(Causal(), "zigzag", mesh, Options(scale=scale))
-    assert len(mesh.contexts) == KEPT_CONTEXTS + 1
+    assert len(mesh.owners[ContextCache].by_key) == KEPT_CONTEXTS + 1
     return torch.equal(compiled(q, k, v), first)
 
 

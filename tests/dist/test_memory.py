@@ -16,10 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from ds_ring import Causal, RingMesh, make_layout, shard_sequence
+from ds_ring.measure.memory import measure_cpu_memory, shard_unit_bytes
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.ring.trace import measure_cpu_memory, shard_unit_bytes
+from ds_ring.ring.pool import Buffers
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
 
@@ -62,7 +63,7 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
         x.requires_grad_()
     with measure_cpu_memory() as forward:
         out, lse = ring_attention_op(q, k, v, handle)
-    kept = mesh.buffers.free_bytes  # for the next call
+    kept = mesh.owners[Buffers].free_bytes  # for the next call
     with measure_cpu_memory() as backward:
         out.backward(grad)
     inputs, results = sum(x.nbytes for x in (q, k, v, grad)), out.nbytes + lse.nbytes
@@ -70,9 +71,9 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     peak = inputs + max(forward.peak_bytes, results + kept + backward.peak_bytes)
     gradients = sum(x.grad.nbytes for x in (q, k, v) if x.grad is not None)
     after_forward = forward.end_bytes - results - kept
-    after_backward = backward.end_bytes - gradients - (mesh.buffers.free_bytes - kept)
-    mesh.buffers.release()
-    assert mesh.buffers.free_bytes == 0
+    after_backward = backward.end_bytes - gradients - (mesh.owners[Buffers].free_bytes - kept)
+    mesh.owners[Buffers].release()
+    assert mesh.owners[Buffers].free_bytes == 0
     return Measured(peak / unit, after_forward / unit, after_backward / unit, unit)
 
 

@@ -26,7 +26,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.scan.scan import neighbours_of
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
-from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink

@@ -27,6 +27,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import ContextCache
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent
 from tests.cases import Shape, document_ids, tensors
@@ -95,7 +96,7 @@ def passed_in(
     q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = ring_attention(*leaves, pattern=Causal(), layout=layout, mesh=mesh, **options)
-    counters = next(iter(mesh.contexts.values())).exchange.counters
+    counters = next(iter(mesh.owners[ContextCache].by_key.values())).exchange.counters
     forward = counters.bytes_sent
     out.backward(grad)
     backward = counters.bytes_sent - forward

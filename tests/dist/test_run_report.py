@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from ds_ring.ring.observer import Observers
 from tests.dist.conftest import RankPools
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
 
@@ -49,7 +50,7 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
                     engine.ring.mean_loss(engine(**engine.ring.shard_batch(build_batch(SIZE))).loss * 100)
                 engine.train()
         run_report._finish_reports()
-        return {"losses": losses, "traces": len(engine.ring.mesh.traces)}
+        return {"losses": losses, "traces": len(engine.ring.mesh.owners[Observers])}
     finally:
         patch.undo()
 

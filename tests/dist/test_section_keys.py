@@ -16,6 +16,7 @@ import torch
 from ds_ring.api import options_from_config
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -193,7 +194,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
         "first deadline": lambda: context.options.first_pass_timeout_s,
         "late ranks": lambda: session.mesh.timeouts,
-        "traces": lambda: len(session.mesh.traces),
+        "traces": lambda: len(session.mesh.owners[Observers]),
         "forward": lambda: wrappers_of(engine.forward),
     }
     return str(observables[name]())
@@ -292,7 +293,7 @@ def train_monitored(rank: int, world_size: int, folder: str) -> int:
     unit = (
         4 * SIZE.samples * kv_heads * local * head_dim
     )  # of K; each micro-batch sends K and V, twice, and dK, dV
-    assert len(engine.ring.mesh.traces) == 1 and not engine.ring.mesh.traces[0].spans
+    assert len(engine.ring.mesh.owners[Observers]) == 1 and not engine.ring.mesh.owners[Observers][0].spans
     return 2 * 6 * unit
 
 

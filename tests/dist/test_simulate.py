@@ -12,10 +12,10 @@ from torch import Tensor
 from ds_ring import RingMesh, make_layout, shard_sequence, simulate
 from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import get_kernel
+from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from ds_ring.ring.trace import measure_cpu_memory
 from ds_ring.simulation.simulate import BytesSent, SimulationOptions, SimulationResult
 from tests.cases import PATTERNS, Shape, tensors
 from tests.dist.harness import RankPool

@@ -33,6 +33,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import ContextCache
 from tests.cases import Shape, document_ids, tensors
 
 
@@ -134,7 +135,7 @@ def two_rings(rank: int, world_size: int, second: tuple[int, int], rounds: int) 
             if number % 2 == 0:
                 empty_caches()
                 for mesh in rings:
-                    mesh.contexts.clear()
+                    mesh.owners[ContextCache].by_key.clear()
                 gc.collect()
             together = at_once(*(lambda i=i: passes(rings[i], todo[i], i) for i in range(2)))
             for ring, (got, want) in enumerate(zip(together, alone, strict=True)):

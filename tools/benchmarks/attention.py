@@ -37,7 +37,7 @@ from benchmarks.measuring import (
     measure_on_ranks,
     ring_of_ranks,
 )
-from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.measure.memory import measure_cpu_memory
 
 BASE, SERIAL = "SDPA, one process", "SDPA, one thread"
 RESULTS = ("out", "dq", "dk", "dv")

@@ -23,6 +23,7 @@ from ds_ring.kernels.flash.executors import Flash, Operators
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
@@ -134,7 +135,7 @@ def hops_of(
         layout = make_layout(layout_name, tokens=slots * ring_size, ring_size=ring_size, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=HEADS, kv_heads=KV_HEADS)
         kernel, exchange = kernel or flash_without_operators(), DeviceExchange(mesh)
-        made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.buffers)
+        made = RingPass(plan.rank(rank), kernel, exchange, 0.25, buffers=mesh.owners[Buffers])
         shapes = [(1, heads, slots, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
         q, k, v, grad_out = (torch.ones(shape, dtype=torch.bfloat16) for shape in shapes)
         yield Hops(made, ring_size, (q, k, v, grad_out), made.forward(q, k, v))

@@ -15,6 +15,7 @@ from common import in_turns, provenance
 from torch import Tensor
 
 from ds_ring import RingMesh
+from ds_ring.ops.context import ContextCache
 from ds_ring.schedule.layout import Layout
 from ds_ring_launcher.run.local_ranks import run_ranks
 
@@ -155,5 +156,9 @@ def timed_pass(attend: Attend, inputs: Sequence[Tensor]) -> dict[str, float]:
 
 def bytes_sent(mesh: RingMesh) -> int:
     """Return the payload bytes that this rank's passes on a mesh have sent so far."""
-    exchanges = {id(one.exchange): one.exchange for one in mesh.contexts.values() if one.exchange is not None}
+    exchanges = {
+        id(one.exchange): one.exchange
+        for one in mesh.owners[ContextCache].by_key.values()
+        if one.exchange is not None
+    }
     return sum(one.counters.bytes_sent for one in exchanges.values())

@@ -21,7 +21,7 @@ from common import engine_of, llama, zero_of
 from torch import Tensor
 
 from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
-from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.measure.memory import measure_cpu_memory
 
 OPTIONS = {
     "prompt": 4096, "answers": 8, "length": 512, "ranks": 2, "hidden": 256, "heads": 4, "vocabulary": 1024,

@@ -15,7 +15,8 @@ from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.step_metrics import gather_numbers
-from ds_ring.ring.trace import Trace
+from ds_ring.measure.trace import Trace
+from ds_ring.ring.observer import Observers
 
 _patch = partial(
     patch, ENGINE, feature="rank_speeds", when='"rank_speeds": "measured"',
@@ -39,7 +40,7 @@ class MeasuredSpeeds:
             )
         self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
         self._pairs = 0.0  # that this rank's attention computes in the step's training batches
-        session.mesh.traces.append(self._trace)
+        session.mesh.owners[Observers].append(self._trace)
 
     @_patch(stage="after_forward")
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:

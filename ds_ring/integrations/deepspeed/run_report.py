@@ -40,7 +40,8 @@ from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.deepspeed.step_metrics import tokens_of
-from ds_ring.ring.trace import Span, Trace
+from ds_ring.measure.trace import Span, Trace
+from ds_ring.ring.observer import Observers
 
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
 # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
@@ -188,8 +189,8 @@ class _Report:
             # Hops are timed once in a while: that costs microseconds a hop. On a GPU the stream waits and not
             # the host, whose spans would tell nothing of links.
             self._times = self._session.device.type == "cpu" and now_s - self._timed_s >= _LINK_SECONDS
-            if self._times and mesh.trace is None:
-                mesh.traces.append(self._own_trace)
+            if self._times and not mesh.owners[Observers]:
+                mesh.owners[Observers].append(self._own_trace)
 
     @_patch(stage="after_forward")
     def after_forward(self, engine: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -201,7 +202,9 @@ class _Report:
 
     @_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        steps, trace = self._engine.global_steps, self._session.mesh.trace
+        observers = self._session.mesh.owners[Observers]
+        steps = self._engine.global_steps
+        trace = next((one for one in reversed(observers) if isinstance(one, Trace)), None)
         # Before the step, since the monitor of the section clears its spans in it.
         if self._times and trace is not None:
             self._links = link_times(trace.spans, self._session.mesh)
@@ -215,7 +218,7 @@ class _Report:
         if self._times:
             self._times, self._timed_s = False, now_s
             self._own_trace.spans.clear()
-            traces = self._session.mesh.traces
+            traces = self._session.mesh.owners[Observers]
             traces[:] = [trace for trace in traces if trace is not self._own_trace]
         seconds = 0.0 if self._started_s is None else now_s - self._started_s
         self._last = _EndedStep(number, time.time(), seconds, self._tokens)

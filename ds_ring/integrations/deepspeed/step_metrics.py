@@ -33,7 +33,8 @@ from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.ring.trace import Span, Trace
+from ds_ring.measure.trace import Span, Trace
+from ds_ring.ring.observer import Observers
 
 EVENTS = (
     "forward_hop_seconds",
@@ -80,7 +81,7 @@ class StepMetrics:
         self._spans = 0  # before the forward pass that is under way
         self._tokens = 0.0  # of the step's training batches, this rank's part
         self._started_s: float | None = None  # of the monotonic clock; None until training goes on
-        session.mesh.traces.append(self._trace)
+        session.mesh.owners[Observers].append(self._trace)
 
     @_patch(stage="before_forward")
     def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:

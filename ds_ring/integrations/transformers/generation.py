@@ -21,7 +21,6 @@ import functools
 import inspect
 import types
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -47,7 +46,9 @@ from ds_ring.integrations.transformers.model import GENERATOR, MODEL
 from ds_ring.integrations.transformers.variants import variants
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
+from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
@@ -377,8 +378,9 @@ def one_ring(mesh: RingMesh) -> RingMesh:
     is not traced. Use one of the two at a time.
     """
     grid = Grid(mesh.grid.world_size, mesh.sequence_size, 1, mesh.grid.order)
+    owners = mesh.owners.derived({ContextCache, Observers}.__contains__)
     found = dataclasses.replace(
-        mesh, grid=grid, ring_group=mesh.sequence_group, ulysses_group=None, contexts=OrderedDict(), traces=[]
+        mesh, grid=grid, ring_group=mesh.sequence_group, ulysses_group=None, owners=owners
     )
     group = found.ring_group
     if mesh.ulysses_size > 1 and group is not None and dist.get_backend(group) == "nccl":

@@ -39,7 +39,7 @@ from ds_ring.ring.buffers import some_heads
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.pair import BufferKind, Pair, kind_of, payload_dtypes
 from ds_ring.ring.pool import Block, Buffers
-from ds_ring.ring.prepared import PreparedPass
+from ds_ring.ring.prepared import PreparedPass, PreparedPasses
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.steps import BufferOffsets, HeadChunk, MessageKey, Payload, Schedule, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
@@ -54,7 +54,7 @@ def make_pass(
     """Return a ring pass whose buffers lie in shared memory; on a ring of one, or of fake tensors, an own."""
     exchange, buffers = context.exchange, None
     if isinstance(exchange, PullExchange) and not isinstance(operands.q, FakeTensor):
-        buffers, agreed = exchange.share(found, operands, agreed)
+        buffers, agreed = exchange.share(found, operands, agreed, context.passes)
     return make_ring_pass(context, found, operands, agreed, buffers)
 
 
@@ -87,6 +87,20 @@ class SharedBuffers(Buffers):
         """Do nothing: the schedule says when a place is used again."""
 
 
+class SharedBuffersByDevice(dict[torch.device, SharedBuffers]):
+    """Hold the pools of a mesh in memory that the ring shares."""
+
+    per_ring = True
+
+    def process_groups(self) -> list[Any]:
+        """Return what the watchdog aborts: the shared memory, as a group would be."""
+        return [buffers.shared for buffers in self.values()]
+
+    def release(self) -> None:
+        """Drop all pools."""
+        self.clear()
+
+
 class PullExchange(Exchange):
     """Exchange the messages of ring passes by one-sided pulls, and all else as `Exchange` does."""
 
@@ -96,10 +110,10 @@ class PullExchange(Exchange):
     @property
     def _buffers(self) -> SharedBuffers | None:
         # The mesh alone keeps them: contexts that are not in use would keep memory that was replaced.
-        return self.mesh.shared_buffers.get(self._device)
+        return self.mesh.owners[SharedBuffersByDevice].get(self._device)
 
     def share(
-        self, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+        self, found: Prepared, operands: Operands, agreed: Callable[[], None] | None, passes: PreparedPasses
     ) -> tuple[Buffers, Callable[[], None] | None]:
         """Return the buffers of a pass that begins now, and what is left of `agreed` (see `RingPass`).
 
@@ -114,7 +128,7 @@ class PullExchange(Exchange):
         backward, size = grad_out is not None, head_bytes(k, v)
         lower = partial(lower_rank, backward=backward, head_bytes=size, chunk_bytes=found.chunk_bytes)
         own = lower(found.own)
-        prepared = self.prepared.of(own, k, v)
+        prepared = passes.of(own, k, v)
         if prepared.messages is None:
             kind_at = partial(kind_in_pass, found.kernel, q, k, v)
             ranks = [place_buffers(lower(plan.rank(rank)), kind_at) for rank in range(mesh.ring_size)]
@@ -132,10 +146,11 @@ class PullExchange(Exchange):
             if grown > 1:  # not from a forward to a backward pass: what has grown twice may grow again
                 nbytes += nbytes // GROWTH
             buffers = None
-            mesh.shared_buffers.pop(q.device, None)  # freed before more is made
+            shared = mesh.owners[SharedBuffersByDevice]
+            shared.pop(q.device, None)  # freed before more is made
             counted = self.counters.bytes_sent
             buffers = SharedBuffers(share_memory(self, nbytes, q.device), grown)
-            mesh.shared_buffers[q.device], self.counters.bytes_sent = buffers, counted  # of payload
+            shared[q.device], self.counters.bytes_sent = buffers, counted  # of payload
         buffers.shared.begin_pass()
         return buffers, agreed
 

@@ -32,7 +32,7 @@ from ds_ring import (
 from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.layers.selection import select as selection
 from ds_ring.layers.sparse import attention as sparse
-from ds_ring.ring.trace import measure_cpu_memory
+from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
 from tests.dist.harness import RankPool
 from tests.reference import relative_error

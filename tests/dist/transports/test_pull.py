@@ -17,9 +17,11 @@ from ds_ring import Causal, RingError, RingMesh, make_layout, ring_attention, sh
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.ring.pool import Buffers
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull
 from ds_ring.transports.pull.shared_memory import READY, HostShared
+from ds_ring.transports.pull.signals import SharedBuffersByDevice
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool, run_ranks_collect
 
@@ -102,8 +104,8 @@ def memories(rank: int, world_size: int, tokens: int) -> tuple[int, int]:
     mesh, shape = RingMesh.from_world(world_size), Shape(batch=1, query_heads=4, kv_heads=4, tokens=tokens)
     for transport in ("ring", "pull"):
         results(mesh, transport, "causal", "zigzag", shape, torch.bfloat16)
-    (shared,) = mesh.shared_buffers.values()
-    return mesh.buffers._most_bytes, shared.held_bytes
+    (shared,) = mesh.owners[SharedBuffersByDevice].values()
+    return mesh.owners[Buffers]._most_bytes, shared.held_bytes
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(512, 1.05), (509, 1.1)])

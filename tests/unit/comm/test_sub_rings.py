@@ -8,7 +8,12 @@ import pytest
 
 from ds_ring.comm import mesh as mesh_module
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.owners import CallCounter
 from ds_ring.errors import RingMeshError
+from ds_ring.memory.host_memory import HostMemory
+from ds_ring.ops.context import ContextCache
+from ds_ring.ring.observer import Observers
+from ds_ring.ring.pool import Buffers
 from ds_ring.schedule.grid import Grid
 
 
@@ -30,8 +35,12 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
         assert found.keys() == {1, 2, 4} and found[4] is mesh
         for size, one in found.items():
             assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
-            for name in ("buffers", "traces", "state", "host_memory"):
+            for name in ("state", "timeouts"):
                 assert getattr(one, name) is getattr(mesh, name), (size, name)
+            for kind in (Buffers, HostMemory, Observers):
+                assert one.owners[kind] is mesh.owners[kind], (size, kind)
+            for kind in (CallCounter, ContextCache):
+                assert (one.owners[kind] is mesh.owners[kind]) == (one is mesh), (size, kind)
         assert found[2].ranks_per_node == 2 and found[2].ring_group == "ring"
         assert found[1].ring_group is None and found[1].detector is None
     assert set(asked) == {Grid(8, 2, 1, order)}

@@ -80,7 +80,9 @@ def test_the_first_run_of_a_checkpointed_region_copies_nothing(
 ) -> None:
     copied: list[torch.Size] = []
     monkeypatch.setattr(
-        mesh.host_memory, "start_out", lambda x: (copied.append(x.shape), (x.detach().clone(), None))[1]
+        mesh.owners[HostMemory],
+        "start_out",
+        lambda x: (copied.append(x.shape), (x.detach().clone(), None))[1],
     )
     out = checkpoint(lambda *x: attend(mesh, *x, offload=True), *leaves(), use_reentrant=False)
     assert copied == []

@@ -117,7 +117,7 @@ def test_parts_that_wait_are_merged_a_few_at_a_time(merged: bool, seed: int) -> 
     parts = torch.randn(most, 1, 2, 6, 4, generator=generator).bfloat16()
     lses = torch.randn(most, 1, 2, 6, generator=generator)
     out, lse = torch.full((1, 2, 6, 4), math.nan).bfloat16(), torch.full((1, 2, 6), math.nan)
-    total = Accumulator(lambda: [out], lses, [out.shape], torch.float32, lse if merged else None, True, None)
+    total = Accumulator(lambda: [out], lses, [out.shape], torch.float32, lse if merged else None, True)
     for number in range(most):
         if number == made_after:
             total.so_far()  # as `check_finite` asks: from here on there is an accumulator

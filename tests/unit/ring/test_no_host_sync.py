@@ -27,6 +27,7 @@ from ds_ring.memory.saved_results import KeepResults
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.saved_tensors import SavedTensors
+from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for
@@ -48,7 +49,9 @@ def ring_pass(
     layout = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=RING)
     plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
     kernel = kernel or FlexKernel(BLOCK, None, recompute=False, scores=scores)
-    return RingPass(plan.rank(RANK), kernel, Exchange(mesh), 0.125, chunk_bytes=1 << 14, buffers=mesh.buffers)
+    return RingPass(
+        plan.rank(RANK), kernel, Exchange(mesh), 0.125, chunk_bytes=1 << 14, buffers=mesh.owners[Buffers]
+    )
 
 
 def operands() -> list[Tensor]:

@@ -17,7 +17,7 @@ from ds_ring.comm.messages import Message, TokenRange
 from ds_ring.errors import RingBufferError, RingMismatchError
 from ds_ring.schedule.grid import Grid
 from ds_ring.transports.pull.shared_memory import READY, HostShared, Pull
-from ds_ring.transports.pull.signals import PullExchange, _key
+from ds_ring.transports.pull.signals import PullExchange, SharedBuffersByDevice, _key
 
 CPU = torch.device("cpu")
 
@@ -66,7 +66,9 @@ def test_a_message_that_does_not_lie_where_its_receiver_reads_is_refused() -> No
     tokens = TokenRange(0, np.array([[0, 4]]), slice(0, 1))
     message = Message(storage[64:128], 1, "Q", tokens=tokens)
     exchange._device = CPU
-    mesh.shared_buffers[CPU] = SimpleNamespace(shared=SimpleNamespace(storage=storage.untyped_storage()))
+    mesh.owners[SharedBuffersByDevice][CPU] = SimpleNamespace(
+        shared=SimpleNamespace(storage=storage.untyped_storage())
+    )
     exchange._messages = {_key(0, 1, message): 64}
     assert exchange.route([message], []).places == ()
     exchange._messages = {_key(0, 1, message): 32}

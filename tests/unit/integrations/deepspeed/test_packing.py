@@ -21,6 +21,7 @@ from ds_ring.integrations.deepspeed.packing import (
 from ds_ring.integrations.deepspeed.session import REMEMBERED, RingSession
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import ContextCache
 from ds_ring.schedule.grid import Grid
 
 IDS = torch.arange(1, 15).view(2, 7)
@@ -189,7 +190,7 @@ def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
         batch = {"input_ids": IDS, "document_ids": DOCUMENTS.roll(shift, dims=1)}
         session.shard_batch(batch)
         outs.append(session.attention()(q, q, q))
-    assert len(session.mesh.contexts) == 1
+    assert len(session.mesh.owners[ContextCache].by_key) == 1
     sum(out.square().sum() for out in outs).backward()
     assert q.grad is not None and q.grad.isfinite().all()
 

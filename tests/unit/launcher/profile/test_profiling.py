@@ -14,8 +14,8 @@ import torch
 
 from ds_ring import Causal, RingConfigError, RingError, RingMesh, SlidingWindow
 from ds_ring.comm.messages import MessageSize, PostedBatch
+from ds_ring.measure.trace import Span, Trace
 from ds_ring.ops.options import Options
-from ds_ring.ring.trace import Span, Trace
 from ds_ring.simulation.rank import COMPONENTS, GlobalSizes
 from ds_ring_launcher.profile import pictures
 from ds_ring_launcher.profile.measure import ProfileJob, RingRun, measure_rank, measure_virtual

@@ -9,7 +9,7 @@ import torch
 
 from ds_ring import Causal, RingConfigError, make_layout, simulate
 from ds_ring.comm.messages import MessageSize, PostedBatch
-from ds_ring.ring.trace import Span, Trace
+from ds_ring.measure.trace import Span, Trace
 from ds_ring.simulation.simulate import GeneratedSource, SimulationOptions
 from ds_ring_launcher.profile.timeline import Event, Timeline, replay
 
