@@ -55,12 +55,9 @@ def attention(
         return found
     if not isinstance(sharding, BatchSharding):
         raise RingConfigError(
-            f"{type(module).__name__}: attn_implementation='{NAME}' needs to be told the ring, and was told"
-            " none; start with ds_ring.initialize(model=...), or call"
-            " ds_ring.integrations.transformers.attach.attach(model, session). Where that was done, the"
-            " model does not hand its keyword arguments down to attention: build it with"
-            f" attn_implementation='{checks.UNMODIFIED}', set"
-            ' "attention": "as_is" in the "ring_attention" section, and say engine.compile(backend="ds_ring")'
+            f"{type(module).__name__}: attn_implementation='{NAME}': expected the batch's sharding, got none;"
+            " start with ds_ring.initialize(model=...); if the model does not hand keyword arguments down,"
+            f" build it with '{checks.UNMODIFIED}' and run it by engine.compile(backend=\"ds_ring\")"
         )
     call = AttentionCall(module, q_BHSD, k_BGSD, v_BGSE, attention_mask, sharding, scaling, dropout, kwargs)
     call.sinks, call.softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)

@@ -80,10 +80,8 @@ class AttentionCall:
         queries, keys = self.q_BHSD.shape[2], self.k_BGSD.shape[2]
         has_other_keys = self.sharding.is_replicated or self.sharding.key_layout is not None
         if keys != queries and not has_other_keys:
-            raise RingShapeError(
-                f"keys: expected as many local tokens as queries, {queries}, got {keys}; a cache or cross"
-                " attention is not supported: pass use_cache=False"
-            )
+            expected = f"expected as many local tokens as queries, {queries}, got {keys}"
+            raise RingShapeError(f"keys: {expected}; pass use_cache=False, and leave cross attention out")
 
     def attention(self) -> RowsAttention:
         """Return the ring's softmax attention of the layer, with its scale, pattern and soft cap."""

@@ -50,20 +50,12 @@ _FOREIGN_ARGUMENTS = (
 def check_model_call(name: str, given: dict[str, Any]) -> None:
     """Refuse what a shard cannot answer. `given` is the call's arguments by name."""
     if given.get("position_ids") is None:
-        raise RingShapeError(
-            f"{name}: expected position_ids, got none; transformers would number this rank's tokens from 0:"
-            f" {THROUGH_SHARD_BATCH}"
-        )
+        wrong = "transformers would number this rank's tokens from 0"
+        raise RingShapeError(f"{name}: expected position_ids, got none; {wrong}: {THROUGH_SHARD_BATCH}")
     if given.get("attention_mask") is not None:
-        raise RingPatternError(
-            f"{name}: expected no attention_mask, got one of this rank's tokens; it must be checked against"
-            f" the whole sequence: {THROUGH_SHARD_BATCH}"
-        )
+        raise RingPatternError(f"{name}: expected no attention_mask, got a local one; {THROUGH_SHARD_BATCH}")
     if given.get("use_cache") or cache_in(given) is not None:
-        raise RingConfigError(
-            f"{name}: expected a call without a cache, got one, or use_cache; call model.generate, whose"
-            " cache stays on the ring"
-        )
+        raise RingConfigError(f"{name}: expected a call without a cache, got one; call model.generate")
 
 
 def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> None:
@@ -71,35 +63,26 @@ def check_length(name: str, given: dict[str, Any], sharding: BatchSharding) -> N
     for key in ("input_ids", "inputs_embeds", "position_ids"):
         tensor = given.get(key)
         if tensor is not None and tensor.shape[1] != sharding.local_tokens:
-            raise RingShapeError(
-                f"{name}: {key}: expected {sharding.local_tokens} local tokens, a rank's part of"
-                f" {sharding.layout.tokens}, got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
-            )
+            expected = f"{sharding.local_tokens} local tokens, a rank's part of {sharding.layout.tokens}"
+            got = f"got {tensor.shape[1]}; {THROUGH_SHARD_BATCH}"
+            raise RingShapeError(f"{name}: {key}: expected {expected}, {got}")
 
 
 def refuse_other_inputs(name: str, given: Mapping[str, Any]) -> None:
     """Refuse a second sequence, and images, which some models put in front of each rank's tokens."""
     for key in ("encoder_hidden_states", "encoder_outputs", "pixel_values", "audio_codes"):
         if given.get(key) is not None:
-            raise RingConfigError(
-                f"{name}: expected one sequence of tokens, got {key} beside it, which a ring does not cut;"
-                " leave it out, or embed it yourself and pass inputs_embeds through engine.ring.shard_batch"
-            )
+            raise RingConfigError(f"{name}: expected one sequence of tokens, got {key} as well; leave it out")
 
 
 def check_attention_call(name: str, mask: object, dropout: float, kwargs: dict[str, Any]) -> None:
     """Refuse dropout, mask tensors and extra terms of the scores."""
     if dropout:
-        raise RingConfigError(
-            f"{name}: expected no dropout inside attention, got {dropout}; set attention_dropout to 0 in the"
-            " model's configuration (elsewhere it is fine; where it has one number for all, set `dropout` of"
-            " its attention modules)"
-        )
+        advice = "set attention_dropout of the configuration, or `dropout` of the attention modules, to 0"
+        raise RingConfigError(f"{name}: expected no dropout inside attention, got {dropout}; {advice}")
     if mask is not None:
-        raise RingPatternError(
-            f"{name}: expected no mask tensor, got {type(mask).__name__} {list(getattr(mask, 'shape', []))};"
-            " it is written for one rank's tokens: say it with the pattern in the JSON"
-        )
+        got = f"{type(mask).__name__} {list(getattr(mask, 'shape', []))}"
+        raise RingPatternError(f"{name}: expected no mask tensor, got {got}; set the pattern in the JSON")
     refuse_foreign_arguments(name, kwargs)
 
 
@@ -107,10 +90,8 @@ def refuse_foreign_arguments(name: str, kwargs: dict[str, Any]) -> None:
     """Refuse terms of the scores that a ring does not compute, and with them the backend's own attention."""
     for key in _FOREIGN_ARGUMENTS:
         if kwargs.get(key) is not None:
-            raise RingPatternError(
-                f"{name}: expected no {key}, got one, which is not computed here; sinks (s_aux) and softcap"
-                ' are computed with "attention": "ring" in the section, without backend="ds_ring"'
-            )
+            advice = 'only sinks and softcap are computed, with "attention": "ring" in the section'
+            raise RingPatternError(f"{name}: expected no {key}, got one; {advice}")
 
 
 # Which models a ring can run at all: known from the class and the configuration, before any call.
@@ -173,6 +154,22 @@ def cannot_run(model: PreTrainedModel, reason: str) -> RingConfigError:
     return RingConfigError(f"{type(model).__name__} cannot run on a ring: {reason}")
 
 
+def not_compiled(name: str, what: str) -> RingConfigError:
+    """Return the error of a layer that does something which compiled code does not do on a ring."""
+    return RingConfigError(f"{name} {what}, which a compiled model does not do on a ring; do not compile it")
+
+
+def no_sharding(name: str, sharding: object) -> RingPatternError:
+    """Return the error of a layer that was given something else than the batch's sharding."""
+    got = f"got {type(sharding).__name__}; call the model through the engine, not compiled"
+    return RingPatternError(f"{name}: expected the batch's sharding, {got}")
+
+
+def has_cache(name: str) -> RingConfigError:
+    """Return the error of a layer that cannot use a cache on a ring."""
+    return RingConfigError(f"{name}: expected a call without a cache, got one; generate in engine.ring.off()")
+
+
 def needs_of(model: PreTrainedModel) -> set[str]:
     """Return the needs of a model that softmax over the keys of a pattern does not cover."""
     kind, layers = type(model), set(getattr(model.config, "layer_types", None) or ())
@@ -197,11 +194,8 @@ def check_adapters(model: nn.Module) -> None:
         configs = getattr(part, "peft_config", None)
         for name, config in configs.items() if isinstance(configs, dict) else ():
             if getattr(config, "alora_invocation_tokens", None):
-                raise RingConfigError(
-                    f"peft: the adapter {name!r} is an activated LoRA (alora_invocation_tokens), which begins"
-                    " so many tokens before the end of a sequence, and a rank knows its own tokens only; use"
-                    " a plain LoRA"
-                )
+                got = "alora_invocation_tokens, counted from the end of a sequence"
+                raise RingConfigError(f"peft: adapter {name!r}: expected a plain LoRA, got {got}")
 
 
 def bypass_error(kind: type[PreTrainedModel]) -> RingConfigError:

@@ -98,15 +98,12 @@ def read_mask(mask_function: Callable[..., Any]) -> LayerMask:
     unknown = sorted(name for name, part in parts.items() if part is None)
     if any(map(_joins_blocks, leaves)):
         raise RingPatternError(
-            "the model lets tokens of a block (of an image in Gemma 3, of the prompt in PaliGemma) see"
-            " each other beside a causal mask, which no ring pattern stands for; leave token_type_ids out of"
-            " the batch if your model was trained with a causal mask alone"
+            "expected a causal mask, got one that lets tokens of a block (of an image, of a prompt) see each"
+            " other; leave token_type_ids out of the batch if your model was trained without"
         )
     if unknown:
-        raise RingPatternError(
-            f"the model masks attention by {', '.join(unknown)}, which no ring pattern stands for; use a"
-            " model with plain causal or full attention, or with windows or chunks"
-        )
+        advice = "use a model with causal or full attention, windows or chunks"
+        raise RingPatternError(f"the model masks attention by {', '.join(unknown)}; {advice}")
     narrow = [part for part in parts.values() if part is not None and not isinstance(part, Causal | Full)]
     return LayerMask(reduce(and_, narrow) if narrow else Causal() if causal else Full())
 
@@ -179,10 +176,8 @@ def pattern_of_call(module: nn.Module, kwargs: dict[str, Any]) -> Pattern:
         return Causal() if causal else Full()
     if not causal:
         # Some models count the token itself here and others do not.
-        raise RingPatternError(
-            f"{type(module).__name__}: expected a mask beside the two-sided sliding_window {window}, got"
-            " none; use a model of transformers that makes one"
-        )
+        expected = f"expected a mask beside the two-sided sliding_window {window}, got none"
+        raise RingPatternError(f"{type(module).__name__}: {expected}; use a model that makes one")
     return SlidingWindow(int(window))
 
 

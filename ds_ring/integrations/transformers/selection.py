@@ -66,10 +66,3 @@ def attend_to_chosen(call: AttentionCall, chosen: Tensor) -> Tensor:
         scale=call.scale, sinks=call.sinks, hop_timeout_s=float(call.sharding.config.hop_timeout_seconds),
     )  # fmt: skip
     return out
-
-
-def refused_in_generation(name: str) -> RingConfigError:
-    return RingConfigError(
-        f"{name}: expected a call without a cache, got one: generation selects keys of a cache, which"
-        " lies on all ranks; generate in engine.ring.off()"
-    )

@@ -87,11 +87,8 @@ class EncoderDecoder(Variant):
         unknown = "no test compares it with one process"
         if model.main_input_name != "input_ids":
             unknown = f"its encoder reads {model.main_input_name} and not tokens"
-        raise cannot_run(
-            model,
-            f"it is an encoder-decoder, and {_OTHERWISE.get(model.config.model_type, unknown)}; use BART, or"
-            " Marian, say, or call ds_ring.cross_attention in a model of your own",
-        )
+        reason = _OTHERWISE.get(model.config.model_type, unknown)
+        raise cannot_run(model, f"it is an encoder-decoder, and {reason}; use BART, Marian or T5, say")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
         return {TWO_SEQUENCES} if self.matches(model) and not as_is else set()
@@ -128,32 +125,20 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
     """
     name, parameters = type(model).__name__, inspect.signature(model.forward).parameters
     if "decoder_input_ids" not in parameters or "input_features" in parameters:
-        raise cannot_run(
-            model,
-            "expected an encoder-decoder that reads and writes tokens, got a class that reads sound, or has"
-            " one of the two parts; use the class for conditional generation",
-        )
+        got = "got a class that reads sound, or has one of the two parts"
+        raise cannot_run(model, f"expected a class for conditional generation that reads tokens, {got}")
     if name.endswith(("ForSequenceClassification", "ForQuestionAnswering")):
-        raise cannot_run(
-            model,
-            "its head pools tokens, or normalizes over them, and a rank has its own alone; take"
-            f" {type(model.base_model).__name__} in a module of your own, with a head on"
-            " engine.ring.gather(output.last_hidden_state)",
-        )
+        advice = "with a head of your own on engine.ring.gather(output.last_hidden_state)"
+        base = type(model.base_model).__name__
+        raise cannot_run(model, f"its head pools tokens, or normalizes over them; take {base}, {advice}")
     for key in ("encoder_layerdrop", "decoder_layerdrop"):
         if getattr(model.config, key, 0):
-            raise cannot_run(
-                model,
-                f"config.{key} {getattr(model.config, key)} leaves out layers at random, and others on each"
-                " rank; set it to 0",
-            )
+            value = getattr(model.config, key)
+            raise cannot_run(model, f"config.{key} {value} leaves out other layers on each rank; set it to 0")
     if config.pattern != PatternConfig():
         documents = " and documents" if config.pattern.documents else ""
-        raise RingPatternError(
-            f"{name}: expected the plain causal pattern, got {pattern_from_config(config)}{documents}: an"
-            " encoder-decoder says itself who sees whom in its two sequences, and an attention_mask is enough"
-            ' for padding; leave "pattern" out of the section'
-        )
+        got = f"got {pattern_from_config(config)}{documents}"
+        raise RingPatternError(f'{name}: expected the plain causal pattern, {got}; leave "pattern" out')
     given = {
         '"attention": "as_is"': config.attention == "as_is",
         '"dynamic_ring": true': config.dynamic_ring,
@@ -164,10 +149,7 @@ def check_pair(model: PreTrainedModel, config: RingConfig) -> None:
     }
     for key, applies in given.items():
         if applies:
-            raise RingConfigError(
-                f"{name}: expected a section without {key}, got it: it is made for one sequence of tokens,"
-                " and an encoder-decoder has two; leave it out"
-            )
+            raise RingConfigError(f"{name}: expected a section without {key}, got it; leave it out")
 
 
 def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
@@ -177,10 +159,7 @@ def decoder_ids_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     def shifted(labels_BD: Tensor) -> Tensor:
         takes_labels = "labels" in inspect.signature(model.forward).parameters
         if not takes_labels or not hasattr(module, "shift_tokens_right"):
-            raise RingShapeError(
-                f"batch: expected decoder_input_ids beside labels, got none, and {type(model).__name__} does"
-                " not say how it makes them"
-            )
+            raise RingShapeError("batch: expected decoder_input_ids beside labels, got none; add them")
         found: Tensor = module.shift_tokens_right(
             labels_BD, config.pad_token_id, config.decoder_start_token_id
         )
@@ -249,10 +228,8 @@ class PairCall(ModelCall):
             self._positions[prefix] = given.pop(prefix + "position_ids")
         labels, aligned, items = (given.pop(name, None) for name in _LABELS)
         if labels is not None and (aligned is None or items is None):
-            raise RingShapeError(
-                f"{self.name}: expected shift_labels and num_items_in_batch beside labels, got labels alone:"
-                f" the loss would be a mean over this rank's tokens; {THROUGH_SHARD_BATCH}"
-            )
+            expected = "expected shift_labels and num_items_in_batch beside labels, got labels alone"
+            raise RingShapeError(f"{self.name}: {expected}; {THROUGH_SHARD_BATCH}")
         self._labels = None if aligned is None or items is None else (aligned, items)
         return (), given | {"use_cache": False, SHARDING: sharding}
 

@@ -27,13 +27,13 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING, cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.checks import has_cache
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import (
     Computation,
     attend_to_chosen,
     layers_with_indexers,
-    refused_in_generation,
     selected,
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
@@ -193,13 +193,11 @@ class IndexedLayer:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         sharding, name = self._sharding, type(indexer).__name__
         if (sharding is not None and sharding.is_replicated) or cache_in(kwargs) is not None:
-            raise refused_in_generation(name)
+            raise has_cache(name)
         masks = [x for x in (*args, *kwargs.values()) if isinstance(x, LayerMask)]
         if not isinstance(sharding, BatchSharding) or len(masks) != 1:
-            raise RingPatternError(
-                f"{name}: expected the mask of its layer and the batch's sharding, got {len(masks)} masks and"
-                f" {type(sharding).__name__}; call the model through the engine, not compiled"
-            )
+            got = f"got {len(masks)} masks and {type(sharding).__name__}"
+            raise RingPatternError(f"{name}: expected its layer's mask, {got}; call the engine, not compiled")
         visible, keys = _Visible(), _Keys(sharding, pattern_in(self._layer, sharding, masks[0].pattern))
         args = tuple(visible if isinstance(x, LayerMask) else x for x in args)
         kwargs = {key: visible if isinstance(x, LayerMask) else x for key, x in kwargs.items()}

@@ -30,13 +30,13 @@ from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.checks import has_cache, no_sharding
 from ds_ring.integrations.transformers.layer_masks import LayerMask, pattern_in, pattern_of_call
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import (
     attend_to_chosen,
     joined,
     layers_with_indexers,
-    refused_in_generation,
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
@@ -174,11 +174,8 @@ def minimax_m3(
     """
     size, local, dim = indexer.block_size, indexer.local_blocks, indexer.head_dim
     if not 1 <= local <= indexer.topk_blocks:
-        raise RingConfigError(
-            f"{type(indexer).__name__}: expected index_local_blocks from 1 to index_topk_blocks"
-            f" ({indexer.topk_blocks}), got {local}: without its own block among them, a query scores a part"
-            " of it by the tokens before it, which a ring does not; set index_local_blocks"
-        )
+        expected = f"expected index_local_blocks from 1 to index_topk_blocks, {indexer.topk_blocks}"
+        raise RingConfigError(f"{type(indexer).__name__}: {expected}, got {local}; set index_local_blocks")
     queries = indexer.q_norm(indexer.q_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
     keys = indexer.k_norm(indexer.k_proj(hidden_states).unflatten(2, (-1, dim))).transpose(1, 2)
     queries, keys = _rotary(indexer)(queries, keys, *(x[..., :dim] for x in cos_sin))
@@ -324,20 +321,14 @@ class BlockIndexedLayer:
             return forward(*args, **kwargs)  # engine.ring.off()
         sharding, name = self._sharding, type(self._indexer).__name__
         if sharding is not None and sharding.is_replicated:
-            raise refused_in_generation(name)
+            raise has_cache(name)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
-            raise RingPatternError(
-                f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
-                " through the engine, not compiled"
-            )
+            raise no_sharding(name, sharding)
         own = self._mask.pattern if self._mask is not None else pattern_of_call(self._layer, {})
         pattern = pattern_in(self._layer, sharding, own)
         if not isinstance(pattern, Causal):
-            raise RingPatternError(
-                f"{name}: expected a causal pattern, with or without documents, got {pattern}: the blocks of"
-                " a query are those of all tokens of its document before it; leave the pattern out of the"
-                " JSON"
-            )
+            expected = f"expected a causal pattern, with or without documents, got {pattern}"
+            raise RingPatternError(f"{name}: {expected}; leave the pattern out of the JSON")
         with torch.no_grad():
             # the hidden states, and what else scores are made of
             first, second = [*inspect.signature(forward).bind(*args, **kwargs).arguments.values()][:2]

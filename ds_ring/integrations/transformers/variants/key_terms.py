@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.checks import cannot_run
+from ds_ring.integrations.transformers.checks import cannot_run, has_cache, not_compiled
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import attend_to_chosen, selected
@@ -45,17 +44,11 @@ class DynamicMask(Variant):
         if config.model_type != "doge":
             return
         if config.is_moe:
-            raise cannot_run(
-                model,
-                "config.is_moe: its router takes the scores of an expert from two tokens, one in each half of"
-                " the batch, so no token is routed by itself; set is_moe to False, if that is your model",
-            )
+            router = "its router takes the scores of an expert from two tokens of the batch"
+            raise cannot_run(model, f"config.is_moe: {router}; set it to False, if that is your model")
         if request.as_is:
-            raise cannot_run(
-                model,
-                "its layers add learned terms of keys to the scores, which the backend does not; set"
-                ' "attention": "ring" in the section, and build it without attn_implementation',
-            )
+            advice = 'set "attention": "ring" in the section, and build it without attn_implementation'
+            raise cannot_run(model, f"its layers add learned terms of keys to the scores; {advice}")
 
     def install(self, adapter: ModelAdapter) -> None:
         if not adapter.rewritten:
@@ -74,15 +67,9 @@ class DynamicMask(Variant):
         if terms is None:
             return None
         if call.pattern is None or call.scale is None:
-            raise RingConfigError(
-                f"{call.name} adds a term of each key to the scores, which a compiled model does not do on a"
-                " ring; do not compile it"
-            )
+            raise not_compiled(call.name, "adds a term of each key to the scores")
         if call.sharding.is_replicated:
-            raise RingConfigError(
-                f"{call.name}: expected a call without a cache, got one, whose learned terms of keys lie on"
-                " all ranks; generate in engine.ring.off()"
-            )
+            raise has_cache(call.name)
         call.q_BHSD, call.k_BGSD = with_key_terms(call.q_BHSD, call.k_BGSD, terms.terms, call.scale)
         chosen = terms.largest(call.sharding, call.pattern)
         return call.softmax() if chosen is None else attend_to_chosen(call, chosen)
@@ -151,10 +138,5 @@ class KeyTerms:
                 attention_mask=attention_mask,
             )
         if dt_states.shape[-1] != hidden_states.shape[1] or isinstance(attention_mask, Tensor):
-            raise RingConfigError(
-                f"{type(self._layer).__name__}: expected as many keys as queries, {hidden_states.shape[1]},"
-                f" and no mask tensor, got {dt_states.shape[-1]} keys and {type(attention_mask).__name__}:"
-                " terms of keys in a cache lie on all ranks; pass use_cache=False, or generate in"
-                " engine.ring.off()"
-            )
+            raise has_cache(type(self._layer).__name__)
         return TermsMask(attention_mask, dt_states, keep_window_size)

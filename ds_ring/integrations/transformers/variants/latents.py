@@ -106,10 +106,8 @@ def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Lat
         else:
             refused = f"{type(layer).__name__}, which {why}"
     if asked is True and (refused is not None or not found):
-        raise RingConfigError(
-            f'"latents": expected a model whose attention layers expand a latent by expand_kv, got'
-            f" {refused or type(model).__name__ + ', which has none'}; write " + '"latents": "auto"'
-        )
+        expected = '"latents": expected layers that expand a latent by expand_kv, got'
+        raise RingConfigError(f'{expected} {refused or type(model).__name__}; write "latents": "auto"')
     return found
 
 

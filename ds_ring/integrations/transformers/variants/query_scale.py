@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import AppliedPatch, apply, patch, undo
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.transformers.checks import not_compiled
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import Variant
 
@@ -62,11 +62,7 @@ class QueryScale:
         """Switch the layer's own scaling off."""
         sharding = kwargs.get(SHARDING)
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
-            raise RingConfigError(
-                f"{type(self._module).__name__}: config.attn_temperature_tuning scales queries by their place"
-                " in the sequence, which a compiled model is not told; do not compile it, or set it to False,"
-                " if that is your model"
-            )
+            raise not_compiled(type(self._module).__name__, "scales queries (attn_temperature_tuning)")
         # New tokens of a generation are on every rank: the layer scales them right.
         if not sharding.is_replicated:
             self._sharding = sharding

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.checks import not_compiled
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Variant
 from ds_ring.masks.catalog import Band
@@ -84,10 +84,7 @@ class RelativePositionBias(Variant):
         if not isinstance(bias, RelativeBias) or not bias.has_table:
             return None
         if call.pattern is None:
-            raise RingConfigError(
-                f"{call.name} adds a learned bias of distances to the scores, which a compiled model does not"
-                " do on a ring; do not compile it"
-            )
+            raise not_compiled(call.name, "adds a learned bias of distances to the scores")
         return bias.attend(call.sharding, call.q_BHSD, call.k_BGSD, call.v_BGSE, call.pattern, call.scale)
 
 

@@ -101,10 +101,8 @@ def _sinusoidal(module: Any, position_ids: Tensor, forward: Callable[..., Tensor
 def _rotary_rows(module: Any, position_ids: Tensor, forward: Callable[..., Tensor], given: Any) -> Tensor:
     """RoFormer's sinusoids [S, D], which all samples share."""
     if bool((position_ids != position_ids[:1]).any()):
-        raise RingPatternError(
-            "RoFormer: expected samples whose tokens have the same positions, got documents that differ from"
-            " sample to sample: the model takes one row of positions for all; use a batch of one sample"
-        )
+        got = "got documents that differ; use a batch of one sample"
+        raise RingPatternError(f"RoFormer: expected samples whose tokens have the same positions, {got}")
     return forward(position_ids.shape, 0, position_ids[0])
 
 

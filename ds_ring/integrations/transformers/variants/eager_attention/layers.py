@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.checks import OWN_TOKENS, cannot_run, refuse_other_inputs
+from ds_ring.integrations.transformers.checks import (
+    OWN_TOKENS,
+    cannot_run,
+    not_compiled,
+    refuse_other_inputs,
+)
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import MODEL, TABLE
 from ds_ring.integrations.transformers.variants.eager_attention.families import (
@@ -68,27 +72,17 @@ class EagerAttention(Variant):
         if config.model_type in REFUSED:
             raise cannot_run(model, f"{REFUSED[config.model_type]}, {OWN_TOKENS}")
         if request.as_is and getattr(config, "alibi", False):
-            raise cannot_run(
-                model,
-                "config.alibi adds a distance to each score, which the backend does not compute; use a model"
-                " with rotary or learned positions",
-            )
+            raise cannot_run(model, 'config.alibi adds a distance to each score; set "attention": "ring"')
         pair = getattr(model.config, "is_encoder_decoder", False)
         draws = config.model_type == "big_bird" or (config.model_type == "bigbird_pegasus" and pair)
         if draws and config.attention_type == "block_sparse":
-            raise cannot_run(
-                model,
-                'config.attention_type "block_sparse" draws blocks of keys at random for each length; set it'
-                ' to "original_full", if that is your model (up to 1024 tokens BigBird takes it by itself)',
-            )
+            draws = 'config.attention_type "block_sparse" draws blocks of keys at random'
+            raise cannot_run(model, f'{draws}; set it to "original_full", if that is your model')
         if family is None or request.as_is:
             return
         if family.positions not in ("", *(type(part).__name__ for part in model.modules())):
-            raise cannot_run(
-                model,
-                f"it numbers its tokens otherwise than by {family.positions}, and a rank knows its own tokens"
-                " only; choose these positions in its configuration (TrOCR: use_learned_position_embeddings)",
-            )
+            advice = "choose these (TrOCR: use_learned_position_embeddings)"
+            raise cannot_run(model, f"it numbers its tokens otherwise than by {family.positions}; {advice}")
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
         return {INTERFACE, POSITIONS} if self.matches(model) and not as_is else set()
@@ -153,10 +147,7 @@ def around_attention(
         if model.config._attn_implementation != NAME:
             return forward(*args, **kwargs)  # engine.ring.off()
         if torch.compiler.is_compiling():
-            raise RingConfigError(
-                f"{type(module).__name__} computes attention in its own code, which a compiled model does not"
-                " do on a ring; do not compile it"
-            )
+            raise not_compiled(type(module).__name__, "computes attention in its own code")
         given = (*args, *kwargs.values())
         mask = next((x for x in given if isinstance(x, LayerMask)), None)
         used = call.mask_of(module) if mask is None else mask

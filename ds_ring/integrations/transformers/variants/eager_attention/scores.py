@@ -54,11 +54,8 @@ class ModuleAttention:
             assert family.bias is not None
             changed = family.bias(self.module, scores.bias)
             if isinstance(changed, RoundedAlibi) and self.sharding.groups:
-                raise RingPatternError(
-                    f"{type(self.module).__name__}: expected no documents beside config.alibi, got some: it"
-                    " is rounded to bfloat16 by the place of a key in its document, which no rank knows;"
-                    ' set "documents": false, or take a model with rotary positions'
-                )
+                expected = "expected no documents beside config.alibi, got some"
+                raise RingPatternError(f'{type(self.module).__name__}: {expected}; set "documents": false')
         # Models compute scores in float32 where a kernel does so by itself.
         query, key = (self._with_heads(x).to(value.dtype) for x in (scores.query, scores.key))
         out_BSHD, _ = ALL_ATTENTION_FUNCTIONS[NAME](
