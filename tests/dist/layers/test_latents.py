@@ -305,7 +305,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_latents_that_cannot_travel_are_refused(rank_pool: Pool) -> None:
     for none, by_head in rank_pool(2).run(refused):
-        assert '"latents": expected a model whose' in none and "LlamaForCausalLM, which has none" in none
+        assert '"latents": expected layers that expand a latent' in none and "LlamaForCausalLM" in none
         assert "DeepseekV3Attention" in by_head and "differs between heads" in by_head
 
 

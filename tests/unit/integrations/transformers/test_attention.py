@@ -323,7 +323,7 @@ def test_a_copy_or_a_rewritten_model_does_not_generate_on_the_ring():
     model, session = attached()
     copied = copy.deepcopy(model.eval())
     assert copied.generate.__self__ is copied, "the original's would go on with the original's weights"
-    with pytest.raises(RingConfigError, match="call model.generate"):
+    with pytest.raises(RingConfigError, match=r"call model\.generate"):
         copied.generate(IDS, max_new_tokens=2)
     rewritten = build(FAMILIES["Llama"]())
     (kept,) = attach(rewritten, session)
