@@ -20,24 +20,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from common import parser_of, print_row
+from streamed.fake_layer import HEADS, fake_layer
 from streamed.ledger import Ledger
 from streamed.long_run import LongRun, Progress, collect, errors, peak_rss_mib, run
 from streamed.ranks import PendingGradients
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
-from ds_ring import RingMesh, make_layout
-from ds_ring.errors import RingError, RingMeshError
-from ds_ring.masks.catalog import Dilated
-from ds_ring.ops.context import context_for, context_of
-from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import pass_of
+from ds_ring.errors import RingError
 from ds_ring_launcher import cli as ds_ring_cli
 
 LLAMA_8B = [
@@ -78,86 +70,6 @@ def sample(job: LongRun, wanted: list[int]) -> int:
             row = {"rank": rank, "cpu_seconds": round(time.process_time() - began, 2)}
             print_row(row | {"peak_rss_mib": round(peak_rss_mib(), 1)})
     return 0
-
-
-HEADS = 4
-# few and large calls: each fake operator costs milliseconds; the workspace is the larger for it
-FEW_CALLS = (("block", 1 << 17), ("triangle", 128))
-KINDS = {"PARAM": "parameters", "GRAD": "their gradients", "ACT": "activations", "TEMP": "backward"}
-
-
-# A transformer layer on one rank of a large ring, on fake tensors: nothing is allocated. Attention is the
-# production pass in an autograd function of its own: through the operator, fake tensors would only see its
-# fake implementation.
-
-
-class _Attention(torch.autograd.Function):
-    """The ring pass, as the operator has it."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-        out, lse = pass_of(q, k, v, context_of(handle)).forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.handle = handle
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        made = pass_of(q, k, v, context_of(ctx.handle), grads[0])
-        return (*made.backward(grads[0], q, k, v, out, lse), None)
-
-
-class Layer(nn.Module):
-    """Norm, attention, norm, MLP of four times the width; x [1, S, H * D]."""
-
-    def __init__(self, head_dim: int, handle: int) -> None:
-        super().__init__()
-        width = HEADS * head_dim
-        self.head_dim, self.handle = head_dim, handle
-        self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv, self.mix = (nn.Linear(width, n * width, bias=False) for n in (3, 1))
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shape = (*x.shape[:2], 3, HEADS, self.head_dim)
-        q, k, v = self.qkv(self.before_attention(x)).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
-        attended = _Attention.apply(q, k, v, self.handle).transpose(1, 2).reshape(x.shape)
-        x = x + self.mix(attended)
-        return x + self.down(nn.functional.gelu(self.up(self.before_mlp(x))))
-
-
-def fake_layer(job: LongRun, rank: int) -> dict[str, float]:
-    """Peak MiB of one rank, forward + backward, by its use; activations include the ring's buffers.
-
-    Raises:
-        RingMeshError: no such rank.
-    """
-    from torch.distributed._tools.mem_tracker import MemTracker
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not 0 <= rank < job.ring_size:
-        raise RingMeshError(f"--fake: expected ranks from 0 to {job.ring_size - 1}, got {rank}")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=job.ring_size)
-    try:
-        mesh = RingMesh.from_world(job.ring_size)
-        layout = make_layout("contiguous", tokens=job.tokens, ring_size=job.ring_size)
-        dilated = job.pattern
-        pattern = Dilated(dilated.segment_lengths, dilated.dilation_rates, head_offsets="zero")
-        options = Options(kernel="cpu", kernel_options=FEW_CALLS, chunk_bytes=1 << 40)
-        context = context_for(pattern, layout, mesh, options)
-        with FakeTensorMode():
-            layer, tracker = Layer(job.head_dim, context.handle), MemTracker()
-            tracker.track_external(layer)
-            with tracker:
-                x = torch.empty(1, job.local_tokens, HEADS * job.head_dim, requires_grad=True)
-                out = layer(x)
-                out.backward(torch.empty_like(out))
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-    finally:
-        dist.destroy_process_group()
-    found = {KINDS[kind]: value for key, value in peak.items() if (kind := str(key).split(".")[-1]) in KINDS}
-    return {name: round(size / 2**20, 1) for name, size in {**found, "total": peak["Total"]}.items()}
 
 
 def fake_layers(job: LongRun, wanted: list[int]) -> int:

@@ -8,7 +8,8 @@ import logging
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -104,6 +105,21 @@ def llama(
     )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+@contextmanager
+def fake_mesh(rank: int, ring_size: int) -> Iterator[Any]:
+    """Return the mesh of one rank of a ring whose other ranks are missing: nothing is sent."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from ds_ring import RingMesh
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ring_size)
+    try:
+        yield RingMesh.from_world(ring_size)
+    finally:
+        dist.destroy_process_group()
 
 
 def zero_of(stage: int | None, bucket: int) -> dict[str, Any]:

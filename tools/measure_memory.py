@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import parser_of, print_row
+from common import fake_mesh, parser_of, print_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -109,18 +109,14 @@ def print_selecting(size: int, options: argparse.Namespace) -> None:
 
 
 def measure_fake(size: int, options: argparse.Namespace) -> int:
-    """Peak bytes of rank 0 of `size` with fake tensors and a fake process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        mesh = RingMesh.from_world(size)
+    """Return the peak bytes of rank 0 of `size` with fake tensors and a fake process group."""
+    with fake_mesh(0, size) as mesh:
         layout = make_layout("zigzag", tokens=options.local_tokens * size, ring_size=size)
         context = context_for(Causal(), layout, mesh, Options(kernel="cpu", kernel_options=WHOLE_TILES))
         shape = (1, options.heads, layout.local_tokens, options.head_dim)
 
         def work() -> list[torch.Tensor]:
-            """The operator's own Python body: forward, then backward."""
+            """Run the operator's own Python body: forward, then backward."""
             q, k, v = (torch.empty(shape) for _ in range(3))
             out, lse = pass_of(q, k, v, context).forward(q, k, v)
             grad = torch.empty(shape)
@@ -128,8 +124,6 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
 
         with FakeTensorMode():
             return fake_memory_peak(work)
-    finally:
-        dist.destroy_process_group()
 
 
 def main(arguments: list[str] | None = None) -> int:

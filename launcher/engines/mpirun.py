@@ -11,7 +11,6 @@ the script, and this process ends well afterwards, so that no rank's handler is 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ from types import FrameType
 
 from ..run.environment_file import read_environment
 from ..run.job import ENVIRONMENT_FILE, Invocation, Job, module_command
+from ..run.parent import end_with_parent
 from .engine import NUMBERS_OF_RANKS, Engine
 
 _FROM_OPEN_MPI = {
@@ -34,8 +34,6 @@ _PLACEMENT = (
 )  # fmt: skip
 _END_SIGNAL = signal.SIGUSR2
 _PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, _END_SIGNAL})
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # loaded before the fork
 _MPIRUN_ADVICE = "pip install 'ds_ring[mpi]' brings Open MPI"
 
 
@@ -92,7 +90,7 @@ def main(argv: list[str]) -> int:
     missing = [name for name in _FROM_OPEN_MPI.values() if name not in os.environ]
     if missing:
         sys.exit(f"engines.mpirun: expected to be started by Open MPI's mpirun, which sets {missing[0]}")
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # mpirun, or its daemon here, may be killed itself
+    end_with_parent()  # mpirun, or its daemon here, may be killed itself
     environment = dict(os.environ)
     if ENVIRONMENT_FILE in environment:
         environment |= read_environment(environment.pop(ENVIRONMENT_FILE))
@@ -123,7 +121,7 @@ def main(argv: list[str]) -> int:
 
 def _as_rank() -> None:
     """End with the process above, which mpirun kills; hear its signals only, and every one of them."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.setpgid(0, 0)  # mpirun signals whole process groups
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
 

@@ -7,7 +7,6 @@ which its parent may be killed.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import pickle
@@ -26,10 +25,11 @@ from typing import Any, NoReturn
 
 from ds_ring.errors import RingError
 
+from .parent import end_with_parent
+
 _GRACE_S = 5.0  # of the others, once one rank has failed: they say more, or end by themselves
 _LOOK_S = 0.2
 _WRONG_INPUT = 2
-_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RanksError(RingError, RuntimeError):
@@ -85,8 +85,7 @@ def run_ranks(
 
 def _start(parent: int, told: bytes) -> None:
     """Call the pickled (function, arguments) in a process that the death of `parent`, a process id, ends."""
-    # The kernel ends this process with its parent, even if it ignores signals.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:  # it was faster
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks

@@ -10,7 +10,6 @@ copies first, and a thousand ranks on two cores take seconds for it that no clus
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import os
 import signal
@@ -22,14 +21,13 @@ from typing import NoReturn
 from ds_ring_launcher.run import rank as rank_main
 from ds_ring_launcher.run.environment_file import read_environment
 from ds_ring_launcher.run.job import ENVIRONMENT_FILE, RANK_SCRIPT
+from ds_ring_launcher.run.parent import end_with_parent
 from ds_ring_launcher.run.run_folder import FOLDER_VARIABLE
 from simulated_cluster import rank_script  # noqa: F401  its imports are made once
 from simulated_cluster.figures import Figures, Of
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
-_libc = ctypes.CDLL(None)  # loaded before the fork
 
 
 def main(argv: list[str]) -> int:
@@ -59,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 def _be(rank: int, count: int, local_rank: int, slots: int, arguments: list[str]) -> NoReturn:
     """Run the script as a rank, in the forked process; end it."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.setpgid(0, 0)
     place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": local_rank, "LOCAL_SIZE": slots}
     os.environ.update({name: str(number) for name, number in place.items()})

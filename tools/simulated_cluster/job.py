@@ -5,7 +5,6 @@ Owns the processes and the moments; what they must be is the tool's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from ds_ring_launcher.run.parent import end_with_parent
 from ds_ring_launcher.run.process import marked
 from ds_ring_launcher.run.run_folder import RunFolder
 from simulated_cluster.figures import Figures, Of
@@ -31,8 +31,6 @@ FAULTS = ("kill", "stop", "bug", "host")
 MARK = "DS_RING_SIMULATION"
 _LOOK_SECONDS = 0.02
 _SETTLE_SECONDS = 0.5  # of work before the fault
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class SimulationError(Exception):
@@ -143,7 +141,7 @@ def play(folder: Path, setting: ClusterSetting, fault: str, store_port: int) -> 
                 launcher = subprocess.Popen(
                     [sys.executable, "-m", "simulated_cluster.launcher", str(folder / "cluster.yaml")],
                     env=environment, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, preexec_fn=_end_with_parent,
+                    start_new_session=True, preexec_fn=end_with_parent,
                 )  # fmt: skip
             job = _Job(folder, setting, launcher)
             try:
@@ -214,7 +212,7 @@ def helper(module: str, *arguments: str, environment: Mapping[str, str] | None =
     process = subprocess.Popen(
         [sys.executable, "-m", f"simulated_cluster.{module}", *arguments], env=environment, cwd=TOOLS,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=_end_with_parent,
+        preexec_fn=end_with_parent,
     )  # fmt: skip
     assert process.stdout is not None and process.stdin is not None
     try:
@@ -224,10 +222,6 @@ def helper(module: str, *arguments: str, environment: Mapping[str, str] | None =
         process.wait()
         process.stdout.close()
         process.stdin.close()
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
