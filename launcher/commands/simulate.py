@@ -24,7 +24,7 @@ from .parsers import (
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.simulation.simulate import GeneratedSource, SimulationOptions, SimulationResult
+    from ds_ring.simulation.simulate import GeneratedSource, SimulationResult
 
     _Check = Callable[[SimulationResult], dict[str, Any]]
 
@@ -88,7 +88,7 @@ def _row(
 ) -> dict[str, Any]:
     """Simulate one ring size."""
     from ds_ring.schedule.layout import make_layout
-    from ds_ring.simulation.simulate import simulate
+    from ds_ring.simulation.simulate import SimulationOptions, simulate
 
     pattern = pattern_of(options, config)
     layout = make_layout(
