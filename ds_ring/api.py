@@ -20,16 +20,14 @@ parameters. With replicated queries every rank has the whole gradient, like dq.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.decode.replicated_op import attend_replicated
-from ds_ring.errors import RingConfigError, RingError
+from ds_ring.errors import RingConfigError, RingError, shown
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
@@ -37,6 +35,9 @@ from ds_ring.ops.context import RingContext, context_for, context_of, refuse
 from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of, refusing_handle
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_ring.config.section import RingConfig
 
 
 def ring_attention(
@@ -152,22 +153,24 @@ class RingAttention(nn.Module):
         if isinstance(config_or_pattern, Pattern):
             options, name = Options(scale=scale), "auto"
             pattern = config_or_pattern
-        elif isinstance(config_or_pattern, RingConfig):
-            options, name = options_from_config(config_or_pattern, scale), config_or_pattern.layout
+        else:
+            from ds_ring.config.section import RingConfig, pattern_from_config
+
+            if not isinstance(config_or_pattern, RingConfig):
+                raise RingConfigError(
+                    f"RingAttention: expected a RingConfig or a Pattern, got {shown(config_or_pattern)}; use"
+                    " RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
+                )
+            options, name = Options.from_config(config_or_pattern, scale), config_or_pattern.layout
             if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
                 raise RingConfigError(
-                    'RingAttention: expected a pattern beside a config with "documents": true, got none;'
-                    " documents are each batch's own: call engine.ring.attention()(q, k, v), or pass"
-                    " pattern=pattern_from_config(config) & Documents(document_ids)"
+                    'RingAttention: expected a pattern beside a config with "documents": true, got none; pass'
+                    " pattern=pattern_from_config(config) & Documents(document_ids), or call"
+                    " engine.ring.attention()(q, k, v)"
                 )
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
-        else:
-            raise RingConfigError(
-                f"RingAttention: expected a RingConfig or a Pattern, got {type(config_or_pattern).__name__};"
-                " use RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
-            )
         if score_mod is not None:
-            options = replace(options, score_mod=ScoreMod.lookup(score_mod))
+            options = options.replaced(score_mod=ScoreMod.lookup(score_mod))
         pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
@@ -228,7 +231,7 @@ class RingAttention(nn.Module):
         mod = found.options.score_mod
         if mod is not None and mod.is_changed():
             try:
-                options = replace(found.options, score_mod=ScoreMod.lookup(mod.function))
+                options = found.options.replaced(score_mod=ScoreMod.lookup(mod.function))
                 self.context = context_for(
                     found.pattern, found.layout, self._mesh, options, keeps_functions=True
                 )
@@ -242,26 +245,4 @@ class RingAttention(nn.Module):
         return f"{context.pattern}, layout={context.layout}, ring_size={context.mesh.ring_size}"
 
 
-def options_from_config(config: RingConfig, scale: float | None = None) -> Options:
-    """Return the options that the JSON section asks for; a key and an option with the same name are equal."""
-    names = {one.name for one in fields(Options)} & RingConfig.model_fields.keys()
-    same = {name: getattr(config, name) for name in names}
-    other: dict[str, Any] = {
-        "scale": scale,
-        "hop_timeout_s": float(config.hop_timeout_seconds),
-        "first_pass_timeout_s": float(config.first_pass_timeout_seconds),
-        "recompute": float(config.recompute_attention),
-        "kernel_options": tuple((name, _hashable(v)) for name, v in sorted(config.kernel_options.items())),
-        "offload": config.long_sequence.offload_attention,
-    }
-    return Options(**same | other)
-
-
-def _hashable(value: Any) -> Any:
-    """Convert JSON's lists and objects to tuples, because options are keys of tables."""
-    if isinstance(value, dict):
-        return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
-
-
-__all__ = ["RingAttention", "context_of", "options_from_config", "ring_attention"]
+__all__ = ["RingAttention", "context_of", "ring_attention"]

@@ -36,7 +36,7 @@ from ds_ring.ops.ring_op import pass_of
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 # one call per tile: the smallest number of fake operators, and the largest workspace a kernel could have
-WHOLE_TILES = (("block", 1 << 40), ("triangle", 1 << 40))
+WHOLE_TILES = {"block": 1 << 40, "triangle": 1 << 40}
 
 
 def real_rank(options: argparse.Namespace, transport: str) -> int:

@@ -7,17 +7,29 @@ from __future__ import annotations
 
 import difflib
 import json
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainValidator,
+    ValidationError,
+)  # fmt: skip
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_ring.errors import RingConfigError
 from ds_ring.errors import shown as shown_in_errors
+from ds_ring.limits import MOST_SECONDS, MOST_TOKENS
 
 MOST_PROBLEMS = 20
 _MOST_LETTERS = 1200
@@ -105,7 +117,49 @@ def short_numbers(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def without_effect(got: str, beside: str, why: str) -> str:
+    """Format the sentence for a value that nothing would read."""
+    return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
+
+
+# Types of fields that several sections have.
+def as_int(value: Any) -> Any:
+    """Return numpy's integers as Python's, and everything else as it is."""
+    return value if isinstance(value, bool) or not isinstance(value, Integral) else operator.index(value)
+
+
+SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
+
+
+def _switch(value: object) -> Literal["auto"] | bool:
+    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
+        return value  # type: ignore[return-value]
+    raise Refused(sentence(SWITCH.what, shown(value), SWITCH.advice))
+
+
+FLAG_OR_PART = Accepts(
+    "true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"
+)
+
+
+def _flag_or_part(value: object) -> bool | float:
+    if isinstance(value, bool) or (isinstance(value, float) and 0 < value < 1):
+        return value
+    raise Refused(sentence(FLAG_OR_PART.what, shown(value), FLAG_OR_PART.advice))
+
+
+ONE_UP = "a whole number of at least 1"
+WORD = Accepts("a word", "write one of these in double quotes")
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
+AtLeastOne = Annotated[int, BeforeValidator(as_int), Field(ge=1, le=MOST_TOKENS)]
+Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
+Switch = Annotated[Literal["auto"] | bool, PlainValidator(_switch), SWITCH]
+Timeout = Annotated[
+    float,
+    Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False),
+    Accepts("a number of seconds above 0", "use 10 or 60, say"),
+]
+FlagOrPart = Annotated[bool | float, PlainValidator(_flag_or_part), FLAG_OR_PART]
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:

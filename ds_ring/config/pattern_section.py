@@ -17,18 +17,25 @@ from pydantic import (
     field_validator,
 )
 
-from ds_ring.config.messages import Accepts, Refused, Section, problems_of, sentence, shown
+from ds_ring.config.messages import (
+    ONE_UP,
+    WORD,
+    Accepts,
+    AtLeastOne,
+    Flag,
+    Refused,
+    Section,
+    problems_of,
+    sentence,
+    shown,
+    without_effect,
+)  # fmt: skip
 from ds_ring.errors import RingPatternError
-from ds_ring.limits import MOST_TOKENS
 from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC, load
 
-ONE_UP = "a whole number of at least 1"
-WORD = Accepts("a word", "write one of these in double quotes")
 BRANCHES = Accepts(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
-AtLeastOne = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
 Window = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for no window")]
 Beside = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for none")]
 DilationStep = Annotated[AtLeastOne, Accepts(ONE_UP, "use 1 for every token")]
@@ -119,11 +126,6 @@ class PatternKeys(Section):
             got = "null" if rates is None else f"{len(rates)} in {shown(rates)}"
             raise Refused(sentence(expected, got, "make the two lists equally long, or set both to null"))
         return rates
-
-
-def without_effect(got: str, beside: str, why: str) -> str:
-    """Format the sentence for a value that nothing would read."""
-    return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
 
 
 def _checked_slices(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """The "ring_attention" section of the DeepSpeed JSON as a frozen model: keys, defaults, units and limits.
 
-The keys of "pattern" stand in pattern_section.py. Where the section is found stands in json_text.py, how
-a complaint is worded in messages.py. Imports no torch.
+Other files have the keys that a pass reads (pass_options.py), the keys of "pattern" (pattern_section.py), the
+search for the section (json_text.py) and the wording of errors (messages.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
-from ds_ring.config.messages import Accepts, JsonObject, Refused, Section, listed, sentence, shown
-from ds_ring.config.pattern_section import (
+from ds_ring.config.messages import (
     ONE_UP,
-    PATTERNS_BY_KEY,
     WORD,
-    AtLeastOne,
+    Accepts,
     Flag,
-    PatternConfig,
+    Refused,
+    Section,
+    Switch,
+    Timeout,
+    listed,
+    sentence,
+    shown,
     without_effect,
-)
+)  # fmt: skip
+from ds_ring.config.pass_options import PassOptions, refuse_without_hops
+from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
-from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
+from ds_ring.limits import MOST_RANKS, MOST_TOKENS, Timeouts
 from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import KERNELS, LAYOUTS, PASSES
+from ds_ring.registry import LAYOUTS
 
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
 
 TileChoice = Literal["auto"] | bool | int
-Switch = Literal["auto"] | bool
-StageBytes = Literal["auto"] | int
 
 _TILE = Accepts('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
-_SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
-_STAGE = Accepts('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
 
 _MIB = 1 << 20
 _LEAST_TOKENS = 64
@@ -53,18 +55,6 @@ def _tile(value: object) -> TileChoice:
     if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MOST_TOKENS):
         return value
     raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
-
-
-def _switch(value: object) -> Switch:
-    if isinstance(value, bool) or value == "auto":
-        return value
-    raise Refused(sentence(_SWITCH.what, shown(value), _SWITCH.advice))
-
-
-def _stage(value: object) -> StageBytes:
-    if value == "auto" or (type(value) is int and 0 <= value <= MOST_BYTES):
-        return value
-    raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
 
 
 class LongSequenceConfig(Section):
@@ -86,13 +76,13 @@ class LongSequenceConfig(Section):
         " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"
         " and 512 MiB on CUDA",
     )
-    offload_checkpoints: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+    offload_checkpoints: Switch = Field(
         default=False,
         description="checkpoint each layer's activations, and keep the checkpoints in pinned memory of the"
         ' host; "auto": where the device is not the CPU',
     )
 
-    offload_attention: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+    offload_attention: Switch = Field(
         default=False,
         description="keep what attention's gradient needs (q, k, v, out, lse) in pinned memory of the host,"
         " and bring it back in the backward pass a group of heads at a time, the next while one is computed;"
@@ -142,31 +132,13 @@ UlyssesSize = Annotated[Ranks, Accepts(ONE_UP, "use 1 to leave the heads togethe
 SequenceRanks = Annotated[
     Ranks, Accepts(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
-BlockSize = Annotated[
-    int, Field(le=MOST_BLOCK), Accepts("a whole number that is a power of two and at least 16", "use 128")
-]
-KernelOptions = Annotated[JsonObject, Accepts("an object of JSON values", "use {} for no options")]
-ChunkBytes = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP} (bytes), or null", "use null for the default")]
 TokenCount = Annotated[
     int, Field(ge=0, le=MOST_TOKENS), Accepts("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
-Timeout = Annotated[
-    float,
-    Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False),
-    Accepts("a number of seconds above 0", "use 10 or 60, say"),
-]
-FlagOrPart = Annotated[
-    bool | Annotated[float, Field(gt=0, lt=1)],
-    Accepts("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
-]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
-    KernelName = str
-    TransportName = str
 else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
-    KernelName = Annotated[Literal["auto", *KERNELS], WORD]
-    TransportName = Annotated[Literal[tuple(PASSES)], WORD]
 RankSpeeds = Annotated[
     Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
     Accepts(
@@ -174,17 +146,10 @@ RankSpeeds = Annotated[
     ),
 ]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
-GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
-KVPayload = Annotated[Literal["as_is", "float8"], WORD]
 
 
-class RingConfig(Section):
-    """Hold the section, resolved: `ring_size` is a number here even where the JSON says "auto".
-
-    `sequence_parallel_size` stands at the top level of the JSON, where DeepSpeed reads it. Left out, or
-    "auto", it is ring_size x ulysses_size. With ring_size "auto" as well nothing says how many ranks share
-    a sequence; DeepSpeed's own default of 1 would be no ring at all without a word, so that is an error.
-    """
+class RingKeys(Section):
+    """Say which ranks share a sequence, and which token and which pair is whose."""
 
     # The order matters: a validator sees the values of the fields above its own.
     sequence_parallel_size: SequenceRanks = Field(
@@ -216,66 +181,24 @@ class RingConfig(Section):
         description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "
         'keeps its own sdpa for engine.compile(backend="ds_ring") to rewrite',
     )
-    kernel: KernelName = Field(
-        default="auto",
-        description="what computes a hop's attention; auto: cpu on the CPU; on CUDA the fastest as measured, "
-        "else flash for causal, windowed and full patterns and flex (FlexAttention) for all others",
+    heartbeat_timeout_seconds: Timeout = Field(
+        default=10.0, description="silence after which a rank counts as lost"
     )
-    block_size: BlockSize = Field(
-        default=128,
-        description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
-    )
-    kernel_options: KernelOptions = Field(
-        default={},
-        description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
-        "implementation of flash (FA2, FA3, FA4 or cuDNN)",
-    )
-    transport: TransportName = Field(
-        default="ring",
-        description="how K/V move"
-        + "".join(f"; {name}: {row.meaning}" for name, row in PASSES.items() if row.meaning),
-    )
-    overlap: Flag = Field(
-        default=True, description="send and receive the next hop while this one is computed"
-    )
-    prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
-    gradient_payload: GradientPayload = Field(
-        default="float32",
-        description="dtype in which dK and dV travel; bfloat16 halves their bytes, rounds each rank's part "
-        "once and adds in float32: 1.3 times the error of one rank in rings of 64",
-    )
-    kv_payload: KVPayload = Field(
-        default="as_is",
-        description="dtype in which K and V travel; float8 (e4m3, a scale for each row) halves the bytes of "
-        "bfloat16 and rounds the K and V of other ranks: attention is not exact then (random inputs: 2 to "
-        "13 % of the norms of out and gradients); for rings between nodes whose links are the bottleneck; "
-        "rows that a learned selection fetches keep their dtype",
-    )
-    chunk_bytes: ChunkBytes = Field(
-        default=None,
-        description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
-        "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
-        "64 MiB on CUDA",
-    )
-    stage_bytes: Annotated[StageBytes, PlainValidator(_stage), _STAGE] = Field(
-        default="auto",
-        description="compute with several shards at once (a stage) whose K and V have at most so many bytes: "
-        "owners send keys directly to all readers and get gradients back from them, which saves most of the "
-        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the inputs' "
-        "dtype; between nodes it sends more than a ring does; 0: hop by hop; "
-        '"auto": 128 MiB on CUDA for rings inside a node, else 0',
-    )
-    latents: Annotated[Switch, PlainValidator(_switch), _SWITCH] = Field(
+
+
+class RingConfig(PassOptions, RingKeys):
+    """Hold the section, resolved: `ring_size` is a number here even where the JSON says "auto".
+
+    `sequence_parallel_size` stands at the top level of the JSON, where DeepSpeed reads it. Left out, or
+    "auto", it is ring_size x ulysses_size. With ring_size "auto" as well nothing says how many ranks share
+    a sequence; DeepSpeed's own default of 1 would be no ring at all without a word, so that is an error.
+    """
+
+    latents: Switch = Field(
         default="auto",
         description="multi-head latent attention (DeepSeek, Kimi) sends latents and expands them on arrival, "
         "which every rank does for every token: 71 times fewer bytes for DeepSeek V3 and about a tenth more "
         'arithmetic in attention; "auto": on the CPU, and where a ring has ranks of several nodes',
-    )
-    recompute_attention: FlagOrPart = Field(
-        default=False,
-        description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
-        "each layer's attention output, as large as its input, and sends nothing again; 0.5 computes the "
-        "first half of the sequence again and keeps the other, which costs more under a causal pattern",
     )
     long_sequence: LongSequence = Field(
         default=LongSequenceConfig(),
@@ -291,17 +214,6 @@ class RingConfig(Section):
         description="engine.ring.loader(..., lengths=...) gives short samples to smaller rings and single "
         "ranks, by estimated time",
     )
-    heartbeat_timeout_seconds: Timeout = Field(
-        default=10.0, description="silence after which a rank counts as lost"
-    )
-    hop_timeout_seconds: Timeout = Field(
-        default=Timeouts().hop,
-        description="longest wait for one hop's messages, and for a rank that is inside the engine's forward,"
-        " backward or step; at least heartbeat_timeout_seconds",
-    )
-    first_pass_timeout_seconds: Timeout = Field(
-        default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
-    )
     step_timeout_seconds: Timeout = Field(
         default=Timeouts().step,
         description="longest wait for a rank that is outside the engine's forward, backward and step: in its"
@@ -315,7 +227,6 @@ class RingConfig(Section):
         default=Timeouts().start,
         description="longest wait until every rank has come to ds_ring.initialize, and its engine is made",
     )
-    check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
     verify_first_batch: Flag = Field(
         default=False,
         description="compare the first training step with the same model on one process: logits, loss and "
@@ -397,29 +308,10 @@ class RingConfig(Section):
             f"set {fits}, or {SP_KEY} to {ring * ulysses}"
         )
 
-    @field_validator("block_size")
+    @field_validator("monitor")
     @classmethod
-    def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
-        kernel = info.data.get("kernel")
-        if size != 128 and kernel in KERNELS and not KERNELS[kernel].takes_blocks:
-            raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
-        if size >= 16 and size.bit_count() == 1:
-            return size
-        below = 1 << (size.bit_length() - 1) if size > 16 else 16
-        near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
-        raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
-
-    @field_validator(
-        "overlap", "prune", "gradient_payload", "kv_payload", "chunk_bytes", "stage_bytes", "monitor"
-    )
-    @classmethod
-    def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
-        default = cls.model_fields[str(info.field_name)].default
-        transport = info.data.get("transport")
-        row = PASSES.get(transport) if isinstance(transport, str) else None
-        if row is not None and row.no_hops is not None and value != default:
-            raise Refused(without_effect(shown(value), f'"transport": "{transport}"', row.no_hops))
-        return value
+    def _has_hops_to_report(cls, value: bool, info: ValidationInfo) -> bool:
+        return bool(refuse_without_hops(cls, value, info))
 
     @field_validator("rank_speeds")
     @classmethod

@@ -167,7 +167,7 @@ class KeepResults(SavedTensors):
         if isinstance(q, FakeTensor):
             return run(context)
         rows = None
-        if context.options.recompute:
+        if context.options.recompute_fraction:
             first, slots = self.first_queries(context, q.shape[2], q.device)
             rows = SavedRows(slots, partial(run, first))
         memory = context.mesh.owners[HostMemory]
@@ -185,7 +185,7 @@ class KeepResults(SavedTensors):
         key = (local_tokens, device, active_fake_mode())
         if key not in self._first:
             layout = context.layout_for(local_tokens, device.type)
-            count = max(1, int(layout.tokens * context.options.recompute))
+            count = max(1, int(layout.tokens * context.options.recompute_fraction))
             first = context.with_pattern(context.pattern & FirstQueries(count), layout)
             later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
             self._first[key] = first, to_device(torch.from_numpy(later), device)

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
@@ -157,12 +157,12 @@ class RingContext:
         if self.mesh.sequence_size > 1:
             own = self.options.row.exchange if self.mesh.ring_size > 1 else None
             make = Exchange if own is None else load(own)
-            self.exchange = make(self.mesh, self.options.hop_timeout_s)
+            self.exchange = make(self.mesh, self.options.hop_timeout_seconds)
         self.make_pass = load(self.options.row.home)
         self.saved = SavedTensors()
-        if self.options.offload is not False:
+        if self.options.offload_attention is not False:
             self.saved = load(SAVED_TENSORS["host"])(self.saved)
-        if self.options.recompute < 1 and "results" in SAVED_TENSORS:
+        if self.options.recompute_fraction < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)
         self.handle = new_handle(self)
 
@@ -251,7 +251,7 @@ class RingContext:
             here = self.heads_here(q)
             scores = Scores(options.score_mod, range(here.start, here.stop))
         asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
-        row = (options.kernel, q.device.type, options.kernel_options, options.block_size)
+        row = (options.kernel, q.device.type, options.kernel_pairs, options.block_size)
         return get_kernel(*row, scores, asked)
 
     def agree(
@@ -282,8 +282,8 @@ class RingContext:
     @cached_property
     def _settings(self) -> dict[str, str]:
         """Return the settings that are the same in every call, by name. (A deadline may differ by rank.)"""
-        options = {f.name: str(getattr(self.options, f.name)) for f in fields(self.options)}
-        del options["hop_timeout_s"], options["first_pass_timeout_s"]
+        options = {name: str(value) for name, value in self.options}
+        del options["hop_timeout_seconds"], options["first_pass_timeout_seconds"]
         more = {"ranks per node": str(self.mesh.ranks_per_node)}
         return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
 

@@ -39,7 +39,11 @@ from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
-Settings = tuple[Any, ...]  # the first options of `Options`, in order
+Settings = tuple[Any, ...]  # values of these options
+SETTINGS = (
+    "scale", "kernel", "transport", "overlap", "prune", "hop_timeout_seconds", "check_finite",
+    "gradient_payload", "kv_payload",
+)  # fmt: skip
 
 
 # Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
@@ -128,7 +132,7 @@ def _made_context(
 ) -> RingContext:  # fmt: skip
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     mod = None if score_mod is None else ScoreMod.lookup(score_mod)
-    options = Options(*settings, score_mod=mod)  # type: ignore[misc]
+    options = Options(**dict(zip(SETTINGS, settings, strict=True)), score_mod=mod)
     return context_for(pattern, layout, mesh, options, keeps_functions)
 
 

@@ -149,7 +149,7 @@ class SimulationOptions:
     def of_a_pass(self, scale: float | None, kernel: str) -> Options:
         """Return the options of a real call, checked."""
         return Options(
-            scale=scale, kernel=kernel, kernel_options=tuple(sorted((self.kernel_options or {}).items())),
+            scale=scale, kernel=kernel, kernel_options=dict(self.kernel_options or {}),
             chunk_bytes=self.chunk_bytes, gradient_payload=self.gradient_payload,
             stage_bytes=self.stage_bytes, kv_payload=self.kv_payload,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def simulate(
             ranks_per_node=given.ranks_per_node,
             stage_shards=stage_shards(made.stage_bytes, "cpu", layout.ring_size, None, shard_bytes),
         ),
-        get_kernel(made.kernel, "cpu", made.kernel_options, made.block_size),
+        get_kernel(made.kernel, "cpu", made.kernel_pairs, made.block_size),
         made.scale if made.scale is not None else 1.0 / math.sqrt(sizes.head_dim),
         made.chunk_bytes_on("cpu", layout.ring_size),
         GradientSums(sizes, accumulator_dtype(sizes.dtype)) if backward else None,

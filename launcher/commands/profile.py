@@ -201,13 +201,13 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
 
     how = Options(
         kernel=config.kernel,
-        kernel_options=tuple(sorted(config.kernel_options.items())),
+        kernel_options=config.kernel_options,
         prune=config.prune,
         gradient_payload=config.gradient_payload,
         kv_payload=config.kv_payload,
         stage_bytes=config.stage_bytes,
         chunk_bytes=options.chunk_bytes,
-        hop_timeout_s=options.timeout if options.timeout > 0 else 1.0,
+        hop_timeout_seconds=options.timeout if options.timeout > 0 else 1.0,
     )
     job = ProfileJob(
         source.geometry,

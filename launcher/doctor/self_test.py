@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from ds_ring.api import options_from_config
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
@@ -200,7 +198,7 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
     No backend sees copies out of shared memory: the traffic is then that of the same pass by messages, and
     both have to be exact.
     """
-    by_messages = replace(options, transport="ring") if options.row.shares_memory else options
+    by_messages = options.replaced(transport="ring") if options.row.shares_memory else options
     sizes = GlobalSizes(
         1, EXACT_HEADS, EXACT_KV_HEADS, EXACT_TOKENS * mesh.ring_size, EXACT_WIDTH, torch.float32
     )
@@ -281,7 +279,8 @@ def _memory(mesh: RingMesh, options: Options) -> tuple[float, float]:
 
     Keys travel as in causal attention, and few of them are attended, so that little time is spent.
     """
-    options = replace(options, prune=False, chunk_bytes=1)  # heads go round one by one
+    if options.has_hops:
+        options = options.replaced(prune=False, chunk_bytes=1)  # heads go round one by one
     if _kind(mesh)[1].type == "cuda":
         return _memory_on_cuda(mesh, options)
     tokens = max(MEMORY_TOKENS, MEMORY_TOKENS_A_RANK * mesh.ring_size)
@@ -401,7 +400,7 @@ def main() -> int:
     config = RingConfig.from_deepspeed(options.deepspeed_config)
     config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
-    answers = self_test(mesh, options_from_config(config))
+    answers = self_test(mesh, Options.from_config(config))
     if dist.get_rank() == 0:
         told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
         print(MARK + json.dumps(told), flush=True)

@@ -74,7 +74,7 @@ class ProfileJob:
             RingError: a size that does not fit.
         """
         _ = self.source
-        get_kernel(self.options.kernel, "cpu", self.options.kernel_options, self.options.block_size)
+        get_kernel(self.options.kernel, "cpu", self.options.kernel_pairs, self.options.block_size)
         if not isinstance(self.threads, int) or self.threads < 1:
             raise RingConfigError(f"threads: expected at least 1, got {self.threads}")
         for ring_size in ring_sizes:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ds_ring.api import options_from_config
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError
 from ds_ring.kernels.cpu import BLOCK, TRIANGLE
+from ds_ring.ops.options import Options
 from ds_ring.registry import KERNELS, LAYOUTS
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import head_chunks
@@ -147,7 +147,7 @@ def default_heads(request: TuningRequest, ring: int, ulysses: int, tokens: int) 
         return 0
     most = _largest_class(request, ulysses)
     of_a_head = head_bytes(request, ring, ulysses, tokens)
-    bytes_ = options_from_config(request.base).chunk_bytes_on(request.device, ring)
+    bytes_ = Options.from_config(request.base).chunk_bytes_on(request.device, ring)
     first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ds_ring.api import RingAttention, options_from_config
+from ds_ring.api import RingAttention
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
@@ -25,6 +25,7 @@ from ds_ring.errors import RingMeshError, RingMismatchError
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
 from ds_ring.ops.context import RingContext, context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
@@ -323,7 +324,7 @@ class Probe:
     def _pass(self, choice: KernelChoice, tokens: int) -> tuple[RingContext, list[Tensor]]:
         request = self.request
         keys = {"kernel_options": dict(choice.options), "block_size": choice.block_size}
-        options = options_from_config(request.base.model_copy(update=keys))
+        options = Options.from_config(request.base.model_copy(update=keys))
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
         context = context_for(Causal(), layout, self.mesh, options)
         shape, dtype = (1, self.heads, tokens, request.head_dim), getattr(torch, request.dtype)

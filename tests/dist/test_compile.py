@@ -286,7 +286,6 @@ def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list
             mesh=mesh,
             scale=0.125,
             kernel="reference",
-            transport="all_gather",
             overlap=False,
             prune=False,
             hop_timeout_s=7.0,
@@ -298,7 +297,7 @@ def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list
 
 @each_backend
 def test_options_reach_the_operator_of_a_compiled_call(rank_pool: Pool, backend: str) -> None:
-    wanted = Options(0.125, "reference", "all_gather", False, False, 7.0)
+    wanted = Options(scale=0.125, kernel="reference", overlap=False, prune=False, hop_timeout_seconds=7.0)
     assert rank_pool(1).run(options_reach_the_operator, backend) == [[wanted]]
 
 

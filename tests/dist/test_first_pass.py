@@ -32,7 +32,7 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
 
     delays: list[float] = []
     real, mesh = CpuKernel.backward, RingMesh.from_world(world_size)
-    options = Options(hop_timeout_s=HOP_S, first_pass_timeout_s=60.0)
+    options = Options(hop_timeout_seconds=HOP_S, first_pass_timeout_seconds=60.0)
     context = context_for(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
@@ -68,7 +68,7 @@ def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
         return False
 
     mesh = RingMesh.from_world(world_size)
-    context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_s=60.0))
+    context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_seconds=60.0))
     q = k = v = torch.randn(1, 2, 96, 16)  # a shape of its own: nobody has asked for it before
     with (
         mock.patch.object(options_module, "COMPILES_NOTHING", set()),

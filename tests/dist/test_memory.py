@@ -56,7 +56,8 @@ def measured_pass(rank: int, world_size: int, shape: Shape, transport: str) -> M
     """Forward and backward under the profiler."""
     mesh = RingMesh.from_world(world_size)
     layout = make_layout("zigzag", tokens=shape.tokens, ring_size=world_size)
-    options = Options(transport=transport, chunk_bytes=1, kernel_options=(("block", 256), ("triangle", 128)))
+    chunks = {"chunk_bytes": 1} if transport in ("ring", "pull") else {}
+    options = Options(transport=transport, kernel_options={"block": 256, "triangle": 128}, **chunks)
     handle = context_for(Causal(), layout, mesh, options).handle
     q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape))
     for x in (q, k, v):

@@ -216,7 +216,8 @@ def any_case(draw: st.DrawFn) -> Case:
     heads, kv_heads = draw(st.sampled_from([(4, 4), (4, 2), (6, 2), (3, 1), (1, 1)]))
     shape = Shape(draw(st.sampled_from([1, 2])), heads, kv_heads, tokens, head_dim=8)
     transport = draw(st.sampled_from(["ring", "ring", "ring", "all_gather"]))
-    options = Options(transport=transport, prune=draw(st.integers(0, 7)) > 0, overlap=draw(st.booleans()))
+    how = {"prune": draw(st.integers(0, 7)) > 0, "overlap": draw(st.booleans())}
+    options = Options(transport=transport, **(how if transport in ("ring", "pull") else {}))
     layout_name = draw(st.sampled_from(LAYOUTS))
     return Case(pattern, shape, layout_name, draw(st.sampled_from(DTYPES)), options, draw(st.integers(0, 9)))
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.api import options_from_config
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.config.section import RingConfig, by_json_key
+from ds_ring.ops.options import Options
 from ds_ring.ring.observer import Observers
 from tests.dist.deepspeed_ranks import (
     Size,
@@ -157,7 +157,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "layer 1":
         return str(session.attention(layer=1).contexts[0][0].pattern)
     if name == "kernel on CUDA":
-        return describe(kernel_on_cuda(options_from_config(session.config)))
+        return describe(kernel_on_cuda(Options.from_config(session.config)))
     if name == "NaN":
         torch.nn.init.constant_(model.embed.weight, float("nan"))
         return error_of(lambda: engine(**local))
@@ -188,11 +188,11 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "waits": lambda: waited[0],
         "directions": lambda: [one.plan.classes[0].directions for one in context._prepared.values()],
         "gradient payload": lambda: context.options.gradient_payload,
-        "recompute": lambda: context.options.recompute,
-        "offload": lambda: context.options.offload,
+        "recompute": lambda: context.options.recompute_fraction,
+        "offload": lambda: context.options.offload_attention,
         "heartbeat": lambda: session.mesh.detector.heartbeat_timeout_s,
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,
-        "first deadline": lambda: context.options.first_pass_timeout_s,
+        "first deadline": lambda: context.options.first_pass_timeout_seconds,
         "late ranks": lambda: session.mesh.timeouts,
         "traces": lambda: len(session.mesh.owners[Observers]),
         "forward": lambda: wrappers_of(engine.forward),
@@ -215,7 +215,7 @@ def wrappers_of(function: Any) -> list[str]:
 def kernel_on_cuda(options: Any) -> Any:
     from ds_ring.kernels.select import get_kernel
 
-    return get_kernel(options.kernel, "cuda", options.kernel_options, options.block_size)
+    return get_kernel(options.kernel, "cuda", options.kernel_pairs, options.block_size)
 
 
 def describe(kernel: Any) -> str:

@@ -32,7 +32,7 @@ def passes(mesh: ds_ring.RingMesh, tokens: int, offload: bool) -> tuple[list[tor
         ).requires_grad_()
         for n in (H, G, G)
     ]
-    context = context_for(ds_ring.Causal(), "contiguous", mesh, Options(offload=offload))
+    context = context_for(ds_ring.Causal(), "contiguous", mesh, Options(offload_attention=offload))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out, _ = ring_attention_op(*(x * 1 for x in leaves), context.handle)

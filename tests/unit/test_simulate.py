@@ -316,7 +316,7 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ),
         ({"pattern": "causal"}, RingPatternError, "expected a pattern, got 'causal'"),
         ({"pattern": PATTERNS["documents"](300)}, RingPatternError, "257 tokens"),
-        ({"kernel": "fast"}, RingConfigError, "unknown kernel 'fast'"),
+        ({"kernel": "fast"}, RingConfigError, 'kernel: expected one of "auto"'),
         ({"options": {"kernel_options": {"blok": 1}}}, RingConfigError, "blok"),
         ({"scale": float("nan")}, RingConfigError, "scale"),
         ({"options": {"chunk_bytes": 0}}, RingConfigError, "chunk_bytes: expected a positive integer, got 0"),

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 from torch._dynamo import list_backends, lookup_backend
 from torch.fx import GraphModule, Node
 
-from ds_ring.api import options_from_config
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPatternError
@@ -190,7 +189,7 @@ def _handed_in(which: Node, scope: Scope) -> Node:
 
 NAME = "ds_ring"
 _OF_A_PASS = tuple(
-    f.name for f in fields(Options) if f.name not in ("scale", "kernel_options", "chunk_bytes")
+    name for name in Options.model_fields if name not in ("scale", "kernel_options", "chunk_bytes")
 )
 _OF_THE_RING = ("mesh", "pattern", "layout", "config", *_OF_A_PASS)
 _OF_THE_BACKEND = ("inner", "inner_options", "masks")
@@ -254,7 +253,7 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
                 "options: config: expected a RingConfig, and beside it only mesh, layout and pattern, got"
                 f" {type(config).__name__} and {', '.join(given) or 'nothing'}"
             )
-        options = options_from_config(config)
+        options = Options.from_config(config)
         given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
     missing = [key for key in ("pattern", "layout") if given.get(key) is None]
     if missing:

@@ -67,7 +67,7 @@ class StaticSource:
         scale: float | None,
         device_type: str,
     ) -> GraphSharding:
-        options = Options(**{**vars(self.options), "scale": scale})
+        options = self.options.replaced(scale=scale)
         context = context_for(self.pattern, self.layout, self.mesh, options)
         layout = self.layout if isinstance(self.layout, Layout) else None
         if layout is None and local_tokens is not None:

@@ -21,7 +21,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from ds_ring.api import options_from_config
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, make_sub_rings
 from ds_ring.comm.messages import Message
@@ -34,6 +33,7 @@ from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
 from ds_ring.ops.context import RingContext, block_side, context_for
+from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.schedule.grid import BatchLengths as Lengths
 from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
@@ -171,7 +171,7 @@ def measure_times(
 
     Returns the same on every rank, to the bit.
     """
-    options = options_from_config(config)
+    options = Options.from_config(config)
     more: dict[str, Any] = {"dtype": dtype, "device": device}
     heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
     context = context_for(Causal(), "contiguous", RingMesh.single(), options)
@@ -187,7 +187,7 @@ def measure_times(
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)
     matrix = torch.ones(_SIDES[device.type], _SIDES[device.type], **more)
     seconds.append(_seconds(lambda: matrix @ matrix, device))
-    exchange = Exchange(mesh, options.hop_timeout_s)
+    exchange = Exchange(mesh, options.hop_timeout_seconds)
     ahead, behind = ((mesh.ring_rank + step) % mesh.ring_size for step in (1, -1))
     for size in _MESSAGES:
         sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))

@@ -272,7 +272,7 @@ def _context(
                 f" {mesh.sequence_size} for attention over chosen keys"
             )
         check_layout(layout, mesh)  # no name, which stands for different layouts beside different patterns
-        return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_s=hop_timeout_s))
+        return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s))
     except RingError as error:
         refuse(mesh, error)
 

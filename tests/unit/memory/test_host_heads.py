@@ -51,7 +51,7 @@ def leaves() -> list[Tensor]:
 def test_nothing_on_the_device_is_held_between_the_passes(mesh: ds_ring.RingMesh, offload: bool) -> None:
     inputs = [leaf * 1 for leaf in leaves()]
     held = [StorageWeakRef(x.untyped_storage()) for x in inputs]
-    out = attend(mesh, *inputs, offload=offload)
+    out = attend(mesh, *inputs, offload_attention=offload)
     held.append(StorageWeakRef(out.untyped_storage()))
     loss = out.sum()
     del inputs, out
@@ -65,7 +65,7 @@ def test_gradients_are_exact(mesh: ds_ring.RingMesh, checkpointed: bool) -> None
     weights = torch.randn(B, H, S, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def layer(*qkv: Tensor) -> Tensor:
-        return attend(mesh, *(x * 1 for x in qkv), offload=True, chunk_bytes=1)
+        return attend(mesh, *(x * 1 for x in qkv), offload_attention=True, chunk_bytes=1)
 
     out = checkpoint(layer, *given, use_reentrant=False) if checkpointed else layer(*given)
     (out * weights).sum().backward()
@@ -84,7 +84,7 @@ def test_the_first_run_of_a_checkpointed_region_copies_nothing(
         "start_out",
         lambda x: (copied.append(x.shape), (x.detach().clone(), None))[1],
     )
-    out = checkpoint(lambda *x: attend(mesh, *x, offload=True), *leaves(), use_reentrant=False)
+    out = checkpoint(lambda *x: attend(mesh, *x, offload_attention=True), *leaves(), use_reentrant=False)
     assert copied == []
     out.sum().backward()
     assert len(copied) == 5  # q, k, v, out, lse, in the second run
@@ -142,7 +142,7 @@ def test_auto_is_for_long_shards_beside_the_cpu() -> None:
 
 def test_all_gather_takes_all_heads_at_once() -> None:
     with pytest.raises(RingConfigError, match=r'expected transport "ring".*got "all_gather"'):
-        Options(transport="all_gather", offload=True)
+        Options(transport="all_gather", offload_attention=True)
     with pytest.raises(RingConfigError, match='"pull", which needs them on the device'):
-        Options(transport="pull", offload=True)
-    assert not Options(transport="all_gather", offload="auto").offload_on("cuda", LONG_SHARD)
+        Options(transport="pull", offload_attention=True)
+    assert not Options(transport="all_gather", offload_attention="auto").offload_on("cuda", LONG_SHARD)

@@ -83,15 +83,16 @@ def masked(ids: Tensor) -> MaskMod:
 def kernel_of(context: RingContext, q: Tensor) -> FlexKernel:
     options = context.options
     scores = None if options.score_mod is None else Scores(options.score_mod, range(q.shape[1]))
-    made = dict(options.kernel_options)
+    made = options.kernel_options
     return FlexKernel(options.block_size, BACKEND, scores=scores, **made)
 
 
 def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
     """Run a call; what each of its passes compiled, their deadlines, and what their headers asked for."""
     options = Options(
-        call.scale, hop_timeout_s=HOP_S, first_pass_timeout_s=FIRST_S, block_size=call.block,
-        chunk_bytes=call.chunk_bytes, kernel_options=call.options, score_mod=call.score_mod,
+        scale=call.scale, hop_timeout_seconds=HOP_S, first_pass_timeout_seconds=FIRST_S,
+        block_size=call.block, chunk_bytes=call.chunk_bytes, kernel_options=dict(call.options),
+        score_mod=call.score_mod,
     )  # fmt: skip
     context = context_for(call.pattern, "zigzag", mesh, options)
     found: list[Pass] = []
@@ -200,6 +201,6 @@ def test_hops_whose_tables_are_too_large_say_what_they_compile_once_their_side_i
     mesh: RingMesh,
 ) -> None:
     with mock.patch.object(block_mask, "TABLE_BYTES", 100):
-        found = [one for _ in range(3) for one in passes(mesh, Call(block=8, longer=2))]
+        found = [one for _ in range(3) for one in passes(mesh, Call(block=16, longer=4))]
     assert [one.graphs > 0 for one in found] == [True, True, False, False, False, False]
     assert [one.asked_s for one in found] == [FIRST_S, FIRST_S, 0, 0, 0, 0]

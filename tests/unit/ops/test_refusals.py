@@ -90,21 +90,25 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
         lambda: Options(transport="reproducible", stage_bytes=1 << 20), RingConfigError, "passes nothing on"
     ),
     "offload of all heads": (
-        lambda: Options(transport="all_gather", offload=True), RingConfigError, "takes all of them at once"
+        lambda: Options(transport="all_gather", offload_attention=True),
+        RingConfigError,
+        "takes all of them at once",
     ),
     "offload of what is pulled": (
-        lambda: Options(transport="pull", offload=True), RingConfigError, "needs them on the device"
+        lambda: Options(transport="pull", offload_attention=True), RingConfigError, "needs them on the device"
     ),
-    "twice recomputed": (lambda: Options(recompute=2.0), RingConfigError, "part of the sequence from 0 to 1"),
+    "twice recomputed": (
+        lambda: Options(recompute_attention=2.0), RingConfigError, "recompute_attention: .*between 0 and 1"
+    ),
     "latents, reproducible": (latents_reproducible, RingConfigError, 'none beside transport "reproducible"'),
     "keys that are no shard": (
         lambda: attend(k=K[:, :, 1:], v=K[:, :, 1:], queries="replicated"), RingShapeError, "k with 31 local"
     ),
     "a kernel that is none, in a graph": (
-        lambda: in_a_graph(kernel="pigeon"), RingConfigError, "unknown kernel 'pigeon'"
+        lambda: in_a_graph(kernel="pigeon"), RingConfigError, 'kernel: expected one of .*got "pigeon"'
     ),
     "a transport that is none, in a graph": (
-        lambda: in_a_graph(transport="pigeon"), RingConfigError, "transport.*got 'pigeon'"
+        lambda: in_a_graph(transport="pigeon"), RingConfigError, 'transport: expected one of .*got "pigeon"'
     ),
     "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "which has none there"),
     "scores by cpu": (

@@ -108,7 +108,7 @@ def test_a_pass_of_flash_waits_for_nothing_not_even_the_first_of_its_shape(mesh:
 
 def test_slots_of_kept_rows_go_over_once_and_without_a_wait(mesh: RingMesh) -> None:
     context, keeps = (
-        context_for(Causal(), "zigzag", mesh, Options(recompute=0.5)),
+        context_for(Causal(), "zigzag", mesh, Options(recompute_attention=0.5)),
         KeepResults(SavedTensors()),
     )
     with FakeTensorMode(), HostWaits().watching() as waits:

@@ -152,7 +152,6 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token for each of 4 ranks, got 3"),
         (ProfileJob(SIZES, Causal(), "zigzig"), "unknown layout 'zigzig'"),
-        (ProfileJob(SIZES, Causal(), options=Options(kernel="fast")), "unknown kernel 'fast'"),
         (ProfileJob(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
         (ProfileJob(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
     ],

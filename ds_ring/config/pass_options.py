@@ -1,0 +1,158 @@
+"""The keys of the section that a pass reads, with their defaults, units and limits: `PassOptions`.
+
+`RingConfig` (section.py) inherits them, and so does `Options` (ops/options.py), the options of calls from
+Python: each value is checked here alone. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, field_validator
+
+from ds_ring.config.messages import (
+    ONE_UP,
+    WORD,
+    Accepts,
+    AtLeastOne,
+    Flag,
+    FlagOrPart,
+    JsonObject,
+    Refused,
+    Section,
+    Timeout,
+    as_int,
+    sentence,
+    shown,
+    without_effect,
+)  # fmt: skip
+from ds_ring.limits import MOST_BLOCK, MOST_BYTES, Timeouts
+from ds_ring.registry import KERNELS, PASSES
+
+_STAGE = Accepts('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
+
+
+def _stage(value: object) -> Literal["auto"] | int:
+    value = as_int(value)
+    if (isinstance(value, str) and value == "auto") or (type(value) is int and 0 <= value <= MOST_BYTES):
+        return value  # type: ignore[return-value]
+    raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
+
+
+BlockSize = Annotated[
+    int, Field(le=MOST_BLOCK), Accepts("a whole number that is a power of two and at least 16", "use 128")
+]
+KernelOptions = Annotated[JsonObject, Accepts("an object of JSON values", "use {} for no options")]
+ChunkBytes = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP} (bytes), or null", "use null for the default")]
+StageBytes = Annotated[Literal["auto"] | int, PlainValidator(_stage), _STAGE]
+if TYPE_CHECKING:  # a type checker cannot read the words of a table
+    KernelName = str
+    TransportName = str
+    GradientPayload = str
+    KVPayload = str
+else:
+    TransportName = Annotated[Literal[tuple(PASSES)], WORD]
+    GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
+    KVPayload = Annotated[Literal["as_is", "float8"], WORD]
+    KernelName = Annotated[Literal["auto", *KERNELS], WORD]
+
+
+def refuse_without_hops(model: type[BaseModel], value: Any, info: ValidationInfo) -> Any:
+    """Return the value of a key that only a transport with hops reads, or refuse one that has no effect."""
+    transport = info.data.get("transport", "ring")
+    why = PASSES[transport].no_hops
+    if why is not None and value != model.model_fields[str(info.field_name)].default:
+        raise Refused(without_effect(shown(value), f'"transport": "{transport}"', why))
+    return value
+
+
+class PassOptions(Section):
+    """Describe how a pass is carried out."""
+
+    # The order matters: a validator sees the values of the fields above its own.
+    transport: TransportName = Field(
+        default="ring",
+        description="how K/V move"
+        + "".join(f"; {name}: {row.meaning}" for name, row in PASSES.items() if row.meaning),
+    )
+    kernel: KernelName = Field(
+        default="auto",
+        description="what computes a hop's attention; auto: cpu on the CPU; on CUDA the fastest as measured, "
+        "else flash for causal, windowed and full patterns and flex (FlexAttention) for all others",
+    )
+    block_size: BlockSize = Field(
+        default=128,
+        description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
+    )
+    kernel_options: KernelOptions = Field(
+        default={},
+        description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
+        "implementation of flash (FA2, FA3, FA4 or cuDNN)",
+    )
+    overlap: Flag = Field(
+        default=True, description="send and receive the next hop while this one is computed"
+    )
+    prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
+    gradient_payload: GradientPayload = Field(
+        default="float32",
+        description="dtype in which dK and dV travel; bfloat16 halves their bytes, rounds each rank's part "
+        "once and adds in float32: 1.3 times the error of one rank in rings of 64",
+    )
+    kv_payload: KVPayload = Field(
+        default="as_is",
+        description="dtype in which K and V travel; float8 (e4m3, a scale for each row) halves the bytes of "
+        "bfloat16 and rounds the K and V of other ranks: attention is not exact then (random inputs: 2 to "
+        "13 % of the norms of out and gradients); for rings between nodes whose links are the bottleneck; "
+        "rows that a learned selection fetches keep their dtype",
+    )
+    chunk_bytes: ChunkBytes = Field(
+        default=None,
+        description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
+        "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
+        "64 MiB on CUDA",
+    )
+    stage_bytes: StageBytes = Field(
+        default="auto",
+        description="compute with several shards at once (a stage) whose K and V have at most so many bytes: "
+        "owners send keys directly to all readers and get gradients back from them, which saves most of the "
+        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the inputs' "
+        "dtype; between nodes it sends more than a ring does; 0: hop by hop; "
+        '"auto": 128 MiB on CUDA for rings inside a node, else 0',
+    )
+    recompute_attention: FlagOrPart = Field(
+        default=False,
+        description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
+        "each layer's attention output, as large as its input, and sends nothing again; 0.5 computes the "
+        "first half of the sequence again and keeps the other, which costs more under a causal pattern",
+    )
+    hop_timeout_seconds: Timeout = Field(
+        default=Timeouts().hop,
+        description="longest wait for one hop's messages, and for a rank that is inside the engine's forward,"
+        " backward or step; at least heartbeat_timeout_seconds",
+    )
+    first_pass_timeout_seconds: Timeout = Field(
+        default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
+    )
+    check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
+
+    @property
+    def has_hops(self) -> bool:
+        """Return whether K/V travel from rank to rank, hop by hop."""
+        return PASSES[self.transport].no_hops is None
+
+    @field_validator("block_size")
+    @classmethod
+    def _is_of_flex(cls, size: int, info: ValidationInfo) -> int:
+        kernel, reads = info.data.get("kernel"), PASSES[info.data.get("transport", "ring")].whole_blocks
+        if size != 128 and not reads and kernel in KERNELS and not KERNELS[kernel].takes_blocks:
+            raise Refused(without_effect(shown(size), f'"kernel": "{kernel}"', "has no mask blocks"))
+        if size >= 16 and size.bit_count() == 1:
+            return size
+        below = 1 << (size.bit_length() - 1) if size > 16 else 16
+        near = f"use {below} or {2 * below}" if size > 16 else "use 16 or more; 128 suits FlexAttention best"
+        raise Refused(sentence("a power of two of at least 16 tokens", shown(size), near))
+
+    @field_validator("overlap", "prune", "gradient_payload", "kv_payload", "chunk_bytes", "stage_bytes")
+    @classmethod
+    def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
+        return refuse_without_hops(cls, value, info)
