@@ -117,9 +117,9 @@ def stream_of(device: torch.device) -> int:
 
 
 HOST = Streams()
-_cuda_streams = lru_cache(maxsize=None)(CudaStreams)
+_streams_of_device = lru_cache(maxsize=64)(CudaStreams)  # more devices than a host has
 
 
 def streams_of(tensor: Tensor) -> Streams:
     """Return the streams of the device that a tensor lies on."""
-    return _cuda_streams(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST
+    return _streams_of_device(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -91,7 +91,7 @@ class BufferKind(NamedTuple):
         return found
 
 
-@cache
+@lru_cache(maxsize=64)
 def payload_dtypes(
     keys: torch.dtype, sums: torch.dtype | None, parts: torch.dtype | None
 ) -> Mapping[Payload, torch.dtype]:
