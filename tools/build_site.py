@@ -24,6 +24,8 @@ from urllib.parse import unquote, urlsplit
 import ds_ring
 
 ROOT = Path(__file__).resolve().parents[1]
+# Capabilities have a README in their folder.
+_FOLDERS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("ds_ring/*/**/README.md"))
 # In the order in which a newcomer reads; index.html is README.
 TEXTS = {
     "README.md": "ds_ring",
@@ -38,6 +40,11 @@ TEXTS = {
     "ds_ring/READING.md": "Reading the code",
     "ds_ring/NOTES.md": "Notes",
     "ds_ring/integrations/README.md": "Integrations",
+    **{
+        path: path.removesuffix("/README.md").removeprefix("ds_ring/")
+        for path in _FOLDERS
+        if path != "ds_ring/integrations/README.md"
+    },
     "CONTRIBUTING.md": "Contributing",
     "CHANGELOG.md": "Changelog",
 }
