@@ -113,8 +113,7 @@ def prepare_batch(
     _check_rows(tensors, shape)
     if mask_BT is not None and tuple(mask_BT.shape) != shape:
         raise RingShapeError(
-            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; a mask over query and key"
-            " pairs belongs into the pattern, which every rank can read"
+            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; masks of pairs are patterns"
         )
     if TREE_ENDS in tensors:
         _check_trees(tensors, pattern, documents or mask_BT is not None)
@@ -122,8 +121,8 @@ def prepare_batch(
         _find_documents(tensors, mask_BT)
     elif DOCUMENT_IDS in tensors:
         raise RingPatternError(
-            f"batch[{DOCUMENT_IDS!r}]: expected none, since the pattern {pattern} lets documents see each"
-            ' other; set "documents": true in the "pattern" section of the JSON, or take them out'
+            f"batch[{DOCUMENT_IDS!r}]: expected none, since {pattern} lets documents see each other; set"
+            ' "documents": true in the "pattern" section, or take them out'
         )
     tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
     # Labels shift before the cut: a shard's last label is its neighbour's first token.
@@ -149,8 +148,7 @@ def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     tokens = _tokens_of(tensors)
     if tokens.ndim < 2 or 0 in tokens.shape[:2]:
         raise RingShapeError(
-            "batch: expected input_ids [samples, tokens] with at least one of each, got"
-            f" {list(tokens.shape)}; a single sequence is [1, tokens]"
+            f"batch: expected input_ids [samples, tokens], one of each, got {list(tokens.shape)}"
         )
     return tokens.shape[0], tokens.shape[1]
 
@@ -178,9 +176,8 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     batch_rows, length = token_shape(tensors)
     if any(tensor.ndim == 1 for tensor in tensors.values()):
         raise RingShapeError(
-            f"labels: expected one for each token, got one for each sample in a batch of {length} tokens,"
-            " below min_sequence_length, which is spread over the ranks by samples; set"
-            ' "min_sequence_length": 0 in the "ring_attention" section'
+            f"labels: expected one for each token, got one for each sample of {length} tokens; set"
+            ' "min_sequence_length": 0, since shorter batches are split by samples'
         )
     rows = -(-batch_rows // places)
     mine = slice(place * rows, min((place + 1) * rows, batch_rows))
@@ -203,14 +200,11 @@ def pad_value(key: str) -> int:
 def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
     if not isinstance(batch, Mapping):
         raise RingShapeError(
-            f"batch: expected a mapping of names to tensors, got {type(batch).__name__}; let the data set or"
-            ' the collate_fn return {"input_ids": ..., "labels": ...}'
+            f"batch: expected a mapping of names to tensors, got {type(batch).__name__}; see collate_fn"
         )
     for key, value in batch.items():
         if not isinstance(value, Tensor):
-            raise RingShapeError(
-                f"batch[{key!r}]: expected a tensor, got {type(value).__name__}; take it out of the batch"
-            )
+            raise RingShapeError(f"batch[{key!r}]: expected a tensor, got {type(value).__name__}")
     return dict(batch)
 
 
@@ -230,13 +224,12 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         if not rows_fit or tensor.shape[1] != tokens:
             raise RingShapeError(
                 f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
-                f" {list(tensor.shape)}; take it out of the batch and hand it to the model yourself"
+                f" {list(tensor.shape)}; take it out, and hand it to the model yourself"
             )
     position_ids = tensors.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
         raise RingShapeError(
-            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)}; multi-axis rotary"
-            " positions cannot be sharded yet"
+            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)} (multi-axis rotary)"
         )
 
 
@@ -250,9 +243,7 @@ def _check_trees(tensors: Batch, pattern: Pattern, more: bool) -> None:
         )
     if "labels" in tensors:
         raise RingShapeError(
-            f"batch: expected shift_labels beside {TREE_ENDS}, each at the token that predicts it, got"
-            " labels: the next token of a path need not be the next one of the row; take the batch from"
-            " engine.ring.tree_batch"
+            f"batch: expected shift_labels beside {TREE_ENDS}, got labels; use engine.ring.tree_batch"
         )
     depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
     tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
@@ -283,8 +274,8 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
     if labels_BT is None and "labels" in tensors:
         if not pattern.is_causal:
             raise RingPatternError(
-                "labels: under a pattern that is not causal the next token can be seen, so predicting it"
-                ' teaches nothing; set "causal": true, or give "shift_labels", aligned with their logits'
+                "labels: expected a causal pattern, got one under which the next token can be seen; set"
+                ' "causal": true, or give "shift_labels"'
             )
         labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
     if labels_BT is None or document_ids is None:
@@ -304,10 +295,9 @@ def _check_positions(position_ids: Tensor, mask_BT: Tensor | None, pattern: Patt
         row, token = jumps[0].tolist()
         before, after = position_ids[row % len(position_ids), token : token + 2].tolist()
         raise RingPatternError(
-            f"position_ids: expected positions that rise by one, got {before}"
-            f" followed by {after} in sample {row} at token {token + 1}: packed"
-            f" documents, which the pattern {pattern} would let see each other; set"
-            ' "documents": true in the "pattern" section of the JSON, or leave position_ids out'
+            f"position_ids: expected positions that rise by one, got {before} followed by {after} in sample"
+            f" {row} at token {token + 1}: packed documents, which {pattern} would let see each other; set"
+            ' "documents": true in the "pattern" section, or leave position_ids out'
         )
 
 
@@ -318,23 +308,20 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         return
     if not pattern.is_causal:
         raise RingPatternError(
-            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} lets"
-            " every query see them; use batches without padding, a causal pattern, or"
-            ' "documents": true, which leaves padding out'
+            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} reads"
+            ' them; use a causal pattern, "documents": true, or no padding'
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):
         row, token = restarts[0].tolist()
         raise RingPatternError(
-            f"attention_mask: expected padding on the right only, got a masked token {token} before the real"
-            f" token {token + 1} in sample {row}; set the tokenizer's padding_side to 'right', or"
-            ' "documents": true in the "pattern" section of the JSON'
+            f"attention_mask: expected padding on the right only, got a masked token {token} before a real"
+            f" one in sample {row}; set padding_side to 'right', or \"documents\": true"
         )
     if labels_BT is not None and bool(((labels_BT != IGNORE) & ~real_BT).any()):
         count = int(((labels_BT != IGNORE) & ~real_BT).sum())
         raise RingPatternError(
-            f"labels: {count} of them are predicted from masked positions; set the labels of padding to"
-            f" {IGNORE}"
+            f"labels: {count} are predicted from masked positions; set the labels of padding to {IGNORE}"
         )
 
 
@@ -360,8 +347,7 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
     """
     if "input_ids" not in prepared:
         raise RingShapeError(
-            f"batch: expected input_ids beside images, got the keys {sorted(prepared)}; image tokens are"
-            " known by their id"
+            f"batch: expected input_ids beside images, got {sorted(prepared)}; give ids of image tokens"
         )
     are_images_BT = prepared["input_ids"] == needs.token
     prepared[_PLACES] = are_images_BT.flatten().cumsum(0).view(are_images_BT.shape) * are_images_BT
@@ -369,8 +355,7 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
         return
     if DOCUMENT_IDS in prepared:
         raise RingConfigError(
-            "batch: expected no packed documents beside images, got some: the model numbers the tokens of a"
-            ' sample on several axes, and not within each document; set "documents": false'
+            'batch: expected no packed documents beside images, got some; set "documents": false'
         )
     prepared[_AXES] = needs.number_axes(dict(batch))
 

@@ -106,15 +106,14 @@ class BatchSharding:
         """Return who attends to whom in a layer, documents apart: `LayerPatterns.of`."""
         if self.groups and any(isinstance(part, Chunked) for part in (said.conjuncts if said else ())):
             raise RingPatternError(
-                f"the model's layer is {said}, whose chunks begin with each document; expected no documents"
-                ' beside chunks, got some: set "documents": false, or config.attention_chunk_size to'
-                f" {self.layout.tokens} before the model is built"
+                f"the model's layer is {said}, whose chunks begin with each document; expected no documents;"
+                f' set "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
             )
         found = self.patterns.of(self.layout.tokens, said, layer, mixed)
         if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
             raise RingPatternError(
-                f"a layer of the model: expected Causal() beside a tree of rollouts, got {found}; distances"
-                " on a path are not those in the row, so hand the rollouts over as rows of their own"
+                f"a layer of the model: expected Causal() beside a tree of rollouts, got {found}; hand the"
+                " rollouts over as rows of their own"
             )
         return found
 
@@ -133,8 +132,7 @@ class BatchSharding:
         if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
             raise RingPatternError(
                 "a layer of the model: expected scores that do not depend on distances beside a tree of"
-                " rollouts, got ALiBi: distances on a path are not those in the row, so hand the rollouts"
-                " over as rows of their own"
+                " rollouts, got ALiBi; hand the rollouts over as rows of their own"
             )
         key = (scale, asked, asked.mask_ids, score_mod)
         if key not in self._kept:
@@ -183,7 +181,7 @@ class RowsAttention:
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
                 f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"
-                f" {q_BHSD.shape[0]}; hand the model the whole batch that shard_batch returned"
+                f" {q_BHSD.shape[0]}"
             )
         outs = [
             part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
@@ -233,8 +231,7 @@ class RecentBatches:
         """Return the sharding of the batch selected (or, before any forward, recorded) last."""
         if self._current is None:
             raise RingShapeError(
-                "expected a sharded batch, got none so far; take batches from the loader of"
-                " ds_ring.initialize, or pass your own through engine.ring.shard_batch(batch)"
+                "expected a sharded batch, got none so far; use engine.ring.shard_batch(batch)"
             )
         return self._current
 
@@ -275,15 +272,13 @@ class RecentBatches:
         if not fitting:
             raise RingShapeError(
                 f"expected a batch with the local length of a sharded one ({sorted(seen) or 'none so far'}),"
-                f" got {lengths or 'no tensor of [samples, tokens]'}; pass it through"
-                " engine.ring.shard_batch(batch), or its loader through engine.ring.wrap(loader)"
+                f" got {lengths or 'no tensor of [samples, tokens]'}; see engine.ring.shard_batch"
             )
         if len(fitting) > 1:
             totals = sorted(sharding.layout.tokens for sharding in fitting)
             raise RingShapeError(
                 f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
-                " tokens in all, or packed otherwise; hand the model the very tensors that shard_batch"
-                " returned (they are on its device)"
+                " tokens in all; hand the model the very tensors that shard_batch returned"
             )
         return fitting.pop()
 
@@ -360,8 +355,7 @@ def check_consistency(
         more = next(rank for rank in range(len(reports)) if rank not in ended)
         raise RingMismatchError(
             f"batches in an epoch: expected the same number on all ranks, got one more on rank {more} than on"
-            f" rank {ended[0]}; give all ranks loaders of the same length (engine.ring.wrap with split=True"
-            " divides one evenly)"
+            f" rank {ended[0]}; see engine.ring.wrap(split=True)"
         )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)
@@ -382,9 +376,7 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
             if expected != got:
                 last = max(rank for rank, other in enumerate(firsts) if other == first)
                 raise RingMismatchError(
-                    f"{words}: expected the same on ranks {first} to {last}, which share"
-                    f" each sequence, got {expected} on rank {first} and {got} on rank {rank}; take the"
-                    " batches from the loader of ds_ring.initialize or from engine.ring.loader(dataset,"
-                    " ...), or give your sampler num_replicas=engine.ring.mesh.data_size and"
-                    " rank=engine.ring.mesh.data_rank; random data needs the same seed on every rank"
+                    f"{words}: expected the same on ranks {first} to {last}, which share each sequence, got"
+                    f" {expected} on rank {first} and {got} on rank {rank}; use engine.ring.loader, or a"
+                    " sampler with num_replicas=engine.ring.mesh.data_size and its data_rank"
                 )

@@ -91,9 +91,7 @@ def _refuse_to_be_late() -> None:
     if late:
         raise RingConfigError(
             f"ds_ring.enable(): expected no {late} whose DeepSpeed JSON has the {SECTION!r} section yet, got"
-            " one that was made before: it takes each rank for a data replica, and would train without a"
-            " ring; call ds_ring.enable() at the head of the script, before TrainingArguments, the"
-            " Accelerator or Trainer, and deepspeed.initialize"
+            " one, which would train without a ring; call ds_ring.enable() at the head of the script"
         )
 
 
@@ -119,13 +117,11 @@ def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
     if engine.ring.gradient_divisor != dist.get_world_size():
         raise RingConfigError(
-            'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum": a script that'
-            " takes all ranks for replicas would add up each sequence once a rank; remove the key"
+            'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum"; remove the key'
         )
     if engine.ring.config.dynamic_ring:
         raise RingConfigError(
-            "dynamic_ring: expected false under ds_ring.enable(), got true: trainers hand over whole"
-            " batches, and smaller rings get theirs from engine.ring.loader; set it to false"
+            "dynamic_ring: expected false under ds_ring.enable(), got true; set it to false"
         )
     whole = WholeBatches(engine.ring, engine.module)
     apply(whole, session=engine.ring, engine=engine, module=engine.module)
@@ -144,9 +140,8 @@ def _refuse_unread_section(start: Callable[..., None], engine: Any, *args: Any, 
     """Refuse a section that no ring has read: `from deepspeed import initialize` before `enable()`."""
     if SECTION in (getattr(kwargs.get("config_class"), "_param_dict", None) or {}):
         raise RingConfigError(
-            f'deepspeed.initialize: expected ds_ring to have read "{SECTION}", got the section unread: a'
-            " deepspeed.initialize from before ds_ring.enable() was called, and every rank would train on"
-            " its own tokens; call ds_ring.enable() before you import the name"
+            f'deepspeed.initialize: expected ds_ring to have read "{SECTION}", got a function from before'
+            " ds_ring.enable(), which has not; call ds_ring.enable() before you import the name"
         )
     start(engine, *args, **kwargs)
 
@@ -227,10 +222,8 @@ class WholeBatches:
             return None
         if is_number(output) and _ITEMS not in self._parameters:
             raise RingConfigError(
-                f"{type(self._module).__name__}: expected logits, or a loss of a forward that names"
-                f" {_ITEMS} among its parameters, got a tensor {list(output.shape)}, which it computed of"
-                " this rank's tokens: let the module return logits, and compute the loss from them in the"
-                f" script; or divide the sum of the loss by {_ITEMS}, labels being shift_labels"
+                f"{type(self._module).__name__}: expected logits, or a loss by {_ITEMS}, got a tensor"
+                f" {list(output.shape)}; return logits, or divide the sum of the loss by {_ITEMS}"
             )
         whole = partial(_whole, self._session, sharding, left_B1)
         by_name: dict[str, Gather] = {}
@@ -261,8 +254,8 @@ class WholeBatches:
         names = [name for name, one in self._parameters.items() if one.kind in by_place]
         if len(args) > len(names):
             raise RingShapeError(
-                f"{type(self._module).__name__}: expected arguments by name, got {len(args)} without: call it"
-                " as model(input_ids=..., labels=...), so that a ring knows what to shard"
+                f"{type(self._module).__name__}: expected arguments by name, got {len(args)} without; call it"
+                " as model(input_ids=..., labels=...)"
             )
         return dict(zip(names, args, strict=False)) | kwargs
 
@@ -299,8 +292,7 @@ class WholeBatches:
         if key == "position_ids" and not takes_all and key not in self._parameters:
             raise RingConfigError(
                 f"{type(self._module).__name__}.forward: expected it to take position_ids, got"
-                f" {list(self._parameters)}; a rank's tokens are not numbered from 0: take them as an"
-                " argument, and use them where positions count"
+                f" {list(self._parameters)}; use them where positions count"
             )
         return takes_all or key in self._parameters or key not in _LABELS
 
@@ -318,8 +310,7 @@ def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     found = [key for key in _BORDERS if key in batch]
     if found and "position_ids" not in batch:
         raise RingPatternError(
-            f"batch: expected position_ids beside {found[0]}, got none: packed documents are known by"
-            ' positions that restart, with "documents": true in the "pattern" section of the JSON'
+            f'batch: expected position_ids beside {found[0]}, got none; set "documents": true'
         )
     return {key: x for key, x in batch.items() if key not in found}
 
@@ -349,8 +340,7 @@ def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None
     if sharding.mesh is not session.mesh:
         raise RingShapeError(
             f"outputs: expected a sequence that is cut, got {sharding.layout.tokens} tokens, below"
-            " min_sequence_length, where each rank takes whole samples; read nothing but the loss, or set"
-            ' "min_sequence_length": 0 in the "ring_attention" section'
+            ' min_sequence_length; read nothing but the loss, or set "min_sequence_length": 0'
         )
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
     whole = gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)

@@ -92,8 +92,7 @@ def initialize(
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: ConfigSource | None = None,
-    mesh_param: Any = None,
-    config_params: ConfigSource | None = None,
+    **others: Any,
 ) -> tuple[DeepSpeedEngine, Any, RingLoader | None, Any]:
     """Call deepspeed.initialize with the ring that the "ring_attention" section of the JSON describes.
 
@@ -108,12 +107,16 @@ def initialize(
     `loss` is this rank's part of the exact token mean; `engine.ring.mean_loss(loss)` is the number to log.
     `engine.save_checkpoint` and `engine.load_checkpoint` use no checkpoint that is not whole.
 
+    Args:
+        others: `config_params`, an older name of config. DeepSpeed's `mpu` and `mesh_param` are refused.
+
     Raises:
         RingConfigError, RingMismatchError: what does not go with a ring, or differs between ranks.
     """
     ring_config, deepspeed_config, fault = None, dict[str, Any](), None
     try:
-        _refuse_arguments(model, mpu, mesh_param, training_data)
+        config_params = others.pop("config_params", None)
+        _refuse_arguments(model, mpu, training_data, others)
         source = _config_source(args, config, config_params)
         ring_config, deepspeed_config = _configurations(source, model, optimizer, lr_scheduler)
     except RingError as error:
@@ -361,21 +364,22 @@ def _config_source(
     )
 
 
-def _refuse_arguments(model: torch.nn.Module | None, mpu: Any, mesh_param: Any, training_data: Any) -> None:
+def _refuse_arguments(
+    model: torch.nn.Module | None, mpu: Any, training_data: Any, others: dict[str, Any]
+) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise RingConfigError(
-            f"model: expected a torch.nn.Module, got {type(model).__name__}; pass model=..."
-        )
+        raise RingConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    mesh_param = others.pop("mesh_param", None)
     if mesh_param is not None:
         raise RingConfigError(
-            f"mesh_param: expected None, got {mesh_param!r}; DeepSpeed then averages gradients over the"
-            " data-parallel axis only and the ranks of a ring drift apart: set sequence_parallel_size in the"
-            " JSON"
+            f"mesh_param: expected None, got {mesh_param!r}, with which the ranks of a ring drift apart;"
+            " set sequence_parallel_size in the JSON"
         )
+    if others:
+        raise TypeError(f"ds_ring.initialize() got an unexpected keyword argument {next(iter(others))!r}")
     if mpu is not None:
         raise RingConfigError(
-            f"mpu: expected None, got {type(mpu).__name__}; with an mpu the engine's gradient scale differs"
-            " between ZeRO stages: set ring_size and ulysses_size in the JSON, ds_ring makes the groups"
+            f"mpu: expected None, got {type(mpu).__name__}; set ring_size and ulysses_size in the JSON"
         )
     if training_data is not None:
         check_dataset(training_data)

@@ -209,8 +209,7 @@ class BatchTurns(DrawnBatches):
                 torch.Generator().set_state(given)
         except (TypeError, RuntimeError):
             raise RingConfigError(
-                f"loader state: expected the state of a torch.Generator, got {shown(given)}; hand over what"
-                " state_dict() of such a loader returned"
+                f"loader state: expected the state of a torch.Generator, got {shown(given)}"
             ) from None
         self._restored = given
 
@@ -233,8 +232,7 @@ def _from(batches: Iterator[T], first: int) -> Iterator[T]:
     left_out = sum(1 for _ in islice(batches, first))
     if left_out < first:
         raise RingConfigError(
-            f"loader state: expected a stream of more than {first} batches for each replica, got {left_out};"
-            " load it over the data that it was saved with"
+            f"loader state: expected more than {first} batches for each replica, got {left_out}; use its data"
         )
     yield from batches
 
@@ -250,19 +248,17 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MOST_TOKENS and done >= 0):
         keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
         raise RingConfigError(
-            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got {keys};'
-            " hand over what state_dict() of such a loader returned"
+            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got {keys}'
         )
     if done % order.units_per_batch:
         raise RingConfigError(
-            f"loader state: expected a multiple of the {order.units_per_batch} {unit} that all replicas take"
-            f" together, got {shown(done)}; keep samples per replica times replicas as they were"
+            f"loader state: expected a multiple of the {order.units_per_batch} {unit} of all replicas, got"
+            f" {shown(done)}; keep samples per replica times replicas"
         )
     first = done // order.units_per_batch
     if batches is not None and first > batches:
         raise RingConfigError(
-            f"loader state: expected at most the {batches * order.units_per_batch} {unit} of an epoch, got"
-            f" {shown(done)}; load it over the data set that it was saved with"
+            f"loader state: expected at most {batches * order.units_per_batch} {unit}, got {shown(done)}"
         )
     return epoch, first
 
@@ -363,7 +359,7 @@ class RingLoader:
         if other is not None:
             raise RingMismatchError(
                 f"loader state: expected the same on all ranks, got (epoch, batches) {everyones[0][1]} on"
-                f" rank 0 and {everyones[other][1]} on rank {other}; hand the state of one checkpoint to all"
+                f" rank 0 and {everyones[other][1]} on rank {other}"
             )
         self.epoch, self._first = position
         self._done = self._first
@@ -374,8 +370,7 @@ def check_dataset(dataset: object) -> None:
     if isinstance(dataset, IterableDataset):
         raise RingConfigError(
             "training_data: expected a data set with length and index, got the iterable"
-            f" {type(dataset).__name__}; build a DataLoader that gives all ranks of a ring the same batches"
-            " (engine.ring.mesh.data_rank says which) and pass it to engine.ring.wrap"
+            f" {type(dataset).__name__}; pass a DataLoader to engine.ring.wrap"
         )
 
 
@@ -415,16 +410,14 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
         if sampler.num_replicas != replicas or split:
             raise RingConfigError(
                 f"wrap: expected a DistributedSampler of {replicas} data replicas and split=False, got"
-                f" {sampler.num_replicas} and split={split}; all ranks of a ring read the same samples: give"
-                " it num_replicas=engine.ring.mesh.data_size and rank=engine.ring.mesh.data_rank, or wrap a"
-                " loader without it"
+                f" {sampler.num_replicas} and split={split}; give it num_replicas=engine.ring.mesh.data_size"
+                " and rank=engine.ring.mesh.data_rank, or wrap a loader without it"
             )
         return False
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:
         raise RingConfigError(
-            f"wrap: expected a DataLoader with torch's sampler, or split=..., got {type(loader).__name__}"
-            f" with {type(sampler).__name__} for {replicas} data replicas; say split=True if every rank's has"
-            " the same batches (replicas take turns), split=False if every replica's has its own"
+            f"wrap: expected torch's sampler or split=..., got {type(loader).__name__} with"
+            f" {type(sampler).__name__} for {replicas} data replicas; say whether all have the same"
         )
     return replicas > 1 and split is not False
 
@@ -463,7 +456,7 @@ def stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
     if not 0 < tokens < _MOST_TOKENS or int(lengths.min()) < 1:
         raise RingShapeError(
             f"length: expected 1 to {_MOST_TOKENS - 1} tokens in a sample, got {lengths.tolist()} in the"
-            f" samples {list(indices)}; leave such samples out"
+            f" samples {list(indices)}"
         )
     positions_T = torch.arange(tokens)
     real_BT = positions_T < lengths[:, None]
@@ -516,8 +509,8 @@ def stacked(samples: list[Any]) -> Any:
             raise
         lengths = ", ".join(str(shape[0] if len(shape) == 1 else list(shape)) for shape in sorted(shapes))
         raise RingShapeError(
-            f"samples of a batch: expected one length, got {lengths} tokens; give engine.ring.loader(dataset,"
-            " ..., lengths=[...]), which pads and sorts them, or a collate_fn that pads on the right"
+            f"samples of a batch: expected one length, got {lengths} tokens; give lengths=[...] to"
+            " engine.ring.loader, which pads, or a collate_fn"
         ) from error
 
 

@@ -197,9 +197,7 @@ class RingSession:
         """Raise RingConfigError if the session has ended."""
         if self.ended:
             raise RingConfigError(
-                f"engine: expected one at work, got one whose ring has ended: {self.ended[0]}; make an engine"
-                " of the model by ds_ring.initialize (or deepspeed.initialize under ds_ring.enable()), and"
-                " use the latest one"
+                f"engine: expected one at work, got one whose ring has ended: {self.ended[0]}; use the latest"
             )
 
     def set_speeds(self, speeds: tuple[float, ...]) -> None:
@@ -311,8 +309,7 @@ class RingSession:
         """
         if "shift_labels" not in batch:
             raise RingShapeError(
-                f"loss: expected a batch with labels, got the keys {sorted(batch)}; give labels to"
-                " shard_batch, or let the data set return them (of a language model: a copy of input_ids)"
+                f"loss: expected a batch with labels, got the keys {sorted(batch)}; shard_batch takes labels"
             )
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
@@ -364,8 +361,7 @@ class RingSession:
         """
         if "shift_labels" not in batch:
             raise RingShapeError(
-                f"logprobs: expected a batch with shift_labels, got the keys {sorted(batch)}; give labels to"
-                " shard_batch, or take a batch from tree_batch"
+                f"logprobs: expected a batch with shift_labels, got {sorted(batch)}; shard_batch takes labels"
             )
         inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
         with self.batches.deferred():
@@ -505,9 +501,8 @@ class RingSession:
             needs = self.needs.number_tokens or self.needs.images or self.needs.decoder_ids
             if num_workers or collate_fn is not None or needs:
                 raise RingConfigError(
-                    "loader: expected no workers, no collate_fn and a model of one sequence that neither"
-                    " numbers tokens by ids nor reads images, since the data set is read by slices; give"
-                    " one without `slice`"
+                    "loader: expected no workers, no collate_fn and a model of one sequence without images,"
+                    " since the data set is read by slices; give one without `slice`"
                 )
             return RingLoader(order, functools.partial(self._shard_slices, whole), order, gather=self._gather)
         collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
@@ -525,24 +520,18 @@ class RingSession:
         dynamic = self.config.dynamic_ring
         if most_tokens is not None and not dynamic:
             raise RingConfigError(
-                f'most_tokens: expected "dynamic_ring": true in the section beside it, got {most_tokens}'
-                " and false; leave it out"
+                f'most_tokens: expected "dynamic_ring": true, got {most_tokens} and false; leave it out'
             )
         if dynamic and lengths is None:
             raise RingConfigError(
-                "loader: expected lengths=..., the tokens of each sample, under dynamic_ring, got none; give"
-                " them, or a data set with length(index), or set dynamic_ring to false"
+                "loader: expected lengths=..., the tokens of each sample, under dynamic_ring, got none"
             )
         if dynamic and collate_fn is not None:
             raise RingConfigError(
-                "loader: expected no collate_fn under dynamic_ring, got one: the samples of each ring are"
-                " padded, or packed with documents; do in the data set what it does to samples"
+                "loader: expected no collate_fn under dynamic_ring, got one; change samples in the data set"
             )
         if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
-            raise RingConfigError(
-                f"most_tokens: expected a whole number of at least 1, got {most_tokens!r}; leave it out for"
-                " what the whole ring's longest batch takes, and an eighth more"
-            )
+            raise RingConfigError(f"most_tokens: expected a whole number of at least 1, got {most_tokens!r}")
         if pack_tokens is not None and (lengths is None or not self.config.pattern.documents):
             raise RingConfigError(
                 'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
@@ -550,8 +539,7 @@ class RingSession:
             )
         if dynamic and self.needs.images is not None:
             raise RingConfigError(
-                "loader: expected a model that reads no images beside dynamic rings, got one: which of a"
-                " batch's images a smaller ring has is not worked out; leave dynamic rings off"
+                "loader: expected a model that reads no images beside dynamic rings, got one"
             )
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:

@@ -87,9 +87,7 @@ def test_a_session_that_has_ended_shards_nothing() -> None:
     one = session()
     one.end("the test is over")
     one.end("and over")
-    with pytest.raises(
-        RingConfigError, match="got one whose ring has ended: the test is over; make an engine"
-    ):
+    with pytest.raises(RingConfigError, match="got one whose ring has ended: the test is over"):
         one.shard_batch({"input_ids": IDS[None]})
 
 
