@@ -138,19 +138,16 @@ def _alone(*arguments: Any) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, dropout_p: float, is_causal: bool, context: Any) -> None:
     if dropout_p:
-        raise RingConfigError(
-            f"dropout_p: expected 0, got {dropout_p}: the ring drops no scores; set it to 0"
-        )
+        raise RingConfigError(f"dropout_p: expected 0, got {dropout_p}; the ring drops no scores")
     for name in ("ring_anything", "ulysses_anything"):
         if getattr(context, name):
             raise RingConfigError(
-                f"ContextParallelConfig: expected {name}=False, got True: ranks of the ring have equally many"
-                " tokens; pad the inputs to a multiple of ring_degree * ulysses_degree"
+                f"ContextParallelConfig: expected {name}=False, got True; pad the inputs to equal shards"
             )
     if is_causal and q.shape[2] != k.shape[2]:
         raise RingPatternError(
-            f"is_causal: expected as many keys as queries, {q.shape[2]} on this rank, got {k.shape[2]}: the"
-            " positions of keys of another sequence are unknown; pass is_causal=False"
+            f"is_causal: expected as many keys as queries, {q.shape[2]}, got {k.shape[2]} keys of another"
+            " sequence"
         )
 
 

@@ -148,9 +148,7 @@ def mesh_of(group: ProcessGroup | None, ulysses_size: int = 1) -> RingMesh:
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise RingMeshError(
-            "expected an initialised process group, got none; call torch.distributed.init_process_group first"
-        )
+        raise RingMeshError("expected an initialised process group, got none; call init_process_group first")
     meshes = _meshes.setdefault(group, {})
     if ulysses_size not in meshes:
         found: list[Any] = [None] * dist.get_world_size()
@@ -207,10 +205,7 @@ def _packed(
 def _lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     ends = cu_seqlens.tolist()
     if len(ends) < 2 or ends[0] != 0 or sorted(ends) != ends:
-        raise RingShapeError(
-            f"cu_seqlens: expected 0 and the ascending ends of all documents, got {ends}; pass the cumulative"
-            " sum of their lengths"
-        )
+        raise RingShapeError(f"cu_seqlens: expected 0 and the ascending ends of all documents, got {ends}")
     return tuple(length for length in np.diff(ends).tolist() if length)
 
 
@@ -249,8 +244,7 @@ def _llama3() -> Callable[..., Any]:
         lengths = _of_all.get(cu_seqlens_q)
         if lengths is None:
             raise RingConfigError(
-                "cu_seqlens_q: expected the tensor that llama3_flash_attn_prepare_cu_seqlens returned, got"
-                " another: a rank's part does not say how long the documents are; pass it unchanged"
+                "cu_seqlens_q: expected the tensor that llama3_flash_attn_prepare_cu_seqlens returned"
             )
         return _attend_llama3(
             q, k, v, lengths, group, causal, window_size, return_attn_probs, scale=softmax_scale,
@@ -332,8 +326,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     lengths = _lengths(cu_seqlens)
     if sum(lengths) % world_size:
         raise RingShapeError(
-            f"cu_seqlens: expected a multiple of {world_size} tokens, one part for each rank, got"
-            f" {sum(lengths)}; pad the last document"
+            f"cu_seqlens: expected a multiple of {world_size} tokens, got {sum(lengths)}; pad the last one"
         )
     share = sum(lengths) // world_size
     begin, end = rank * share, (rank + 1) * share
@@ -480,8 +473,7 @@ def install() -> None:
     here = sys.modules[__name__]
     if sys.modules.get(_PACKAGE, here) is not here:
         raise RingConfigError(
-            "install: expected to come before `import ring_flash_attn`, got the package itself imported; call"
-            " ds_ring.contrib.ring_flash_attn.install() first"
+            "install: expected to come before `import ring_flash_attn`, got the package itself imported"
         )
     sys.modules[_PACKAGE] = here
     for name in _MODULES:

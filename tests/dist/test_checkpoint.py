@@ -324,7 +324,7 @@ def test_node_local_storage_has_a_manifest_on_every_host(rank_pool, tmp_path):
 @pytest.mark.alone
 def test_a_writer_in_the_background_is_refused(rank_pool):
     found = refused(rank_pool, background_writer, json_config(2, SIZE.samples, 1))
-    check_refusals(found, "RingConfigError", "writes on in the background", "decoupled")
+    check_refusals(found, "RingConfigError", "are complete when save_checkpoint returns", "decoupled")
 
 
 @pytest.mark.day("zero3")

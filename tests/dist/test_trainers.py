@@ -229,7 +229,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
     words = {
         "from before": "call ds_ring.enable() before you import the name",
         "no section": "ring_attention: expected this section, got none",
-        "no DeepSpeed": "every rank would train by itself",
+        "no DeepSpeed": "expected DeepSpeed with a",
         "dispatch": "dispatch_batches: expected None or false",
         "other ranks": 'expected 2 ranks ("sequence_parallel_size" of the DeepSpeed JSON), got 4',
         "another axis": "parallelism_config: expected no sp_size beside a ring, got one above 1",

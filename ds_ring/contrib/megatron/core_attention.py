@@ -144,13 +144,10 @@ class RingCoreAttention(nn.Module):
     ) -> Pattern:
         """Return what a call's mask type and the layer's window mean, or refuse a mask that is data."""
         if attention_bias is not None:
-            raise RingPatternError(
-                "attention_bias: expected none, got one; ring attention adds nothing to scores"
-            )
+            raise RingPatternError("attention_bias: expected none, got one")
         if attention_mask is not None:
             raise RingPatternError(
-                f"attention_mask: expected None, got {list(attention_mask.shape)}; attn_mask_type"
-                f" {mask_type.name} and packed_seq_params say the mask: call the model with"
+                f"attention_mask: expected None, got {list(attention_mask.shape)}; call the model with"
                 " attention_mask=None (--no-create-attention-mask-in-dataloader)"
             )
         if mask_type in _CAUSAL:
@@ -245,14 +242,10 @@ def _check(attention_type: str, dropout: float, cp_comm_type: str | None) -> Non
         raise RingConfigError(f"attention_type: expected 'self', got {attention_type!r}")
     if dropout:
         raise RingConfigError(
-            f"attention_dropout: expected 0, got {dropout}: ring attention has none; set"
-            " attention_dropout=0.0 in the TransformerConfig (--attention-dropout 0)"
+            f"attention_dropout: expected 0, got {dropout}; set it in the TransformerConfig"
         )
     if cp_comm_type not in (None, "p2p"):
-        raise RingConfigError(
-            f"cp_comm_type: expected 'p2p' or None, got {cp_comm_type!r}; keys and values travel around a"
-            " ring"
-        )
+        raise RingConfigError(f"cp_comm_type: expected 'p2p' or None, got {cp_comm_type!r}")
 
 
 def _sinks(config: Any, heads: int) -> Tensor | nn.Parameter | None:

@@ -79,9 +79,8 @@ def guard_checkpoints(
     """
     if engine.checkpoint_engine.is_decoupled():
         raise RingConfigError(
-            f"checkpoint: expected files that are complete when save_checkpoint returns, got"
-            f" {type(engine.checkpoint_engine).__name__}, which writes on in the background where no manifest"
-            ' can follow it; set "decoupled" to false in the "checkpoint" section\'s "writer", or remove it'
+            "checkpoint: expected files that are complete when save_checkpoint returns, got"
+            f' {type(engine.checkpoint_engine).__name__}; set "decoupled" to false in "writer"'
         )
     under_way, damaged = BackgroundSave(limit), set[Path]()
     save = partial(save_checkpoint, locks=FolderLocks(attempt), under_way=under_way, damaged=damaged)
@@ -222,7 +221,7 @@ def _require_seen_by_all(folder: Path, storage: Storage) -> None:
         if 0 < len(blind) < len(storage.ranks):
             raise RingCheckpointError(
                 f"checkpoint {folder.name}: expected every rank to see its folder, got no {seen[blind[0]][0]}"
-                f" on {len(blind)} of {len(storage.ranks)}, the first of them rank {blind[0]}; {_SHARE}"
+                f" on {len(blind)} of {len(storage.ranks)}, rank {blind[0]} first; {_SHARE}"
             )
 
     _agreed(storage, check)
@@ -244,8 +243,8 @@ def _require_one_checkpoint(storage: Storage, digests: Sequence[tuple[str, str]]
     if other is not None:
         first = storage.ranks[0]
         raise RingCheckpointError(
-            f"expected one checkpoint on all ranks, got {digests[first][1]} on rank {first} and another one,"
-            f" {digests[other][1]}, on rank {other}; {_SHARE}"
+            f"expected one checkpoint on all ranks, got {digests[first][1]} on rank {first} and"
+            f" {digests[other][1]} on rank {other}; {_SHARE}"
         )
 
 
@@ -267,13 +266,12 @@ def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> Non
         made = max(together(lambda: stage_of(folder)))
         if (stage == 3) != (made == 3) or stage == 0:
             raise RingCheckpointError(
-                f"{folder}: expected a universal checkpoint of ZeRO {stage}, got one of ZeRO {made}; ranks"
-                " and ring may change, of stages only 1 and 2 into each other"
+                f"{folder}: expected a universal checkpoint of ZeRO {stage}, got one of ZeRO {made}"
             )
     elif stage and (saved := max(together(lambda: ranks_of(folder)))) not in (0, world):
         raise RingCheckpointError(
-            f"{folder}: expected a checkpoint of {world} ranks, as many as there are, got one of {saved};"
-            f" convert it with `ds-ring resize-checkpoint {folder.parent} --world-size {world}`"
+            f"{folder}: expected a checkpoint of {world} ranks, got one of {saved}; convert it with"
+            f" `ds-ring resize-checkpoint {folder.parent} --world-size {world}`"
         )
 
 
@@ -282,9 +280,8 @@ def _require_latest(root: Path, chosen: str) -> None:
     named = together(lambda: read_latest(root) if dist.get_rank() == 0 else None)[0]
     if named != chosen:
         raise RingCheckpointError(
-            f"{root}: with load_optimizer_states=False ZeRO 3 takes the weights of the checkpoint that"
-            f" '{LATEST}' names, expected that to be {chosen}, got {named}; load the optimizer states, too,"
-            f" or write {chosen} into '{LATEST}'"
+            f"{root}: ZeRO 3 takes the weights that '{LATEST}' names with load_optimizer_states=False,"
+            f" expected that to be {chosen}, got {named}; load the optimizer states, too, or write it there"
         )
 
 

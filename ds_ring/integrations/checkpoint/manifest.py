@@ -70,8 +70,8 @@ def require_plain_tag(tag: str, whence: str) -> str:
     ):
         got = repr(tag) if len(tag) <= 80 else f"{tag[:60]!r}... of {len(tag)} characters"
         raise RingCheckpointError(
-            f"{whence}: expected the plain name of a checkpoint's folder, got {got}; a tag has no"
-            " slash, no dot in front and at most 255 bytes"
+            f"{whence}: expected the plain name of a checkpoint's folder, got {got}; a tag has no slash,"
+            " no dot in front and at most 255 bytes"
         )
     return tag
 
@@ -220,9 +220,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MOST_MANIFEST_BYTES))
     except FileNotFoundError:
         raise RingCheckpointError(
-            f"{folder}: expected {MANIFEST}, got none: saving was cut short, or the checkpoint was not"
-            " written through ds_ring; if you know it to be whole, seal it with"
-            f" `ds-ring verify-checkpoint {folder.parent} --tag {folder.name} --accept`"
+            f"{folder}: expected {MANIFEST}, got none: saving was cut short, or ds_ring did not write it;"
+            f" seal it with `ds-ring verify-checkpoint {folder.parent} --tag {folder.name} --accept`"
         ) from None
     except (OSError, ValidationError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error.strerror
@@ -404,8 +403,8 @@ def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = (
     if steps > global_steps and (root / tag).resolve() not in damaged:
         raise RingCheckpointError(
             f"{root}: expected to save after step {steps} or later, where '{LATEST}' names {tag}, got step"
-            f" {global_steps}; resume from {tag}, save into another folder, or go back with `ds-ring"
-            f" verify-checkpoint {root} --tag TAG --make-latest`, where TAG is the checkpoint that you loaded"
+            f" {global_steps}; save into another folder, or go back with `ds-ring verify-checkpoint {root}"
+            f" --tag TAG --make-latest`"
         )
 
 
@@ -662,8 +661,7 @@ class FolderLocks:
         folder = folder.resolve()
         if self._attempt is not None and folder in self._locks and not self._is_ours(folder):
             raise RingCheckpointError(
-                f"{folder}: expected this to be the job's newest attempt, got a newer one that saves here"
-                " now; this one was taken for lost, and its checkpoint is not used"
+                f"{folder}: expected this to be the job's newest attempt, got a newer one that saves here now"
             )
 
     def _is_ours(self, folder: Path) -> bool:

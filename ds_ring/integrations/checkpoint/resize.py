@@ -110,8 +110,7 @@ def resize_checkpoint(
     if universal or not ranks_of(folder):
         kind = "a universal one" if universal else "one without ZeRO's optimizer states (ZeRO 0)"
         raise RingCheckpointError(
-            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it as"
-            " it is"
+            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it"
         )
     require_weights_only(folder, files_in(folder))
     new, work = tag + SUFFIX, root / f".{tag}.resizing"
@@ -164,22 +163,20 @@ def _require_convertible(folder: Path) -> None:
     if any(names != _ADAM for names in per_parameter):
         got = sorted(set().union(*per_parameter)) or "none"
         raise RingCheckpointError(
-            f"{folder}: expected an optimizer with the states {sorted(_ADAM)}, got {got}; DeepSpeed's"
-            " universal form has room for those of Adam and AdamW only: load the weights alone, with"
-            " load_module_only=True"
+            f"{folder}: expected an optimizer with the states {sorted(_ADAM)}, got {got}; load the weights"
+            " alone, with load_module_only=True"
         )
     if not stage3:
         return
     groups = [{key: value for key, value in one.items() if key != "params"} for one in states["param_groups"]]
     if any(one != groups[0] for one in groups):
         raise RingCheckpointError(
-            f"{folder}: expected groups of parameters with equal settings, got {len(groups)} different ones;"
-            " at ZeRO 3 DeepSpeed gives all of them the first one's: use ZeRO 2, or one group"
+            f"{folder}: expected groups of parameters with equal settings at ZeRO 3, got {len(groups)}"
+            " different ones; use ZeRO 2, or one group"
         )
     if _load_one(folder, "model_states.pt").get("frozen_param_shapes"):
         raise RingCheckpointError(
-            f"{folder}: expected a model whose weights are all trained, got frozen ones; at ZeRO 3 DeepSpeed"
-            " does not convert these: use ZeRO 2, or save_16bit_model"
+            f"{folder}: expected weights that are all trained at ZeRO 3, got frozen ones; use ZeRO 2"
         )
 
 

@@ -350,7 +350,7 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
         if rows[-1].keys() != rows[0].keys():
             raise RingShapeError(
                 f"data set: expected the same tensors in all samples, got {sorted(rows[0])} and, in sample"
-                f" {piece.document}, {sorted(rows[-1])}; give all of them the same"
+                f" {piece.document}, {sorted(rows[-1])}"
             )
     if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
         rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
@@ -371,17 +371,16 @@ def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor
         if key in ("position_ids", DOCUMENT_IDS):
             raise RingPatternError(
                 f"data set: expected samples that are one document each under dynamic_ring, got {key} in"
-                f" sample {piece.document}; take it out, or set dynamic_ring to false"
+                f" sample {piece.document}"
             )
         if tensor.ndim == 0 or len(tensor) != tokens:
             raise RingShapeError(
                 f"data set: expected {tokens} entries, as lengths says, in {key} of sample {piece.document},"
-                f" got {list(tensor.shape)}; under dynamic_ring every tensor has one entry for each token"
+                f" got {list(tensor.shape)}"
             )
     if "input_ids" not in tensors:
         raise RingShapeError(
-            f"data set: expected input_ids in sample {piece.document} under dynamic_ring, got"
-            f" {sorted(tensors)}; name the tokens so"
+            f"data set: expected input_ids in sample {piece.document}, got {sorted(tensors)}"
         )
     return tensors
 
@@ -402,8 +401,8 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
     missing = [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]
     if missing:
         raise RingConfigError(
-            f"dynamic_ring: expected a transformers model whose configuration tells its sizes, got"
-            f" {type(model).__name__} without {', '.join(missing)}; set dynamic_ring to false"
+            "dynamic_ring: expected a transformers model whose configuration tells its sizes, got"
+            f" {type(model).__name__} without {', '.join(missing)}"
         )
     heads, hidden = sizes["heads"], sizes["hidden"]
     return ModelSizes(

@@ -249,8 +249,7 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
         raise RingVerifyError(
-            f"verify_first_batch: expected logits or a tensor as the model's output, got"
-            f" {type(output).__name__}; set verify_first_batch to false"
+            f"verify_first_batch: expected logits or a tensor as output, got {type(output).__name__}"
         )
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
 
@@ -267,9 +266,8 @@ def refuse_dropout(model: nn.Module) -> None:
         active = next((key for key, value in values.items() if isinstance(value, float) and value > 0), None)
         if active is not None:
             raise RingConfigError(
-                f"verify_first_batch: expected a model without dropout, got {name}.{active} ="
-                f" {values[active]}: no two runs would be equal; set the dropout of the model's configuration"
-                " to 0 for the run that verifies"
+                f"verify_first_batch: expected no dropout, got {name}.{active} = {values[active]}"
+                "; set the dropout of the model's configuration to 0"
             )
 
 
@@ -285,9 +283,8 @@ def skeleton(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise RingConfigError(
-            f"verify_first_batch: expected a model that can be copied, to run by itself, got"
-            f" {type(error).__name__}: {error}; a module that holds a mesh or a RingAttention cannot be"
-            " verified: let it ask engine.ring.attention() in its forward pass"
+            f"verify_first_batch: expected a model that can be copied, got {type(error).__name__}: {error};"
+            " a module that has a RingAttention asks engine.ring.attention() in its forward pass"
         ) from error
 
 
@@ -402,8 +399,7 @@ class FirstBatch:
     def __post_init__(self) -> None:
         if not self.trains:
             raise RingConfigError(
-                "verify_first_batch: expected an optimizer, got none: there is no training step to compare;"
-                " set it to false, or give an optimizer"
+                "verify_first_batch: expected an optimizer, got none; set it to false, or give one"
             )
         refuse_dropout(self.model)
         self._alone = skeleton(self.model)
@@ -463,10 +459,9 @@ class FirstBatch:
         del self._alone
         if verdict[0] is not None:
             raise RingVerifyError(
-                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; do not train"
-                " with this. Look at the first name: a model of your own takes the batch's position_ids"
-                " and shift_labels as they are, and its loss from engine.ring.loss; report a model of"
-                " transformers, or set verify_first_batch to false if you know better"
+                f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; look at the"
+                " first name: a model of your own takes position_ids and shift_labels as they are, and its"
+                " loss from engine.ring.loss"
             )
 
     def _compare_with_one_process(

@@ -294,24 +294,21 @@ def _compile(
     """Call `engine.compile`, whose backend "ds_ring" gets the session; other backends are as they were."""
     if session.needs.decoder_ids is not None:
         raise RingConfigError(
-            "engine.compile: expected a model of one sequence, got an encoder-decoder, whose two sequences a"
-            " compiled model is not told; leave it out"
+            "engine.compile: expected a model of one sequence, got an encoder-decoder; leave it out"
         )
     if backend == "ds_ring":
         if engine.is_deepcompile_enabled():
             raise RingConfigError(
-                'compile.deepcompile: expected false beside backend="ds_ring", got true: DeepCompile has a'
-                " backend of its own; set it to false"
+                'compile.deepcompile: expected false beside backend="ds_ring", got true; set it to false'
             )
         if engine.is_compiled:
             raise RingConfigError(
-                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that is:'
-                " DeepSpeed would keep its first backend; say it once, before the first batch"
+                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that is;'
+                " say it once, before the first batch"
             )
         if session.config.dynamic_ring:
             raise RingConfigError(
-                'dynamic_ring: expected false with engine.compile(backend="ds_ring"), got true: a graph is'
-                " compiled for one ring; leave one of them out"
+                "dynamic_ring: expected false where a graph is compiled for one ring, got true"
             )
         from ds_ring.integrations.compile.backend import backend_of
 
@@ -359,8 +356,7 @@ def _config_source(
         return next(iter(given.values()))
     got = " and ".join(given) if given else "none"
     raise RingConfigError(
-        f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict, or"
-        " start the script with --deepspeed_config ds_config.json and pass args"
+        f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict"
     )
 
 
@@ -419,8 +415,7 @@ def init_distributed(
             raise
         raise RingConfigError(
             "expected a process that a launcher has started, got none of RANK, WORLD_SIZE, LOCAL_RANK,"
-            " MASTER_ADDR and MASTER_PORT in the environment: DeepSpeed then asks for MPI by mpi4py. Start"
-            " it by `torchrun --nproc-per-node 2 SCRIPT.py`, `deepspeed SCRIPT.py` or `ds-ring launch`"
+            " MASTER_ADDR and MASTER_PORT; start it by torchrun or `ds-ring launch`"
         ) from error
     del store  # torch has a connection of its own now
     local_rank = deepspeed.comm.get_local_rank()

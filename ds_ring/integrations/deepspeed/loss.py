@@ -93,8 +93,7 @@ def check_loss(function: str, loss: object) -> None:
     """Raise RingShapeError for what is no loss: a model that gets no labels returns None."""
     if not isinstance(loss, Tensor):
         raise RingShapeError(
-            f"{function}: expected the loss of a model, got {type(loss).__name__}: without labels a model"
-            ' computes none; let the data set return {"input_ids": ids, "labels": ids}'
+            f"{function}: expected the loss of a model, got {type(loss).__name__}; give labels in the batch"
         )
 
 

@@ -46,9 +46,8 @@ class RowGroup(NamedTuple):
         """
         if isinstance(self.pattern, Tree):
             raise RingPatternError(
-                "a layer of the model: expected attention alone beside a tree of rollouts, got a layer that"
-                " passes from token to token, or block to block, of the row; hand the rollouts over as rows"
-                " of their own"
+                "a layer of the model: expected attention alone beside a tree of rollouts, got recurrence"
+                " or blocks of the row; hand the rollouts over as rows of their own"
             )
         return self.pattern
 
@@ -85,8 +84,7 @@ def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the documents, tokens that an attention_mask hides taken out of them."""
     if mask_BT.numel() and int(mask_BT.max()) > 1:
         raise RingPatternError(
-            f"attention_mask: expected 0 and 1, got {int(mask_BT.max())}; if it numbers packed documents,"
-            f" hand it over as {DOCUMENT_IDS}"
+            f"attention_mask: expected 0 and 1, got {int(mask_BT.max())}; documents go into {DOCUMENT_IDS}"
         )
     return document_ids.masked_fill(~mask_BT.bool(), PADDING)
 
@@ -136,13 +134,11 @@ def check_losses(losses: Tensor, batch: Mapping[str, Tensor], groups: Sequence[R
     if labels is None or losses.shape != labels.shape or not losses.is_floating_point():
         raise RingShapeError(
             "document_losses: expected one loss for each local token of a batch with shift_labels,"
-            f" {'none' if labels is None else list(labels.shape)}, got {losses.dtype} {list(losses.shape)};"
-            " pass -engine.ring.logprobs(engine, batch), say"
+            f" {'none' if labels is None else list(labels.shape)}, got {losses.dtype} {list(losses.shape)}"
         )
     if any(isinstance(group.pattern, Tree) for group in groups):
         raise RingPatternError(
-            "document_losses: expected rows of documents, got a tree of rollouts; call"
-            " tree.of_rollouts(engine.ring.gather(losses))"
+            "document_losses: expected rows of documents, got a tree of rollouts; use tree.of_rollouts"
         )
 
 
@@ -208,9 +204,8 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         lengths = [int(length) for length in lengths]
         if len(lengths) != len(documents) or min(lengths, default=0) < 1 or tokens < 1:
             raise RingConfigError(
-                f"pack_tokens: expected a row of at least one token and the length, at least 1, of each of"
-                f" {len(documents)} documents, got {tokens} and {len(lengths)} lengths from"
-                f" {min(lengths, default=0)} on; leave empty documents out"
+                f"pack_tokens: expected the length, at least 1, of each of {len(documents)} documents, got a"
+                f" row of {tokens} and {len(lengths)} lengths from {min(lengths, default=0)} on"
             )
         self.documents, self.tokens = documents, tokens
         self.rows = _best_fit(lengths, tokens)

@@ -75,8 +75,7 @@ def prepare_pair(
     for key in (DOCUMENT_IDS, TREE_ENDS, "position_ids"):
         if key in encoder or key in decoder:
             raise RingPatternError(
-                f"batch: expected samples of one text and one answer each, got {key}: an encoder-decoder"
-                " numbers the tokens of both by itself, and knows no packed documents; pad samples"
+                f"batch: expected samples of one text and one answer each, got {key}; pad samples"
             )
     labels_BD = decoder.pop("labels", None)
     if labels_BD is not None and labels_BD.ndim != 2:
@@ -94,7 +93,7 @@ def prepare_pair(
     if samples[0] != samples[1]:
         raise RingShapeError(
             f"batch: expected as many samples in both sequences, got {samples[0]} of the encoder and"
-            f" {samples[1]} of the decoder; give each input its labels"
+            f" {samples[1]} of the decoder"
         )
     mask_BE = encoder.get("attention_mask")
     is_padded = mask_BE is not None and not bool(mask_BE.bool().all())

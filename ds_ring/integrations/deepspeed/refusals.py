@@ -87,14 +87,12 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
     passes = _section(config, "compile").get("passes") or ()
     if "autosp" in passes:
         raise RingConfigError(
-            f'compile.passes: expected none of "autosp", got {passes}; it shards the sequence a second time:'
-            ' remove it, and say engine.compile(backend="ds_ring")'
+            f'compile.passes: expected none of "autosp", got {passes}; it shards the sequence a second time'
         )
     factor = config.get("gradient_predivide_factor", 1.0)
     if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
         raise RingConfigError(
-            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; with reduce_scatter off large"
-            " gradient buckets are scaled otherwise than small ones: remove the key"
+            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; remove the key"
         )
     for name, why in _model_features(model):
         raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
@@ -188,9 +186,8 @@ _PICKLED = "hooks of a ring cannot be pickled or copied: raises a typed error"
 def refuse_to_pickle(*_: object) -> NoReturn:
     """Refuse `torch.save(module)`, pickle and deepcopy of a module with the hooks of a ring."""
     raise RingConfigError(
-        "model: expected its state_dict to be saved, got the module itself to be pickled or copied, whose"
-        " ring has process groups; save engine.module.state_dict(), call engine.save_checkpoint or"
-        " engine.save_16bit_model, or copy the model before ds_ring.initialize"
+        "model: expected its state_dict to be saved, got the module itself to be pickled or copied; save"
+        " engine.module.state_dict(), or copy the model before ds_ring.initialize"
     )
 
 
@@ -230,9 +227,8 @@ def refuse_training(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
 def refuse_checkpoints(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
     """Refuse checkpoints of an engine that has no optimizer at ZeRO 3."""
     raise RingCheckpointError(
-        f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE}"
-        " (load_module_only=True leaves its states), or load the weights into the model before"
-        " ds_ring.initialize"
+        f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE},"
+        " or load the weights into the model before ds_ring.initialize"
     )
 
 
@@ -261,8 +257,7 @@ class RingUse:
             sharding, name = batches.current, type(self._engine.module).__name__
             raise RingShapeError(
                 f"{name}: {error}; a rank has {sharding.local_tokens} of {sharding.layout.tokens} tokens, so"
-                " that an index of the whole sequence does not fit: use engine.ring.gather(x)[:, index]"
-                " (or a position table is shorter than the sequence)"
+                " an index of the whole sequence does not fit: use engine.ring.gather(x)[:, index]"
             ) from error
 
     @patch(

@@ -58,9 +58,8 @@ def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
     """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
     if wanted and not any((config.get(writer) or {}).get("enabled") for writer in _WRITERS):
         raise RingConfigError(
-            f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none:"
-            ' there is nowhere to report to; add {"csv_monitor": {"enabled": true, "output_path": "runs",'
-            ' "job_name": "ring"}} to the DeepSpeed JSON, or set monitor to false'
+            f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none;"
+            " add one to the DeepSpeed JSON, or set monitor to false"
         )
 
 

@@ -77,7 +77,7 @@ class TreeBatch:
         if whole.numel() != self.tree.tokens:
             raise RingShapeError(
                 f"of_rollouts: expected one value for each of {self.tree.tokens} tokens, got shape"
-                f" {list(whole.shape)}; gather the local ones first: engine.ring.gather(local)"
+                f" {list(whole.shape)}; see engine.ring.gather(local)"
             )
         flat = whole.flatten()
         return [flat[torch.from_numpy(places[:-1]).to(flat.device)] for places in self.places]
@@ -178,15 +178,14 @@ def tree_of(ends_T: IntArray) -> Tree:
         if not start + length <= ends[node] <= most:
             raise RingPatternError(
                 f"batch[{TREE_ENDS!r}]: expected one past the last token that sees token {start}, from"
-                f" {start + length} to {most}, got {ends[node]}; subtrees lie inside each other, and 0 marks"
-                " padding on the right; take them from engine.ring.tree_batch"
+                f" {start + length} to {most}, got {ends[node]}; use engine.ring.tree_batch"
             )
         parents.append(above[-1] if above else -1)
         above.append(node)
     if not parents or ends_T[tokens:].any():
         raise RingPatternError(
             f"batch[{TREE_ENDS!r}]: expected at least one token, and padding (0) on the right only, got"
-            f" {shown(ends_T.tolist())}; take them from engine.ring.tree_batch"
+            f" {shown(ends_T.tolist())}"
         )
     return Tree(tuple(parents), tuple(lengths.tolist()), len(ends_T))
 

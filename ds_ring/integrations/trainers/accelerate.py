@@ -129,9 +129,8 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
         raise RingConfigError(
             f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
-            f" {'no DeepSpeed' if plugin is None else 'none'}: every rank would train by itself; pass"
-            " TrainingArguments(deepspeed=...), or Accelerator(deepspeed_plugin="
-            "DeepSpeedPlugin(hf_ds_config=...)), or leave out ds_ring.enable()"
+            f" {'no DeepSpeed' if plugin is None else 'none'}; pass TrainingArguments(deepspeed=...), or"
+            " DeepSpeedPlugin(hf_ds_config=...), or leave out ds_ring.enable()"
         )
     config = plugin.deepspeed_config
     ring = RingConfig.from_deepspeed(config)
@@ -140,12 +139,11 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     if others:
         raise RingConfigError(
             f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out, or"
-            f' give sp_size or cp_size the backend "{BACKEND}": the sequence is sharded by ds_ring'
+            f' give sp_size or cp_size the backend "{BACKEND}"'
         )
     if accelerator.dispatch_batches:
         raise RingConfigError(
-            "dispatch_batches: expected None or false, got true: rank 0 would hand other samples to each rank"
-            " of a ring; leave it out, every rank then reads its own"
+            "dispatch_batches: expected None or false, got true; every rank reads its own samples"
         )
     # accelerate refuses an "auto" that it does not know. Ours are the defaults.
     config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}

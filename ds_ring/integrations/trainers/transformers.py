@@ -60,8 +60,7 @@ def write_ring_ranks(json: dict[str, Any], parallel: Any) -> None:
     asked = json.setdefault(SP_KEY, ranks)
     if asked not in (ranks, "auto"):
         raise RingConfigError(
-            f'parallelism_config: expected {asked} ranks ("{SP_KEY}" of the DeepSpeed JSON), got {ranks};'
-            " leave one of the two out"
+            f'parallelism_config: expected {asked} ranks ("{SP_KEY}" of the DeepSpeed JSON), got {ranks}'
         )
     json[SP_KEY] = ranks
     json.setdefault(SECTION, {})
@@ -98,15 +97,13 @@ def _refuse_other_engines(args: Any) -> None:
     for name, why in _ENGINES.items():
         if getattr(args, name, False):
             raise RingConfigError(
-                f"{kind.__name__}: expected {name}=False, got True: {why}; leave it out: the model's own"
-                " generate runs on the ring"
+                f"{kind.__name__}: expected {name}=False, got True: {why}; use the model's own generate"
             )
     uncompared = (one for one in kind.__mro__ if one.__module__.startswith(_UNCOMPARED))
     if any("temperature" in vars(one).get("__annotations__", {}) for one in uncompared):
         raise RingConfigError(
-            f"{kind.__name__}: expected a method that has been compared with one process, got another one"
-            " that samples from the model while it trains; use GRPOTrainer, RLOOTrainer or"
-            f' DistillationTrainer, or leave out ds_ring.enable() and the "{SECTION}" section'
+            f"{kind.__name__}: expected a method that has been compared with one process, got another one;"
+            " use GRPOTrainer, RLOOTrainer or DistillationTrainer, or leave out ds_ring.enable()"
         )
 
 

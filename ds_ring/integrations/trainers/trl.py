@@ -159,10 +159,7 @@ def _batch_of(inputs: Mapping[str, Any]) -> tuple[dict[str, Tensor], Tensor]:
     """Return the batch of prompts and completions, and its labels [B, T]: tokens that count in the loss."""
     others = [key for key, value in inputs.items() if value is not None and any(x in key for x in _IMAGES)]
     if others:
-        raise RingConfigError(
-            f"distillation: expected text alone on a ring, got {others[0]}, which would not reach the"
-            " backbone; leave it out, or ds_ring.enable() and the section"
-        )
+        raise RingConfigError(f"distillation: expected text alone on a ring, got {others[0]}; leave it out")
     ids_BT = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     counts = inputs["completion_mask"] * inputs.get("tool_mask", 1)

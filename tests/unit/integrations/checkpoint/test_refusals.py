@@ -155,8 +155,16 @@ CANNOT_BE_CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"with the states .*, got \['momentum_buffer'\]",
     ),
     "no step yet": (stage1({}), {}, "expected an optimizer .*, got none"),
-    "groups at ZeRO 3": (stage3({"lr": 1}, {"lr": 2}), {}, "groups of parameters with equal settings, got 2"),
-    "frozen weights at ZeRO 3": (stage3({"lr": 1}), FROZEN, "weights are all trained, got frozen ones"),
+    "groups at ZeRO 3": (
+        stage3({"lr": 1}, {"lr": 2}),
+        {},
+        "groups of parameters with equal settings at ZeRO 3, got 2",
+    ),
+    "frozen weights at ZeRO 3": (
+        stage3({"lr": 1}),
+        FROZEN,
+        "weights that are all trained at ZeRO 3, got frozen ones",
+    ),
     "another program's": ({"zero_stage": "x"}, {}, "expected the states that DeepSpeed saves, got ValueErr"),
     "no states": ({}, {}, "expected the states that DeepSpeed saves, got KeyError: 'zero_stage'; was it"),
 }

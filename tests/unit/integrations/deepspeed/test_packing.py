@@ -124,7 +124,7 @@ def test_a_tree_of_rollouts_has_no_documents_to_report():
     session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
     tree = session.tree_batch([[1, 2, 3], [1, 2, 4]])
     local = session.shard_batch(tree.batch)
-    with pytest.raises(RingPatternError, match=r"got a tree of rollouts; call tree\.of_rollouts"):
+    with pytest.raises(RingPatternError, match=r"got a tree of rollouts; use tree\.of_rollouts"):
         session.document_losses(torch.zeros(local["input_ids"].shape), local)
     local.pop("shift_labels")
     with pytest.raises(RingShapeError, match="a batch with shift_labels, none, got"):
@@ -226,7 +226,7 @@ WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
         {"attention_mask": DOCUMENTS},
         True,
         RingPatternError,
-        "expected 0 and 1, got 9; .* hand it over as document_ids",
+        "expected 0 and 1, got 9; documents go into document_ids",
     ),
 }
 
