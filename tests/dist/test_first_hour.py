@@ -58,11 +58,11 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     [
         (
             "no labels, backward",
-            "engine.backward: expected the loss of a model, got NoneType: without labels",
+            "engine.backward: expected the loss of a model, got NoneType; give labels",
         ),
-        ("no labels, logged", "mean_loss: expected the loss of a model, got NoneType: without labels"),
+        ("no labels, logged", "mean_loss: expected the loss of a model, got NoneType; give labels"),
         ("no labels, ring.loss", "loss: expected a batch with labels, got the keys ['input_ids'"),
-        ("ragged", "expected one length, got 12, 17 tokens; give engine.ring.loader(dataset, ..., lengths="),
+        ("ragged", "expected one length, got 12, 17 tokens; give lengths="),
         ("ragged, wrapped", "expected one length, got 12, 17 tokens"),
         ("index", "a rank has 12 of 24 tokens"),
     ],
