@@ -158,7 +158,7 @@ def a_batch_that_is_wrong_on_one_rank(rank: int, world_size: int, what: str) -> 
 
 
 MISMATCHES = {
-    "other tokens": r"input tokens \(checksum\).*on rank 0 and .*on rank 1; take the batches from the loader",
+    "other tokens": r"input tokens \(checksum\).*on rank 0 and .*on rank 1; use engine.ring.loader",
     "other labels": r"labels \(checksum\)",
     "fewer tokens": "tokens in a sample: .*got 21 on rank 0 and 20 on rank 1",
     "fewer samples": "samples in the batch: .*got 2 on rank 0 and 1 on rank 1",

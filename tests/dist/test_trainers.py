@@ -294,7 +294,7 @@ def whole_batches(rank: int, world_size: int) -> dict[str, str]:
 def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
     words = {
         "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
-        "loss": "Bare: expected logits, or a loss of a forward that names num_items_in_batch among its parameters",
+        "loss": "Bare: expected logits, or a loss by num_items_in_batch, got a tensor",
         "places": "Bare: expected arguments by name, got 3 without",
         "positions": "Unnumbered.forward: expected it to take position_ids, got ['input_ids', 'labels']",
         "borders": "batch: expected position_ids beside cu_seq_lens_q, got none",
