@@ -417,7 +417,7 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:
         raise RingConfigError(
             f"wrap: expected torch's sampler or split=..., got {type(loader).__name__} with"
-            f" {type(sampler).__name__} for {replicas} data replicas; say whether all have the same"
+            f" {type(sampler).__name__} for {replicas} data replicas; say split=True if all are alike"
         )
     return replicas > 1 and split is not False
 
