@@ -39,7 +39,7 @@ from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
-Settings = tuple[Any, ...]  # values of these options
+Settings = tuple[Any, ...]  # values of the first of these options; the others have their defaults
 SETTINGS = (
     "scale", "kernel", "transport", "overlap", "prune", "hop_timeout_seconds", "check_finite",
     "gradient_payload", "kv_payload",
@@ -132,7 +132,7 @@ def _made_context(
 ) -> RingContext:  # fmt: skip
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     mod = None if score_mod is None else ScoreMod.lookup(score_mod)
-    options = Options(**dict(zip(SETTINGS, settings, strict=True)), score_mod=mod)
+    options = Options(**dict(zip(SETTINGS, settings, strict=False)), score_mod=mod)
     return context_for(pattern, layout, mesh, options, keeps_functions)
 
 
