@@ -23,7 +23,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # some benchmarks use stand-ins of tests/
 
 import torch
-from benchmarks.measuring import Row, markdown
+from benchmarks.measuring import ResultRow, markdown
 from common import parser_of
 
 
@@ -88,12 +88,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{missing}; see the help of {name}")
 
 
-def report(name: str, found: Iterable[Row], options: argparse.Namespace) -> int:
+def report(name: str, found: Iterable[ResultRow], options: argparse.Namespace) -> int:
     """Print rows as they come, and store them; return 1 if one is wrong."""
     torch.set_num_threads(1)
     if getattr(options, "device", "cpu") == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
-    where, rows = Row({}, {}).complete(name, options), []
+    where, rows = ResultRow({}, {}).complete(name, options), []
     about = {key: where[key] for key in ("hardware", "versions", "commit", "date", "warm_up", "iterations")}
     print(f"# {json.dumps({'benchmark': name} | about)}", flush=True)
     for row in found:

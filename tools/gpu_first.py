@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from benchmarks.gpu import in_part, run_longest, run_tests
 from benchmarks.gpu_rates import Shape, flex_rates, host_seconds, kernel_rates, merge_rate
-from benchmarks.measuring import Row, markdown
+from benchmarks.measuring import ResultRow, markdown
 from common import ROOT, parser_of, provenance
 
 sys.path.insert(0, str(ROOT))
@@ -40,10 +40,10 @@ PARTS: dict[str, str] = {
     "options": "Blocks of flex", "host": "Host time of a hop", "merge": "Merge", "probes": "Probes",
     "longest": "The longest sequence of one device",
 }  # fmt: skip
-NO_GPU = [Row({}, {"not_shown": "needs CUDA"})]
+NO_GPU = [ResultRow({}, {"not_shown": "needs CUDA"})]
 
 
-def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -> list[Row]:
+def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -> list[ResultRow]:
     """Return the errors of self-sending rings."""
     with self_group(shape.device):
         way = "NCCL" if shape.device == "cuda" else "copies in this process: gloo cannot send to itself"
@@ -53,14 +53,14 @@ def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -
     return [row._replace(case={"messages_by": way, **row.case}) for row in rows]
 
 
-def probe_rows(device: str) -> list[Row]:
+def probe_rows(device: str) -> list[ResultRow]:
     """Check two assumptions of the runtime: queries of events are cheap, and do not disturb a capture."""
     if device != "cuda":
         return NO_GPU
     return [
         _queries("event query, idle host", lambda: None),
         _queries("event query, host launching", _launches),
-        Row({"probe": "graph capture during event queries of a thread"}, _capture()),
+        ResultRow({"probe": "graph capture during event queries of a thread"}, _capture()),
     ]
 
 
@@ -70,7 +70,7 @@ def _launches() -> None:
         x.add_(1)
 
 
-def _queries(name: str, work: Callable[[], None]) -> Row:
+def _queries(name: str, work: Callable[[], None]) -> ResultRow:
     """Time queries of an event that is not over, from a thread, while the main thread works."""
     taken: list[float] = []
     torch.cuda._sleep(1 << 30)  # clock cycles: about half a second
@@ -92,10 +92,10 @@ def _queries(name: str, work: Callable[[], None]) -> Row:
     over.set()
     thread.join()
     if not taken:
-        return Row({"probe": name}, {}, "the event was over before the first query")
+        return ResultRow({"probe": name}, {}, "the event was over before the first query")
     seconds = {"median_us": statistics.median(taken), "largest_us": max(taken)}
     results = {key: round(value * 1e6, 1) for key, value in seconds.items()}
-    return Row({"probe": name}, results | {"queries": len(taken)})
+    return ResultRow({"probe": name}, results | {"queries": len(taken)})
 
 
 def _capture() -> dict[str, str]:
@@ -128,7 +128,7 @@ def _capture() -> dict[str, str]:
     return row
 
 
-def works_of(options: Any) -> dict[str, Callable[[], list[Row]]]:
+def works_of(options: Any) -> dict[str, Callable[[], list[ResultRow]]]:
     """Return the parts, the most important ones first."""
     cuda = options.device == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -138,7 +138,7 @@ def works_of(options: Any) -> dict[str, Callable[[], list[Row]]]:
     start = 32_768 if cuda else 256
     workers = max(1, min(8, (os.cpu_count() or 2) // 2)) if cuda else 1
 
-    def flex() -> list[Row]:
+    def flex() -> list[ResultRow]:
         return [
             row for dim in (64, 128, 256) for row in flex_rates(shape._replace(head_dim=dim), tokens, rounds)
         ]
@@ -173,18 +173,18 @@ def main(arguments: list[str] | None = None) -> int:
     state = folder / f"{name}.json"
     known = json.loads(state.read_text()) if state.is_file() and not options.again else {}
     same = known.get("where", {}).get("commit") == header["commit"]
-    rows = [Row(**row) for row in known["rows"]] if same else []
+    rows = [ResultRow(**row) for row in known["rows"]] if same else []
     for part, work in works_of(options).items():
         title = PARTS[part]
         done = [row for row in rows if row.case["part"] == title]
         if part not in options.parts or (done and not any(row.wrong for row in done)):
             continue
-        started, found = time.monotonic(), [Row({}, {}, f"{part}: not reached; call again")]
+        started, found = time.monotonic(), [ResultRow({}, {}, f"{part}: not reached; call again")]
         if started - begin <= 60 * options.minutes:
             try:
                 found = work()
             except Exception as error:  # one part that fails must not cost the others
-                found = [Row({}, {}, f"{type(error).__name__}: {str(error)[:300]}")]
+                found = [ResultRow({}, {}, f"{type(error).__name__}: {str(error)[:300]}")]
             print(f"{time.monotonic() - started:6.1f} s  {title}: {len(found)} rows", flush=True)
         rows = [row for row in rows if row.case["part"] != title] + in_part(title, found)
         state.write_text(

@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from benchmarks.gpu_rates import Shape
-from benchmarks.measuring import Row
+from benchmarks.measuring import ResultRow
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
@@ -98,7 +98,7 @@ def self_ring_row(
     kernel: str,
     stage_bytes: int = 0,
     kv_payload: str = "as_is",
-) -> Row:
+) -> ResultRow:
     """Return the errors of a forward and a backward pass against float64, relative to the largest value.
 
     Call it within `self_group`. `stage_bytes` and `kv_payload` are those of the JSON; 0: hop by hop.
@@ -129,4 +129,4 @@ def self_ring_row(
     limit = 0.15 if kv_payload != "as_is" else 2e-2 if shape.dtype.itemsize == 2 else 1e-5
     wrong = f"expected errors below {limit:g}" if max(errors.values()) >= limit else ""
     results = {f"error_{name}": f"{error:.1e}" for name, error in errors.items()}
-    return Row(case, results | {"first_pass_s": round(seconds, 2)}, wrong)
+    return ResultRow(case, results | {"first_pass_s": round(seconds, 2)}, wrong)

@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from benchmarks.measuring import Row, unit_of
+from benchmarks.measuring import ResultRow, unit_of
 
 from tests.machine import skip_without
 from tools import bench
@@ -72,7 +72,7 @@ def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> No
 
 
 def test_a_wrong_row_is_the_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [Row({"tokens": 8}, {"median_s": 1.0}), Row({"tokens": 9}, {}, "off by one")]
+    rows = [ResultRow({"tokens": 8}, {"median_s": 1.0}), ResultRow({"tokens": 9}, {}, "off by one")]
     options = Namespace(warm_up=1, rounds=2, output="", markdown=True)
     assert bench.report("a name", rows[:1], options) == 0
     assert bench.report("a name", rows, options) == 1

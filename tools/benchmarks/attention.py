@@ -29,8 +29,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contestants import CONTESTANTS, RANKS, WHOLE, ContestSetup, Entry
 from benchmarks.measuring import (
-    Measured,
-    Row,
+    ResultRow,
+    RoundResults,
     Turns,
     clock,
     forward_and_backward,
@@ -140,11 +140,11 @@ def loopback_bytes() -> int:
     return psutil.net_io_counters(pernic=True)["lo"].bytes_recv
 
 
-def row_of(name: str, found: Measured, options: argparse.Namespace) -> Row:
+def row_of(name: str, found: RoundResults, options: argparse.Namespace) -> ResultRow:
     """Return the row of one contestant."""
     case = {"contestant": name, "tokens": options.tokens, "ranks": options.ranks}
     if name in found.at_end[0]["cannot_run"]:
-        return Row(case, {"cannot_run": found.at_end[0]["cannot_run"][name]})
+        return ResultRow(case, {"cannot_run": found.at_end[0]["cannot_run"][name]})
     walls, cpu = found.each(name, "wall_s"), found.median(name, "cpu_s")
     results: dict[str, Any] = {"median_s": found.median(name, "wall_s")}
     results |= {
@@ -168,10 +168,10 @@ def row_of(name: str, found: Measured, options: argparse.Namespace) -> Row:
     budget = options.heads * (options.tokens // options.ranks) * (16 * options.head_dim * 4 + 4)
     results |= {"peak_mib": round(max(peaks) / 2**20, 1), "of_budget": round(max(peaks) / budget, 2)}
     results["sent_mib"] = round(statistics.median(found.each(name, "sent_bytes")) / 2**20, 1)
-    return Row(case, results, wrong)
+    return ResultRow(case, results, wrong)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length and contestant."""
     for tokens in options.tokens:
         with tempfile.TemporaryDirectory() as folder:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants import lend_xformers
-from benchmarks.measuring import Attend, Row, forward_and_backward, measure_here, timed_pass
+from benchmarks.measuring import Attend, ResultRow, forward_and_backward, measure_here, timed_pass
 from ds_ring import Dilated, RingMesh, make_layout, ring_attention
 from ds_ring.masks.catalog import HeadsOfPart
 
@@ -66,7 +66,7 @@ def ours(tokens: int, causal: bool) -> Attend:
     return attend
 
 
-def row_of(tokens: int, causal: bool, options: argparse.Namespace) -> Row:
+def row_of(tokens: int, causal: bool, options: argparse.Namespace) -> ResultRow:
     """Compare both, then time them."""
     generator = torch.Generator().manual_seed(0)
     heads = HEADS_PER_BRANCH * len(branches(tokens)[0])
@@ -80,10 +80,10 @@ def row_of(tokens: int, causal: bool, options: argparse.Namespace) -> Row:
     )
     results = {f"{name}_cpu_s": found.median(name, "cpu_s", 3) for name in ways}
     results |= {"ratio": found.ratio("ours", "theirs", "cpu_s"), "difference": difference}
-    return Row({"tokens": tokens, "causal": causal, "heads": heads}, results)
+    return ResultRow({"tokens": tokens, "causal": causal, "heads": heads}, results)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length, causal and not."""
     for tokens in options.tokens:
         yield from (row_of(tokens, causal, options) for causal in (True, False))

@@ -26,7 +26,7 @@ from common import engine_of, llama
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from benchmarks.measuring import Measured, Row, Turns, clock, measure_on_ranks
+from benchmarks.measuring import ResultRow, RoundResults, Turns, clock, measure_on_ranks
 from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, VOCABULARY
 
 KINDS = ["padded", "rows", "one row"]
@@ -107,7 +107,7 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns({name: one.step for name, one in engines.items()}, differences)
 
 
-def row_of(kind: str, found: Measured) -> Row:
+def row_of(kind: str, found: RoundResults) -> ResultRow:
     """Return the row of a kind of batches."""
     names = fixed, dynamic = name_of(kind, False), name_of(kind, True)
     tokens, seconds, losses = (
@@ -127,10 +127,10 @@ def row_of(kind: str, found: Measured) -> Row:
         "loss_difference": max(abs(a - b) for a, b in zip(losses[fixed], losses[dynamic], strict=True)),
         "rings": found.each(dynamic, "ring", list),
     }
-    return Row({"kind": kind}, results, "" if tokens[fixed] == tokens[dynamic] else "other samples")
+    return ResultRow({"kind": kind}, results, "" if tokens[fixed] == tokens[dynamic] else "other samples")
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each kind of batches."""
     found = measure_on_ranks(prepare, options)
     yield from (row_of(kind, found) for kind in options.kinds)

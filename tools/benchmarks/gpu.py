@@ -28,7 +28,7 @@ import torch
 from common import ROOT, provenance
 
 from benchmarks.gpu_rates import Shape, host_seconds, kernel_rates, merge_rate, ring_row
-from benchmarks.measuring import Row
+from benchmarks.measuring import ResultRow
 from ds_ring.kernels.select import RATES
 from ds_ring.registry import KERNELS
 
@@ -48,46 +48,46 @@ LARGE = "--layers 4 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 -
 SMALL = "--layers 1 --hidden 64 --heads 2 --kv-heads 1 --intermediate 128 --vocab 512"
 
 
-def run_tests(device: str, workers: int = 0, seconds: float | None = None) -> list[Row]:
+def run_tests(device: str, workers: int = 0, seconds: float | None = None) -> list[ResultRow]:
     """Run tests/gpu in `workers` processes; one row with pytest's counts, and one for each failure."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "tests/gpu", "--tb=short"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return [Row({}, {}, f"tests/gpu did not end within {seconds} s")]
+        return [ResultRow({}, {}, f"tests/gpu did not end within {seconds} s")]
     lines = done.stdout.strip().splitlines() or ["nothing printed"]
-    failed = [Row({}, {"tests/gpu": line}, line) for line in lines if line.startswith("FAILED")]
+    failed = [ResultRow({}, {"tests/gpu": line}, line) for line in lines if line.startswith("FAILED")]
     return [tests_row(lines[-1], done.returncode, device), *failed]
 
 
-def tests_row(counts: str, status: int, device: str) -> Row:
+def tests_row(counts: str, status: int, device: str) -> ResultRow:
     """Return the row of pytest's last line; on a GPU a run in which no test passed is wrong."""
     wrong = counts if status else ""
     if device == "cuda" and not re.search(r"\b[1-9]\d* passed", counts):
         wrong = f"no test of tests/gpu passed: {counts}"
-    return Row({}, {"tests/gpu": counts, "exit_status": status}, wrong)
+    return ResultRow({}, {"tests/gpu": counts, "exit_status": status}, wrong)
 
 
-def run_longest(device: str, start: int, seconds: float | None = None) -> list[Row]:
+def run_longest(device: str, start: int, seconds: float | None = None) -> list[ResultRow]:
     """Find the longest sequence with real training steps; one row for each length that was tried."""
     command = [
         sys.executable, str(ROOT / "tools/longest.py"), "--device", device, "--ranks", "1", "--json",
         "--start", str(start), *(LARGE if device == "cuda" else SMALL).split(),
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stopped: list[Row] = []
+    stopped: list[ResultRow] = []
     try:
         out, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.terminate()  # it ends its ranks
         out, errors = process.communicate()
-        stopped = [Row({}, {"fits": f"stopped after {seconds} s"})]
+        stopped = [ResultRow({}, {"fits": f"stopped after {seconds} s"})]
     found = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    rows = [Row({"tokens": one.pop("tokens", "longest")}, one) for one in found]
-    return rows + stopped if rows else [Row({}, {}, errors.strip()[-400:] or "nothing printed")]
+    rows = [ResultRow({"tokens": one.pop("tokens", "longest")}, one) for one in found]
+    return rows + stopped if rows else [ResultRow({}, {}, errors.strip()[-400:] or "nothing printed")]
 
 
-def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
+def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[ResultRow]]]:
     """Return the measurement of each part."""
     shape = Shape(options.heads, options.kv_heads, options.head_dim, DTYPES[options.dtype], options.device)
     tokens, rounds, kernels = options.tokens, options.rounds, options.kernels
@@ -103,14 +103,14 @@ def parts(options: argparse.Namespace) -> dict[str, Callable[[], list[Row]]]:
     }
 
 
-def in_part(title: str, rows: Sequence[Row]) -> list[Row]:
+def in_part(title: str, rows: Sequence[ResultRow]) -> list[ResultRow]:
     """Return the rows of a part with its name; a part without rows is wrong."""
     return [row._replace(case={"part": title, **row.case}) for row in rows] or [
-        Row({"part": title}, {}, "nothing was measured")
+        ResultRow({"part": title}, {}, "nothing was measured")
     ]
 
 
-def write_rates(device: str, rows: Sequence[Row], path: Path = RATES) -> None:
+def write_rates(device: str, rows: Sequence[ResultRow], path: Path = RATES) -> None:
     """Put the rates of a device into the file of `kernels/select.py`; they replace those there."""
     rates: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -121,7 +121,7 @@ def write_rates(device: str, rows: Sequence[Row], path: Path = RATES) -> None:
     path.write_text(json.dumps(known | {device: rates}, indent=1, sort_keys=True) + "\n")
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield the rows of all parts that are not skipped."""
     for part, measure in parts(options).items():
         if part in options.skip:

@@ -18,7 +18,7 @@ from common import in_turns
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.measuring import Row
+from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
 from ds_ring.kernels.flex import FlexKernel
@@ -169,9 +169,9 @@ def rates_of(
     }
 
 
-def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
+def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[ResultRow]:
     """Return TFLOP/s of every kernel on every kind of tile, and of torch's own causal and full attention."""
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     for kind, pattern in tile_kinds(tokens).items():
         layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=pattern)
         plan = build_plan(pattern, layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
@@ -193,12 +193,14 @@ def kernel_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
         if kind in ("full", "causal"):
             forward[BASE], backward[BASE] = sdpa(shape, tokens, kind == "causal")
         for name, rates in rates_of(shape, rank.pairs, (forward, backward), rounds).items():
-            rows.append(Row({"tiles": kind, "kernel": name}, {"pairs": rank.pairs} | rates))
-        rows += [Row({"tiles": kind, "kernel": name}, {"refused": why}) for name, why in refused.items()]
+            rows.append(ResultRow({"tiles": kind, "kernel": name}, {"pairs": rank.pairs} | rates))
+        rows += [
+            ResultRow({"tiles": kind, "kernel": name}, {"refused": why}) for name, why in refused.items()
+        ]
     return rows
 
 
-def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
+def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[ResultRow]:
     """Return TFLOP/s of causal attention by flex with our blocks and warps, and with Inductor's."""
     layout = make_layout("contiguous", tokens=tokens, ring_size=1, pattern=Causal())
     plan = build_plan(Causal(), layout, query_heads=shape.heads, kv_heads=shape.kv_heads)
@@ -207,7 +209,7 @@ def flex_rates(shape: Shape, tokens: int, rounds: int) -> list[Row]:
     forward = {name: partial(attend, kernel, rank) for name, kernel in kernels.items()}
     backward = {name: partial(differentiate, kernel, rank) for name, kernel in kernels.items()}
     rates = rates_of(shape, rank.pairs, (forward, backward), rounds)
-    return [Row({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
+    return [ResultRow({"head_dim": shape.head_dim, "blocks": name}, rates[name]) for name in kernels]
 
 
 def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -224,7 +226,7 @@ def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object],
     return forward, lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
 
 
-def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> Row:
+def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> ResultRow:
     """Time the hops of a causal zigzag ring's slowest rank against one device's attention / ring size.
 
     Ranks run one after the other on this device, without transfers: what is lost here is lost to smaller
@@ -247,10 +249,12 @@ def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds
     results["efficiency"] = round(whole / ring_size / slowest, 3)
     if shape.device == "cuda":
         results["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    return Row({"ring_size": ring_size, "kernel": kernel_name, "local_tokens": layout.local_tokens}, results)
+    return ResultRow(
+        {"ring_size": ring_size, "kernel": kernel_name, "local_tokens": layout.local_tokens}, results
+    )
 
 
-def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
+def merge_rate(shape: Shape, tokens: int, rounds: int) -> ResultRow:
     """Time one merge of as many rows: bytes that it must move (part read, accumulator read and written)."""
     part = shape.tensor(shape.heads, tokens)
     out = torch.zeros_like(part, dtype=accumulator_dtype(part.dtype))
@@ -259,10 +263,10 @@ def merge_rate(shape: Shape, tokens: int, rounds: int) -> Row:
     least = part.nbytes + 2 * out.nbytes + 3 * lse.nbytes
     rate = round(least / taken / 1e9, 1)
     results = {"median_s": round(taken, 6), "element_bytes": least / part.numel(), "moved_gb_per_s": rate}
-    return Row({"tokens": tokens}, results)
+    return ResultRow({"tokens": tokens}, results)
 
 
-def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> Row:
+def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int = 50) -> ResultRow:
     """Measure processor time of issuing a hop's kernel and merge, where nothing waits for the device."""
     kernel = get_kernel(kernel_name, shape.device)
     layout = make_layout("zigzag", tokens=4 * tokens, ring_size=4, pattern=Causal())
@@ -277,4 +281,4 @@ def host_seconds(shape: Shape, kernel_name: str, tokens: int = 1024, times: int 
         results[f"{name}_us"] = round((time.process_time() - begin) / times / len(rank.hops) * 1e6)
         if shape.device == "cuda":
             torch.cuda.synchronize()
-    return Row({"kernel": kernel_name}, results)
+    return ResultRow({"kernel": kernel_name}, results)

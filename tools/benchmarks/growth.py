@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.measuring import (
-    Row,
+    ResultRow,
     Turns,
     bytes_sent,
     measure_on_ranks,
@@ -51,18 +51,18 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns({"pass": one_pass})
 
 
-def row_of(size: int, tokens: int, options: argparse.Namespace) -> Row:
+def row_of(size: int, tokens: int, options: argparse.Namespace) -> ResultRow:
     """Measure one length on one ring."""
     found = measure_on_ranks(prepare, argparse.Namespace(**vars(options) | {"ranks": size, "tokens": tokens}))
     as_planned = all(found.each("pass", "as_planned", min))
     results = {"cpu_s": found.median("pass", "cpu_s"), "pairs": int(found.median("pass", "pairs"))}
     results |= {"sent_mib": round(found.median("pass", "sent") / 2**20, 3), "as_planned": as_planned}
-    return Row(
+    return ResultRow(
         {"ring_size": size, "tokens": tokens}, results, "" if as_planned else "bytes are not the plan's"
     )
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length on rings of 1 and 2 with its slope, and one for each larger ring."""
     for size in options.ring_sizes:
         rows = []
@@ -71,4 +71,4 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             yield rows[-1]
         if len(rows) > 1:
             pairs, seconds = (np.log([float(row.results[key]) for row in rows]) for key in ("pairs", "cpu_s"))
-            yield Row({"ring_size": size}, {"slope": round(float(np.polyfit(pairs, seconds, 1)[0]), 3)})
+            yield ResultRow({"ring_size": size}, {"slope": round(float(np.polyfit(pairs, seconds, 1)[0]), 3)})

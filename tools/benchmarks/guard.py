@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from benchmarks.measuring import Row, Turns, measure_on_ranks, ring_of_ranks, shard_inputs, timed_pass
+from benchmarks.measuring import ResultRow, Turns, measure_on_ranks, ring_of_ranks, shard_inputs, timed_pass
 from ds_ring import Causal, make_layout, ring_attention
 from ds_ring.comm import exchange, in_flight
 from ds_ring.ops import context
@@ -55,10 +55,10 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns({"guarded": lambda: one_pass(nullcontext()), "bare": lambda: one_pass(bare())})
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row."""
     found = measure_on_ranks(prepare, options)
     results = {f"{name}_median_s": found.median(name, "wall_s") for name in found.rounds}
     results |= {f"{name}_fastest_s": round(min(found.each(name, "wall_s")), 4) for name in found.rounds}
     results["cost_percent"] = round(100 * (found.ratio("guarded", "bare", "wall_s", 6) - 1), 2)
-    yield Row({"tokens": options.tokens, "ranks": options.ranks}, results)
+    yield ResultRow({"tokens": options.tokens, "ranks": options.ranks}, results)

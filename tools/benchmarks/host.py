@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.hop_stand_ins import CAUSAL, flash_without_operators, hops_of
-from benchmarks.measuring import Row
+from benchmarks.measuring import ResultRow
 from ds_ring.kernels.flex import FlexKernel
 
 GOALS_US = {"forward": 80.0, "backward": 150.0}  # of a hop, processor time
@@ -67,7 +67,9 @@ def print_profile(work: Callable[[], object], rounds: int) -> None:
     pstats.Stats(found).sort_stats("tottime").print_stats(40)
 
 
-def rows_of(options: argparse.Namespace, kernel_name: str = "flash", merge: str = "one") -> Iterator[Row]:
+def rows_of(
+    options: argparse.Namespace, kernel_name: str = "flash", merge: str = "one"
+) -> Iterator[ResultRow]:
     """Yield a row for the forward and one for the backward pass; a hop above its goal is wrong."""
     ring_size, rounds = options.ring_size, options.rounds
     flex = FlexKernel(options.slots, "made_before") if kernel_name == "flex" else None
@@ -84,12 +86,12 @@ def rows_of(options: argparse.Namespace, kernel_name: str = "flash", merge: str 
             late = of_process > goal and flex is None
             wrong = f"{name}: expected at most {goal:g} us, got {of_process:.1f} us" if late else ""
             case = {"kernel": kernel_name, "merge": merge, "pass": name, "ring_size": ring_size}
-            yield Row(case, results if flex else results | {"goal_us": goal}, wrong)
+            yield ResultRow(case, results if flex else results | {"goal_us": goal}, wrong)
             if options.profile == name and merge == "one" and flex is None:
                 print_profile(work, rounds)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield rows of `flash` with a merge of one launch, with an eager merge (no goal), and of `flex`."""
     yield from rows_of(options)
     yield from (row._replace(wrong="") for row in rows_of(options, merge="eager"))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from benchmarks.measuring import Row, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks
+from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks
 from ds_ring import Causal, make_layout, ring_attention
 
 OPTIONS = {
@@ -87,10 +87,10 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns({name: partial(one, name) for name in WAYS}, errors)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each way."""
     found = measure_on_ranks(prepare, options)
     for name in WAYS:
         results = {key: found.median(name, key, 3) for key in ("forward_s", "backward_s")}
         results |= {"sent_mb": round(found.each(name, "sent")[0] / 1e6, 2)}
-        yield Row({"way": name}, results | {"error": max(rank[name] for rank in found.at_end)})
+        yield ResultRow({"way": name}, results | {"error": max(rank[name] for rank in found.at_end)})

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measuring import Row, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks, shard_inputs
+from benchmarks.measuring import (
+    ResultRow,
+    Turns,
+    bytes_sent,
+    clock,
+    measure_on_ranks,
+    ring_of_ranks,
+    shard_inputs,
+)
 from ds_ring import Causal, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
@@ -79,15 +87,15 @@ def planned(layers: list[Pattern], layout: Layout) -> dict[str, float]:
     }
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each of the two cases, and their ratio."""
     found, of = measure_on_ranks(prepare, options), dict[str, dict[str, Any]]()
     for kind, (layers, layout) in cases(options).items():
         of[kind] = {key: found.median(kind, key) for key in ("wall_s", "cpu_s")}
         of[kind] |= {"sent_bytes": max(found.each(kind, "sent_bytes", sum))} | planned(layers, layout)
-        yield Row({"layers": kind, "layout": layout.name}, of[kind])
+        yield ResultRow({"layers": kind, "layout": layout.name}, of[kind])
     keys = ("wall_s", "cpu_s", "sent_bytes", "pairs")
-    yield Row(
+    yield ResultRow(
         {"layers": "of all global"},
         {f"{key}_ratio": round(of[OWN][key] / of[GLOBAL][key], 3) for key in keys},
     )

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from common import engine_of, llama, zero_of
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring import SlidingWindow
 from ds_ring.config.section import tile_tokens
 from ds_ring_launcher.plan.estimate import estimate
@@ -145,7 +145,7 @@ def wrong(options: str, o: argparse.Namespace, found: MeasuredPeak, plan: Memory
     return "" if abs(ratio - 1) <= PLANNED_WITHIN else f"planned {ratio:.3f} of the measured peak"
 
 
-def memory(o: argparse.Namespace) -> Iterator[Row]:
+def memory(o: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each set of options."""
     local, o.rounds = o.tokens // o.ranks, 1
     sizes = {"tokens x vocabulary": local * SHAPE.vocab, "tokens x intermediate": local * SHAPE.intermediate}
@@ -164,7 +164,7 @@ def memory(o: argparse.Namespace) -> Iterator[Row]:
             "alive": [f"{count} x {size / MIB:.1f} MiB {names.get(size, '')}" for size, count in alive],
             "planned": {name: round(size / MIB, 1) for name, size in plan.components.items() if size},
         }  # fmt: skip
-        yield Row({"options": options, "tokens": o.tokens}, results, wrong(options, o, found, plan))
+        yield ResultRow({"options": options, "tokens": o.tokens}, results, wrong(options, o, found, plan))
 
 
 def prepare(o: argparse.Namespace) -> Turns:
@@ -172,11 +172,11 @@ def prepare(o: argparse.Namespace) -> Turns:
     return Turns({options: partial(step, *start(options, o)) for options in o.options})
 
 
-def time(o: argparse.Namespace) -> Iterator[Row]:
+def time(o: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each set of options; the ratio is to the first one."""
     found, first = measure_on_ranks(prepare, o, o.deadline), o.options[0]
     for options in o.options:
         results = {"median_s": found.median(options, "wall_s", 3)}
         results["fastest_s"] = round(min(found.each(options, "wall_s")), 3)
         results["ratio"] = round(results["median_s"] / found.median(first, "wall_s", 3), 3)
-        yield Row({"options": options, "tokens": o.tokens}, results)
+        yield ResultRow({"options": options, "tokens": o.tokens}, results)

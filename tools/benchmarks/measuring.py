@@ -29,7 +29,7 @@ UNITS = {
 }  # fmt: skip
 
 
-class Row(NamedTuple):
+class ResultRow(NamedTuple):
     """Hold one result: the case that was measured, its numbers, and the fault in them, if any."""
 
     case: Numbers
@@ -49,7 +49,7 @@ def unit_of(name: str) -> str:
     return next((unit for end, unit in UNITS.items() if name.endswith(end)), "1")
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[ResultRow]) -> str:
     """Return rows as tables, one for each part, whose columns are the names in all of its rows."""
     text = []
     for part in dict.fromkeys(row.case.get("part") for row in rows):
@@ -69,7 +69,7 @@ class Turns(NamedTuple):
     at_end: Callable[[], Any] = lambda: None
 
 
-class Measured(NamedTuple):
+class RoundResults(NamedTuple):
     """Hold the numbers of all rounds, by name, round and rank, and the report of each rank at the end."""
 
     rounds: dict[str, list[tuple[Numbers, ...]]]
@@ -91,7 +91,7 @@ class Measured(NamedTuple):
 
 def measure_on_ranks(
     prepare: Callable[[argparse.Namespace], Turns], options: argparse.Namespace, deadline_s: float = 3600
-) -> Measured:
+) -> RoundResults:
     """Run works on `options.ranks` gloo ranks with one thread each; all ranks take the same turns.
 
     Args:
@@ -101,13 +101,13 @@ def measure_on_ranks(
     """
     ranks = run_ranks(_take_turns, options.ranks, (prepare, options), threads=1, deadline_s=deadline_s)
     rounds = {name: list(zip(*(found[name] for found, _ in ranks), strict=True)) for name in ranks[0][0]}
-    return Measured(rounds, [report for _, report in ranks])
+    return RoundResults(rounds, [report for _, report in ranks])
 
 
-def measure_here(works: Mapping[str, Callable[[], Numbers]], options: argparse.Namespace) -> Measured:
+def measure_here(works: Mapping[str, Callable[[], Numbers]], options: argparse.Namespace) -> RoundResults:
     """Run works that take turns in this process."""
     found = in_turns(works, options.rounds, options.warm_up)
-    return Measured({name: [(one,) for one in rounds] for name, rounds in found.items()}, [])
+    return RoundResults({name: [(one,) for one in rounds] for name, rounds in found.items()}, [])
 
 
 def _take_turns(prepare: Callable[[Any], Turns], options: argparse.Namespace) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ import resource
 from collections.abc import Iterator
 from functools import partial
 
-from benchmarks.measuring import Row, measure_here
+from benchmarks.measuring import ResultRow, measure_here
 from tests.dist.light_ranks import verdict_seconds
 
 KINDS = ("killed", "stopped", "late in a ring", "late in a collective")
@@ -31,7 +31,7 @@ def one_round(kind: str, options: argparse.Namespace) -> dict[str, float]:
     )
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each kind of fault."""
     for kind in KINDS:
         found = measure_here({kind: partial(one_round, kind, options)}, options)
@@ -43,4 +43,4 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
             }
         late = results["verdict_max_s"] >= MAX_VERDICT_S
         wrong = f"{kind}: expected verdicts within {MAX_VERDICT_S:g} s" if late else ""
-        yield Row({"fault": kind, "ranks": options.ranks}, results, wrong)
+        yield ResultRow({"fault": kind, "ranks": options.ranks}, results, wrong)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from common import in_turns
 from torch import Tensor
 
-from benchmarks.measuring import Measured, Row, shard_inputs, timed_pass
+from benchmarks.measuring import ResultRow, RoundResults, shard_inputs, timed_pass
 from ds_ring import Causal, RingMesh, make_layout, ring_attention
 from ds_ring.comm.exchange import Exchange, Route
 from ds_ring.comm.in_flight import Pending
@@ -113,7 +113,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def on_two_hosts(options: argparse.Namespace, folder: str) -> dict[int, Measured]:
+def on_two_hosts(options: argparse.Namespace, folder: str) -> dict[int, RoundResults]:
     """Run a rank on each host; return what both measured, by length."""
     arguments = [str(Path(__file__).parents[1] / "bench.py"), "overlap", "--rank-file", f"{folder}/times"]
     for name in ("heads", "head_dim", "rounds", "warm_up"):
@@ -129,14 +129,14 @@ def on_two_hosts(options: argparse.Namespace, folder: str) -> dict[int, Measured
                 raise SystemExit(f"a rank ended with {process.returncode}:\n{log.read_text()[-3000:]}")
     ranks = [json.loads(Path(f"{folder}/times.{rank}").read_text()) for rank in range(2)]
     return {
-        tokens: Measured(
+        tokens: RoundResults(
             {way: list(zip(*(rank[str(tokens)][way] for rank in ranks), strict=True)) for way in WAYS}, []
         )
         for tokens in options.tokens
     }
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length."""
     if options.rank_file:
         be_a_rank(options)
@@ -151,4 +151,4 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         compute, transfer = seconds["compute"], seconds["transfer"]
         results["exposed"] = round(seconds["overlap"] / max(compute, transfer), 3)
         results["without"] = round(seconds["no overlap"] / (compute + transfer), 3)
-        yield Row({"tokens": tokens, "mbit": options.mbit, "heads": options.heads}, results)
+        yield ResultRow({"tokens": tokens, "mbit": options.mbit, "heads": options.heads}, results)

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.measuring import Row, measure_here, shard_inputs, timed_pass
+from benchmarks.measuring import ResultRow, measure_here, shard_inputs, timed_pass
 from ds_ring import Causal, Dilated, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
 
@@ -35,7 +35,7 @@ def contestants(tokens: int) -> dict[str, Pattern]:
     }
 
 
-def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[Row]:
+def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each pattern."""
     layout, patterns = make_layout("contiguous", tokens=tokens, ring_size=1), contestants(tokens)
     torch.manual_seed(0)
@@ -58,10 +58,10 @@ def rows_of(tokens: int, options: argparse.Namespace) -> Iterator[Row]:
             "speed_up_cpu": round(by_cpu, 2),
         }
         results |= {"reached": round(speed_up / ideal, 2), "reached_cpu": round(by_cpu / ideal, 2)}
-        yield Row({"pattern": name, "tokens": tokens}, results)
+        yield ResultRow({"pattern": name, "tokens": tokens}, results)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each length and pattern."""
     for tokens in options.tokens:
         yield from rows_of(tokens, options)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from common import engine_of, llama
 
-from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 
 EVERY = 4
 HOW = {"none": None, "at_once": False, "background": True}
@@ -50,7 +50,7 @@ def prepare(options: argparse.Namespace) -> Turns:
     )
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each way to save."""
     with tempfile.TemporaryDirectory() as options.folder:
         found = measure_on_ranks(prepare, options, deadline_s=500)
@@ -59,4 +59,4 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     for how in ("at_once", "background"):
         call, whole = found.median(how, "call_s"), statistics.mean(found.each(how, "wall_s"))
         results = {"call_s": call, "call_over_step": round(call / step, 4)}
-        yield Row(case | {"save": how}, results | {"all_s": round(whole - EVERY * step, 4)})
+        yield ResultRow(case | {"save": how}, results | {"all_s": round(whole - EVERY * step, 4)})

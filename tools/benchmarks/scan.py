@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.measuring import Row, Turns, clock, measure_on_ranks, ring_of_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks, ring_of_ranks
 from ds_ring import Causal, RingConfig, RingMesh, make_layout
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -69,12 +69,12 @@ def peak_of_a_rank(options: argparse.Namespace) -> int:
     return memory.peak_bytes
 
 
-def memory(options: argparse.Namespace) -> Iterator[Row]:
+def memory(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for 1, 2 and 4 ranks."""
     options.rounds = 1
     for size in (1, 2, 4):
         peaks = run_ranks(peak_of_a_rank, size, (options,), threads=1, deadline_s=580)
-        yield Row({"tokens": options.tokens, "ranks": size}, {"peak_mib": round(max(peaks) / 2**20, 1)})
+        yield ResultRow({"tokens": options.tokens, "ranks": size}, {"peak_mib": round(max(peaks) / 2**20, 1)})
 
 
 def prepare(options: argparse.Namespace) -> Turns:
@@ -96,11 +96,13 @@ def prepare(options: argparse.Namespace) -> Turns:
     )
 
 
-def time(options: argparse.Namespace) -> Iterator[Row]:
+def time(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row."""
     os.environ.update(KEEP_PAGES)  # glibc reads them when the ranks start
     options.ranks = 2
     found = measure_on_ranks(prepare, options, deadline_s=580)
     results = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
     results["ratio"] = round(results["ring_s"] / results["one_process_s"], 3)
-    yield Row({key: getattr(options, key) for key in ("tokens", "hidden", "heads", "head_dim")}, results)
+    yield ResultRow(
+        {key: getattr(options, key) for key in ("tokens", "hidden", "heads", "head_dim")}, results
+    )

@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.hybrid_layer import WIDTH, HybridLayer
-from benchmarks.measuring import Row, clock
+from benchmarks.measuring import ResultRow, clock
 from ds_ring import make_layout
 from ds_ring.layers.scan.sequence_runs import sequence_runs
 from ds_ring.masks.tiles import IntArray
@@ -39,7 +39,7 @@ OPTIONS = {
 MAX_ERROR = 1e-4  # of a row in float32
 
 
-def count_bytes(options: argparse.Namespace) -> Iterator[Row]:
+def count_bytes(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield the most that a rank sends in a layer of Qwen3.5: 32 heads of 128 x 128, 8192 channels."""
     heads, dim, channels, ranks = 32, 128, 8192, options.ranks
     for tokens in options.lengths:
@@ -53,7 +53,7 @@ def count_bytes(options: argparse.Namespace) -> Iterator[Row]:
         scan = max(map(sum, zip(*(one.bytes_sent for one in passes), strict=True)))
         results = {"scan_bytes": scan, "halo_bytes": 2 * max(halos.bytes_sent)}
         results["hidden_states_bytes"] = tokens // ranks * channels * 2
-        yield Row({"ranks": ranks, "tokens": tokens}, results)
+        yield ResultRow({"ranks": ranks, "tokens": tokens}, results)
 
 
 class RunResult(NamedTuple):
@@ -125,7 +125,7 @@ class VirtualLayer:
         return float(((out[-1] + state @ factors[-1]).double() - exact).norm() / exact.norm())
 
 
-def stream(options: argparse.Namespace) -> Iterator[Row]:
+def stream(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield the sum of the layer's outputs over all tokens, and the error of some rows."""
     tokens, rows = options.tokens, options.rows
     layout = make_layout("zigzag", tokens=tokens, ring_size=options.ranks)
@@ -143,4 +143,4 @@ def stream(options: argparse.Namespace) -> Iterator[Row]:
         "halo_bytes": max(found.halos.bytes_sent),
     }  # fmt: skip
     wrong = f"expected errors below {MAX_ERROR:g}, got {error:.1e}" if error > MAX_ERROR else ""
-    yield Row({"tokens": tokens, "ranks": options.ranks}, results, wrong)
+    yield ResultRow({"tokens": tokens, "ranks": options.ranks}, results, wrong)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from common import engine_of, llama
 
-from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 
 OPTIONS = {
     "tokens": (8192, "of the sample"), "hidden": (256, "of the model; heads have 64"),
@@ -65,10 +65,10 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns(works, lambda: list(engines["measured"].ring.speeds))
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield one row: medians without and with the speeds, their ratio, and the speeds."""
     options.ranks = 2
     found = measure_on_ranks(prepare, options, options.deadline)
     results: dict[str, Any] = {f"{name}_s": found.median(name, "wall_s", 3) for name in found.rounds}
     results |= {"ratio": round(results["measured_s"] / results["equal_s"], 2), "speeds": found.at_end[0]}
-    yield Row({"tokens": options.tokens, "slowed": options.slowed}, results)
+    yield ResultRow({"tokens": options.tokens, "slowed": options.slowed}, results)

@@ -20,7 +20,7 @@ import torch
 from common import engine_of, llama, zero_of
 from torch import Tensor
 
-from benchmarks.measuring import Row, Turns, clock, measure_on_ranks
+from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring.measure.memory import measure_cpu_memory
 
 OPTIONS = {
@@ -76,10 +76,10 @@ def prepare(options: argparse.Namespace) -> Turns:
     return Turns({name: partial(step, name) for name in batches}, difference)
 
 
-def run(options: argparse.Namespace) -> Iterator[Row]:
+def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for the tree and one for the rows."""
     found = measure_on_ranks(prepare, options, deadline_s=580)
     for name in found.rounds:
         results = {"tokens": found.each(name, "tokens")[0], "median_s": found.median(name, "wall_s", 3)}
         results["peak_mib"] = round(max(found.each(name, "peak_bytes")) / 2**20, 1)
-        yield Row({"contestant": name}, results | {"largest_difference": max(found.at_end)})
+        yield ResultRow({"contestant": name}, results | {"largest_difference": max(found.at_end)})

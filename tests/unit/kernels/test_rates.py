@@ -10,7 +10,7 @@ import pytest
 import torch
 from benchmarks.gpu import write_rates
 from benchmarks.gpu_rates import tile_kinds
-from benchmarks.measuring import Row
+from benchmarks.measuring import ResultRow
 
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.kernels.select import KernelNeeds, fastest, get_kernel
@@ -70,9 +70,9 @@ def test_measured_rates_are_written_beside_those_of_other_devices(tmp_path: Path
     path = tmp_path / "rates.json"
     path.write_text(json.dumps({"another": {}}))
     rows = [
-        Row({"tiles": "causal", "kernel": "flash"}, {"forward_tflops": 300, "backward_tflops": 2e2}),
-        Row({"tiles": "causal", "kernel": "torch SDPA"}, {"forward_tflops": 1, "backward_tflops": 1}),
-        Row({"tiles": "causal", "kernel": "flex"}, {"refused": "why"}),
+        ResultRow({"tiles": "causal", "kernel": "flash"}, {"forward_tflops": 300, "backward_tflops": 2e2}),
+        ResultRow({"tiles": "causal", "kernel": "torch SDPA"}, {"forward_tflops": 1, "backward_tflops": 1}),
+        ResultRow({"tiles": "causal", "kernel": "flex"}, {"refused": "why"}),
     ]
     write_rates("a device", rows, path)
     assert json.loads(path.read_text()) == {"another": {}, "a device": {"causal": {"flash": [300.0, 200.0]}}}
