@@ -25,15 +25,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.decode.replicated_op import attend_replicated
-from ds_ring.errors import RingConfigError, RingError, shown
+from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import why_not_honoured, why_not_these_queries
-from ds_ring.ops.context import RingContext, context_for, context_of, refuse
-from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of, refusing_handle
+from ds_ring.ops.checks import check_arguments, check_queries
+from ds_ring.ops.context import RingContext, context_for, context_of
+from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of
 from ds_ring.ops.options import Options
+from ds_ring.ops.refusal import Refusal, refusal_from
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
@@ -105,25 +107,27 @@ def ring_attention(
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    why, sharded = None, isinstance(queries, str) and queries == "sharded"
-    if not sharded or q_positions is not None:
-        latents = up_projection is not None
-        payloads = gradient_payload, kv_payload
-        why = why_not_these_queries(queries, q_positions is not None, mesh, transport, latents, payloads)
+    sharded, refusal = isinstance(queries, str) and queries == "sharded", None
     flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload, kv_payload)
+    settings = (scale, kernel, transport, *flags)
+    if not sharded or q_positions is not None:
+        latents, payloads = up_projection is not None, (gradient_payload, kv_payload)
+        asked = (queries, q_positions is not None, mesh, transport, latents, payloads)
+        if torch.compiler.is_compiling():
+            refusal = refusal_from(check_queries, *asked)
+        else:
+            check_mesh(mesh)
+            with collective(mesh, "attention"):
+                check_queries(*asked)
     if torch.compiler.is_compiling():
-        settings = (scale, kernel, transport, *flags)
-        handle = handle_of(pattern, layout, mesh, settings, score_mod, why)
+        handle = refusal or handle_of(pattern, layout, mesh, settings, score_mod)
         if sharded:
-            return attend_compiled(q, k, v, handle, mesh.ulysses_size, sinks, return_lse, up_projection)
-        return attend_replicated(q, k, v, handle, q_positions, sinks, return_lse)
-    if why is not None:
-        check_mesh(mesh)
-        refuse(mesh, RingConfigError(why))
-    context = context_of_call(pattern, layout, mesh, (scale, kernel, transport, *flags), score_mod)
+            return attend_compiled(q, k, v, handle, mesh, sinks, return_lse, up_projection)
+        return attend_replicated(q, k, v, handle, mesh, q_positions, sinks, return_lse)
+    context = context_of_call(pattern, layout, mesh, settings, score_mod)
     if sharded:
         return attend(q, k, v, context, sinks, return_lse, up_projection)
-    return attend_replicated(q, k, v, context.handle, q_positions, sinks, return_lse)
+    return attend_replicated(q, k, v, context.handle, mesh, q_positions, sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -173,7 +177,7 @@ class RingAttention(nn.Module):
             options = options.replaced(score_mod=ScoreMod.lookup(score_mod))
         pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
-        self._mesh, self._handle, self._ulysses_size = mesh, self.context.handle, mesh.ulysses_size
+        self._mesh, self._handle = mesh, self.context.handle
 
     def _placed(self, pattern: Pattern, layout: Layout | str, mesh: RingMesh) -> tuple[Pattern, Layout | str]:
         """Return the pattern and the layout of the pass; for modules of other sequences."""
@@ -198,16 +202,20 @@ class RingAttention(nn.Module):
         Raises:
             RingConfigError: a positional or keyword argument that this module would have to ignore.
         """
-        why = why_not_honoured(batch_dim_idx, args, kwargs)
-        if why is not None and not torch.compiler.is_compiling():
-            refuse(self._mesh, RingConfigError(why))
+        refusal = None
+        if batch_dim_idx is not None or args or kwargs:
+            if torch.compiler.is_compiling():
+                refusal = refusal_from(check_arguments, batch_dim_idx, args, kwargs)
+            else:
+                with collective(self._mesh, "attention"):
+                    check_arguments(batch_dim_idx, args, kwargs)
         # `_attend` refuses an argument that is not a 4-D tensor, which could not be permuted here.
         if (
-            why is not None
+            refusal is not None
             or batch_dim_idx is None
             or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (query, key, value))
         ):
-            return self._attend(query, key, value, sinks, return_lse, why, up_projection)
+            return self._attend(query, key, value, sinks, return_lse, refusal, up_projection)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
@@ -217,26 +225,23 @@ class RingAttention(nn.Module):
         return results.permute(back)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
-        up: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
+        refusal: Refusal | None, up: Tensor | None,
     ) -> Any:  # fmt: skip
-        if not torch.compiler.is_compiling():
-            return attend(q, k, v, self._context_now(), sinks, return_lse, up)
-        handle = self._handle if why is None else refusing_handle(self._mesh, why)
-        return attend_compiled(q, k, v, handle, self._ulysses_size, sinks, return_lse, up)
+        if torch.compiler.is_compiling():
+            return attend_compiled(q, k, v, refusal or self._handle, self._mesh, sinks, return_lse, up)
+        return attend(q, k, v, self._context_now(), sinks, return_lse, up)
 
     def _context_now(self) -> RingContext:
         """Return the context of an eager call: another one where the score_mod has captured other values."""
         found = self.context
         mod = found.options.score_mod
         if mod is not None and mod.is_changed():
-            try:
+            with collective(self._mesh, "attention"):
                 options = found.options.replaced(score_mod=ScoreMod.lookup(mod.function))
                 self.context = context_for(
                     found.pattern, found.layout, self._mesh, options, keeps_functions=True
                 )
-            except RingError as error:
-                refuse(self._mesh, error)
             self._handle = self.context.handle
         return self.context
 

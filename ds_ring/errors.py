@@ -33,7 +33,13 @@ def shown(value: object) -> str:
 
 
 class RingError(Exception):
-    """Root of every error that ds_ring raises on purpose."""
+    """Root of every error that ds_ring raises on purpose.
+
+    Attributes:
+        peers_know: the other ranks of the sequence raise as well, or were told of this error.
+    """
+
+    peers_know: bool = False
 
 
 class RingConfigError(RingError, ValueError):
@@ -91,6 +97,8 @@ class RingPeerError(RingError, RuntimeError):
         peer: the ring rank it blames; None where nobody can be named.
         cause: one line of text, what was seen.
     """
+
+    peers_know = True
 
     def __init__(self, ring_rank: int, hop: int | None, peer: int | None, cause: str) -> None:
         self.ring_rank, self.hop, self.peer, self.cause = ring_rank, hop, peer, cause

@@ -74,19 +74,21 @@ IMPORTERS = {
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
-    "ops.ring_op": {"comm.exchange", "kernels", "ring.merge"},  # tells of a failure; dtypes and operands
+    "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
     "ops.passes": {"kernels"},  # in annotations
-    "ops.ulysses": {"comm.exchange"},  # the all-to-all
+    "ops.refusal": {"ring.merge"},  # the accumulators' dtype
+    "comm.collective": {"comm.exchange"},  # compares headers
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
-    "layers.selection.select": {"comm.exchange", "kernels", "ring.merge"},
+    "layers.selection.select": {"kernels"},
+    "layers.selection.selected_pass": {"comm.exchange", "kernels", "ring.merge"},
+    "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "kernels.flex": {"kernels.block_mask"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "memory.tiled_loss": {"ring.merge"},  # the same
     "memory.tiled_call": {"ring.merge"},  # the accumulators' dtype
-    "layers.sparse.attention": {"ring.merge"},  # the same
+    "layers.sparse.moba": {"ring.merge"},  # the same
     "comm.groups": {"comm.exchange"},  # connects the ranks
-    "ops.shard": {"comm.exchange"},
-    "layers.scan.scan": {"comm.exchange"},
+    "layers.scan.context": {"comm.exchange"},
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},
     "integrations.deepspeed.loss": {"comm.exchange"},

@@ -52,7 +52,7 @@ def optimizer_of(model: Any, options: argparse.Namespace) -> torch.optim.Optimiz
 
 def train_alone(options: argparse.Namespace) -> list[float]:
     """One process: the loss of each step."""
-    from ds_ring.layers.selection.select import TotalOrder
+    from ds_ring.layers.selection.total_order import TotalOrder
 
     model = small_model(options.model)
     model.set_attn_implementation("eager")

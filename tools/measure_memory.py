@@ -32,7 +32,7 @@ from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, r
 from ds_ring.measure.memory import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring.ops.context import ContextCache, context_for
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import pass_of
+from ds_ring.ops.ring_op import run_backward, run_forward
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 # one call per tile: the smallest number of fake operators, and the largest workspace a kernel could have
@@ -118,9 +118,9 @@ def measure_fake(size: int, options: argparse.Namespace) -> int:
         def work() -> list[torch.Tensor]:
             """Run the operator's own Python body: forward, then backward."""
             q, k, v = (torch.empty(shape) for _ in range(3))
-            out, lse = pass_of(q, k, v, context).forward(q, k, v)
+            out, lse = run_forward(context, q, k, v)
             grad = torch.empty(shape)
-            return [out, lse, grad, *pass_of(q, k, v, context, grad).backward(grad, q, k, v, out, lse)]
+            return [out, lse, grad, *run_backward(context, grad, q, k, v, out, lse)]
 
         with FakeTensorMode():
             return fake_memory_peak(work)

@@ -1,17 +1,13 @@
 """Send and receive the tensors of attention. No other file does.
 
-Owns the point-to-point messages of a hop, the header that ranks compare before the first payload of a call,
-the all-gather (offered as a reference to measure the ring against), the Ulysses all-to-all, the deadlines on
-all of these, and the count of bytes sent. Knows nothing of attention.
+Owns the point-to-point messages of a hop and of headers, the all-gather (offered as a reference to measure
+the ring against), the Ulysses all-to-all, the deadlines on all of these, and the count of bytes sent. Knows
+nothing of attention. `collective.py` says what ranks compare before the first payload of a call.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +21,7 @@ from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages,
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.comm.watchdog import WorkWatchdog
-from ds_ring.errors import RingError, RingMismatchError, RingPeerError
+from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 
 NOTHING = torch.empty(0)
@@ -183,15 +179,6 @@ class Exchange:
         """Return the streams that wait for works; None with gloo, whose works the host waits for."""
         on_device = tensor.is_cuda and dist.get_backend(group) != "gloo"
         return self.streams(tensor) if on_device else None
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Run a pass; if it raises, tell the other ranks, which would otherwise wait for this one."""
-        try:
-            yield
-        except BaseException as error:
-            self.failed(error)
-            raise
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that a pass raised here, unless the error is about another rank."""
@@ -368,150 +355,3 @@ def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]
         for tensor, rank in zip(tensors, ranks, strict=True):
             operations.append(dist.P2POp(act, tensor, group=route.group, group_peer=rank))
     return dist.batch_isend_irecv(operations)
-
-
-# What ranks agree on before the first payload of a call. The header has a digest of the report. If any digest
-# differs, all ranks send each other their reports, so that the error says which rank differs in what.
-#
-# [Note: a header on every call]
-# The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
-# at once. If the header went to the next rank only, two ranks would see a difference, and the others would
-# wait for their deadline. The comparison costs one small message a round.
-
-_OPERATION, _REFUSAL = "operation", "refused"
-_VALUE_CHARACTERS = 300  # of a value in a report
-_REPORT_BYTES = 1 << 15
-_NAMED_RANKS = 4
-
-AgreementFields = dict[str, str]
-
-
-class Agreement(NamedTuple):
-    """What all ranks of a sequence must agree on, as texts by name, and its digest, which is computed once.
-
-    The report of a rank that refuses says why.
-    """
-
-    report: AgreementFields
-    digest: int
-
-    @classmethod
-    def on(cls, operation: str, fields: Mapping[str, object], refused: RingError | None = None) -> Agreement:
-        """Return the agreement on an operation, "attention forward" say, with these fields."""
-        more = {name: str(value) for name, value in fields.items()}
-        report = {_OPERATION: operation, **(more if refused is None else {_REFUSAL: str(refused)})}
-        digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
-        return cls(report, int.from_bytes(digest[:8], "big", signed=True))
-
-
-# [Note: refusals]
-# A rank that must refuse its own input still takes part, so that the others raise too instead of waiting for
-# it. Headers go over the whole sequence group, ring and Ulysses ranks alike: whoever would wait for the
-# refusing rank, directly or through another rank, learns of it.
-def agree(
-    exchange: Exchange,
-    operation: str,
-    fields: Mapping[str, object],
-    refused: RingError | None = None,
-    patience_s: float = 0.0,
-) -> None:
-    """Check that all ranks of the sequence make the same call. Only headers are sent, if all agree.
-
-    Args:
-        exchange: the exchange of the mesh. The longest `patience_s` of all ranks is set on this mesh.
-        operation: what is about to happen, for example "attention forward".
-        fields: what must be equal on all ranks, by the name that error messages use; compared as texts.
-        refused: why this rank cannot do it; raised here after the others were told. See [Note: refusals].
-        patience_s: a lower bound in seconds for the deadline of a wait; 0 for none (`ops/options.py`).
-
-    Raises:
-        RingError: `refused`, on this rank.
-        RingMismatchError: another rank refused, or fields differ; names ranks and fields.
-        RingPeerError: another rank did not take part before the deadline.
-    """
-    with exchange.mesh.in_call():
-        compare_headers(exchange, Agreement.on(operation, fields, refused), patience_s, refused)()
-
-
-def compare_headers(
-    exchange: Exchange, agreement: Agreement, patience_s: float = 0.0, refused: RingError | None = None
-) -> Callable[[], None]:
-    """Count the call and return the function that compares headers and raises what `agree` documents.
-
-    The caller is inside `mesh.in_call()`, and sends no payload before the function has returned. The function
-    may run in a thread (`Task`), so that the device computes meanwhile.
-    """
-    # Refused calls count as well: ranks that go on after one must still have equal numbers.
-    exchange.call = number = next(exchange.mesh.calls)
-    use = exchange.mesh.state
-    # Never reduce the patience here: headers of the last call may be in flight, or a rank may still compile.
-    use.patience_s = max(use.patience_s, patience_s)
-    # Headers are compared lexicographically. So least[0] is 1 only if all ranks refuse. If the first two
-    # integers are the same on all ranks, the greatest header has the longest patience of all ranks.
-    header = torch.tensor([int(refused is not None), agreement.digest ^ number, math.ceil(patience_s)])
-
-    def compare() -> None:
-        try:
-            least, greatest = exchange.spread(header).tolist()
-            all_refuse, all_equal = least[0] == 1, least[:2] == greatest[:2]
-            # Every rank sees the same least and greatest, so all of them send their reports, or none.
-            reports = [] if all_refuse or all_equal else _all_reports(exchange, agreement.report, number)
-        except RingPeerError as unheard:
-            if refused is not None:  # nobody to tell: the own fault is still the better message
-                raise refused from unheard
-            raise
-        if refused is not None:
-            raise refused
-        if not all_equal:
-            raise RingMismatchError(_describe(exchange.mesh, reports))
-        use.patience_s = float(greatest[2])
-
-    return compare
-
-
-def _all_reports(exchange: Exchange, report: AgreementFields, number: int) -> list[AgreementFields]:
-    """Return every rank's report, by sequence rank."""
-    mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
-    text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
-    return [json.loads(row) for row in gather_texts(exchange, text)]
-
-
-def gather_texts(exchange: Exchange, text: str) -> list[str]:
-    """Return the texts of all ranks of the sequence, by sequence rank, padded with spaces to one size."""
-    data = text.encode().ljust(_REPORT_BYTES)  # an all-gather takes equal sizes only
-    assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
-    mesh = exchange.mesh
-    # A bytearray, since torch warns of memory that it cannot write to.
-    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
-    return [bytes(row.tolist()).decode() for row in rows]
-
-
-def _describe(mesh: RingMesh, reports: list[AgreementFields]) -> str:
-    """Return the message for reports that differ."""
-    refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
-    if refusing:
-        return (
-            f"{_names(mesh, refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
-            " this sequence sent anything; all can go on once that is mended"
-        )
-    operations = {report[_OPERATION] for report in reports}
-    names = [_OPERATION] if len(operations) > 1 else list(reports[0])  # elsewhere fields mean other things
-    different = []
-    for name in names:
-        by_value: dict[str, list[int]] = {}
-        for rank, report in enumerate(reports):
-            by_value.setdefault(report[name], []).append(rank)
-        if len(by_value) > 1:
-            who = [f"{_names(mesh, ranks)} has {value}" for value, ranks in by_value.items()]
-            different.append(f"{name}: {', '.join(who)}")
-    return (
-        "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
-        + "; ".join(different)
-        + ". Give every rank of a sequence the same model, configuration and batch shape"
-    )
-
-
-def _names(mesh: RingMesh, ranks: list[int]) -> str:
-    named = " and ".join(mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
-    return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"

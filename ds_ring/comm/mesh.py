@@ -11,10 +11,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -58,6 +57,8 @@ class MeshState:
         work_watchdog: sees to the messages between GPUs; made by the first exchange on the mesh.
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
+        process: the one that made the mesh.
+        busy, thread: held during a call (`collective.py`), and by which thread.
     """
 
     def __init__(self) -> None:
@@ -69,9 +70,9 @@ class MeshState:
         self.work_watchdog: WorkWatchdog | None = None
         self.groups: list[ProcessGroup | None] = []
         self.abandoned = False
-        self._process = os.getpid()
-        self._busy = threading.Lock()
-        self._thread: int | None = None  # the one that holds `_busy`
+        self.process = os.getpid()
+        self.busy = threading.Lock()
+        self.thread: int | None = None  # the one that holds `busy`
 
     def is_healthy(self, detector: DetectorClient | None) -> bool:
         """Return whether no message can be under way for ever: destroying its group would not return."""
@@ -83,9 +84,9 @@ class MeshState:
         Raises:
             RingMeshError: either.
         """
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise RingMeshError(
-                f"expected a mesh of this process ({os.getpid()}), got one that process {self._process} made"
+                f"expected a mesh of this process ({os.getpid()}), got one that process {self.process} made"
                 " before it was forked; its connections belong to that process: start ranks with a launcher"
                 " or with spawn, and make the process group and the mesh in each of them"
             )
@@ -95,39 +96,21 @@ class MeshState:
                 " RingMesh.from_world(...)"
             )
 
-    @contextmanager
-    def exclusive_call(self, tell: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Surround a call on the mesh; calls within it are part of it. Never waits.
-
-        Args:
-            tell: is told of two threads at once, before the error is raised here.
+    def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
+        """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.
 
         Raises:
-            RingMeshError: as `check`, or another thread is in a call.
+            RingMeshError: names both threads.
         """
-        if self.closed or os.getpid() != self._process:
-            self.check()
-        me = threading.get_ident()
-        if self._thread == me:  # only this thread can have written that
-            yield
-            return
-        if not self._busy.acquire(blocking=False):
-            names = [repr(one.name) for one in threading.enumerate() if one.ident == self._thread]
-            why = (
-                "expected one thread at a time on a mesh, got a call of thread"
-                f" {threading.current_thread().name!r} while thread {(names or ['?'])[0]} is in one; ranks"
-                " match messages by the order of calls: give each thread a mesh of its own, made in the same"
-                " order on every rank"
-            )
-            if tell is not None:
-                tell(why)
-            raise RingMeshError(why)
-        self._thread = me
-        try:
-            yield
-        finally:
-            self._thread = None
-            self._busy.release()
+        names = [repr(one.name) for one in threading.enumerate() if one.ident == self.thread]
+        why = (
+            "expected one thread at a time on a mesh, got a call of thread"
+            f" {threading.current_thread().name!r} while thread {(names or ['?'])[0]} is in one; ranks match"
+            " messages by the order of calls: give each thread a mesh, made in the same order on every rank"
+        )
+        if detector is not None:
+            detector.report_failure(why)
+        raise RingMeshError(why)
 
 
 # [Note: groups of a mesh that was dropped]
@@ -379,15 +362,6 @@ class RingMesh(MeshCoordinates):
         if self.detector is not None:
             self.detector.leave()
         self.owners.release()
-
-    def in_call(self) -> AbstractContextManager[None]:
-        """Surround whatever ranks do together on this mesh.
-
-        Raises:
-            RingMeshError: the mesh is closed, another process's, or in use by another thread. In that last
-                case messages may be mixed up already, so the other ranks are told and the mesh is broken.
-        """
-        return self.state.exclusive_call(self.detector.report_failure if self.detector is not None else None)
 
     def synchronize(self) -> None:
         """Wait until all messages of past calls have arrived, and raise if one has not.

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from ds_ring.api import ring_attention
+from ds_ring.comm.collective import collective
 from ds_ring.contrib.ring_flash_attn import mesh_of
-from ds_ring.errors import RingConfigError, RingError, RingPatternError
+from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.layers.cross.attention import cross_attention
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.mask_mod import with_key_terms
-from ds_ring.ops.context import refuse
 from ds_ring.schedule.layout import make_layout
 
 NAME = "ds_ring"
@@ -109,13 +109,11 @@ def attention(
     context = _parallel_config.context_parallel_config
     mesh = mesh_of(context._flattened_mesh.get_group(), context.ulysses_degree)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    try:
+    with collective(mesh, "attention"):
         _check(q, k, dropout_p, is_causal, context)
         if attn_mask is not None:
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             q, k = with_key_terms(q, k, _terms(attn_mask, q, k), scale)
-    except RingError as error:
-        refuse(mesh, error)
     of_queries, of_keys = (
         make_layout("contiguous", tokens=x.shape[2] * mesh.sequence_size, ring_size=mesh.ring_size)
         for x in (q, k)

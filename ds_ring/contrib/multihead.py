@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ds_ring.api import RingAttention
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import (
     RingConfigError,
-    RingError,
     RingPatternError,
     RingShapeError,
     shown,
@@ -30,9 +30,8 @@ from ds_ring.limits import MOST_HEADS
 from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import why_not_an_operand
-from ds_ring.ops.context import refuse
-from ds_ring.ops.frontend import attend_compiled, refusing_handle
+from ds_ring.ops.checks import check_operand
+from ds_ring.ops.refusal import refusal_from, refused_results
 from ds_ring.schedule.layout import Layout
 
 _MOST_FEATURES = 1 << 20
@@ -186,12 +185,14 @@ class MultiheadRingAttention(nn.Module):
             RingShapeError: tensors that are not of one shape [B, S, E], or not of the parameters' dtype.
             RingMismatchError, RingPeerError, RingFiniteError: as `ring_attention`.
         """
-        refused = self._why_not(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
-        if refused is not None:  # the other ranks are told
-            if not torch.compiler.is_compiling():
-                refuse(self._mesh, refused[0](refused[1]))
-            handle = refusing_handle(self._mesh, refused[1], refused[0])
-            attend_compiled(query, key, value, handle, self._mesh.ulysses_size, None, False)
+        given = (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        if torch.compiler.is_compiling():
+            refusal = refusal_from(self._check, *given)
+            if refusal is not None:
+                return refused_results(query, self.embed_dim, refusal, self._mesh)[0], None
+        else:
+            with collective(self._mesh, "attention"):
+                self._check(*given)
         q, k, v = (
             (x if self.batch_first else x.transpose(0, 1)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for x in self._projected(query, key, value)
@@ -209,56 +210,53 @@ class MultiheadRingAttention(nn.Module):
         together = zip((query, key, value), weights, biases, strict=True)
         return [linear(x, weight, bias) for x, weight, bias in together]
 
-    def _why_not(
+    def _check(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: object, need_weights: object,
         attn_mask: object, is_causal: object,
-    ) -> tuple[type[RingError], str] | None:  # fmt: skip
-        """Return the error for a call that cannot be honoured; None for one that can."""
+    ) -> None:  # fmt: skip
+        """Raise the error for a call that cannot be honoured."""
         for name, x in (("query", query), ("key", key), ("value", value)):
-            why = why_not_an_operand(name, x)
-            if why is not None:
-                return RingShapeError, why
+            check_operand(name, x)
             if x.dim() != 3 or x.shape[2] != self.embed_dim:
                 order = "batch, tokens" if self.batch_first else "tokens, batch"
-                return RingShapeError, (
+                raise RingShapeError(
                     f"{name}: expected [{order}, embed_dim] with embed_dim {self.embed_dim}, got shape"
                     f" {tuple(x.shape)}; add a batch of 1 with unsqueeze, or project to embed_dim"
                 )
             if x.shape != query.shape:
-                return RingShapeError, (
+                raise RingShapeError(
                     f"{name}: expected the query's shape {tuple(query.shape)}, as all lie in one layout, got"
                     f" {tuple(x.shape)}; for a few queries against a longer sequence call"
                     ' ds_ring.ring_attention(..., queries="replicated")'
                 )
             dtype = self.in_proj_weight.dtype
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-                return RingShapeError, (
+                raise RingShapeError(
                     f"{name}: expected the parameters' dtype {dtype}, got {x.dtype}; cast one of them, or use"
                     " torch.autocast"
                 )
         if need_weights is not False:
-            return RingConfigError, (
+            raise RingConfigError(
                 f"need_weights: expected False, got {shown(need_weights)}: no rank holds a row of weights;"
                 " take return_lse=True of ds_ring.RingAttention, from which exp(score - lse) is any weight"
             )
         if attn_mask is not None:
-            return RingPatternError, (
+            raise RingPatternError(
                 f"attn_mask: expected None, got {type(attn_mask).__name__}: a mask of T x T is never made;"
                 " pass a pattern when the module is made: pattern=ds_ring.Causal(), or ds_ring.MaskMod(fn)"
                 " for any mask"
             )
         if key_padding_mask is not None:
-            return RingPatternError, (
+            raise RingPatternError(
                 f"key_padding_mask: expected None, got {type(key_padding_mask).__name__}; leave it out if the"
                 " padding is on the right and the pattern causal, since no token sees it. Otherwise use"
                 " pattern=ds_ring.Documents(ids), with id -1 for padding, for a batch of one"
             )
         if is_causal is not None and is_causal is not self._is_causal:
-            return RingPatternError, (
+            raise RingPatternError(
                 f"is_causal: expected None or {self._is_causal}, as the module's pattern says, got"
                 f" {shown(is_causal)}; leave it out, or make the module with another pattern"
             )
-        return None
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_heads={self.kv_heads}"

@@ -39,13 +39,13 @@ from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_ring.api import ring_attention
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import refuse
 from ds_ring.schedule.layout import Layout, PieceLayout, StripedLayout, make_layout
 
 _PACKAGE = "ring_flash_attn"
@@ -79,7 +79,7 @@ def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) 
     return PieceLayout(tokens, ring_size, boundaries=tuple(bounds), owners=tuple(owners) * len(lengths))
 
 
-def _pattern_of(causal: bool, window_size: Sequence[int], mesh: RingMesh) -> Pattern:
+def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
     """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, behind; -1 for all)."""
     before, behind = window_size
     if before < 0 and (causal or behind < 0):
@@ -87,12 +87,9 @@ def _pattern_of(causal: bool, window_size: Sequence[int], mesh: RingMesh) -> Pat
     if causal or behind == 0:
         return SlidingWindow(before + 1)
     if before != behind:
-        refuse(
-            mesh,
-            RingConfigError(
-                "window_size: expected equally many keys on both sides without causal=True, got"
-                f" {(before, behind)}; call ds_ring.ring_attention with a pattern of your own"
-            ),
+        raise RingConfigError(
+            "window_size: expected equally many keys on both sides without causal=True, got"
+            f" {(before, behind)}; call ds_ring.ring_attention with a pattern of your own"
         )
     return SlidingWindow(before + 1, causal=False)
 
@@ -104,20 +101,16 @@ def _attend(
 ) -> Any:  # fmt: skip
     """Attend over [B, S, H, D]; return out, or (out, lse, None)."""
     if dropout_p:
-        refuse(
-            mesh,
-            RingConfigError(f"dropout_p: expected 0, got {dropout_p}: the ring drops no scores; set it to 0"),
+        raise RingConfigError(
+            f"dropout_p: expected 0, got {dropout_p}: the ring drops no scores; set it to 0"
         )
     score_mod: ScoreFunction | None = None
     if alibi_slopes is not None:
         if alibi_slopes.ndim != 1 or softcap:
-            refuse(
-                mesh,
-                RingConfigError(
-                    "alibi_slopes: expected one number for each head, and no softcap beside them, got"
-                    f" {tuple(alibi_slopes.shape)}, softcap {softcap}; call ds_ring.ring_attention with a"
-                    " score_mod"
-                ),
+            raise RingConfigError(
+                "alibi_slopes: expected one number for each head, and no softcap beside them, got"
+                f" {tuple(alibi_slopes.shape)}, softcap {softcap}; call ds_ring.ring_attention with a"
+                " score_mod"
             )
         score_mod = Alibi(tuple(alibi_slopes.tolist()))
     elif softcap:
@@ -172,11 +165,12 @@ def _batched(family: str) -> Callable[..., Any]:
         """Attend over this rank's shard; see the module."""
         mesh = mesh_of(group)
         layout = make_layout(names[family], tokens=q.shape[1] * mesh.ring_size, ring_size=mesh.ring_size)
-        return _attend(
-            q, k, v, pattern=_pattern_of(causal, window_size, mesh), layout=layout, mesh=mesh,
-            scale=softmax_scale, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
-            return_attn_probs=return_attn_probs,
-        )  # fmt: skip
+        with collective(mesh, family):
+            return _attend(
+                q, k, v, pattern=_pattern_of(causal, window_size), layout=layout, mesh=mesh,
+                scale=softmax_scale, dropout_p=dropout_p, alibi_slopes=alibi_slopes,
+                return_attn_probs=return_attn_probs,
+            )  # fmt: skip
 
     return attend
 
@@ -185,20 +179,18 @@ def _packed(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], layout: Layout, mesh: RingMesh, causal: bool,
     window_size: Sequence[int], return_attn_probs: bool, **options: Any,
 ) -> Any:  # fmt: skip
-    if not len(q) == len(k) == len(v) == layout.local_tokens:
-        refuse(
-            mesh,
-            RingShapeError(
+    with collective(mesh, "packed attention"):
+        if not len(q) == len(k) == len(v) == layout.local_tokens:
+            raise RingShapeError(
                 f"expected {layout.local_tokens} tokens of q, k and v on each of {mesh.ring_size} ranks,"
                 f" since documents of {lengths} tokens are packed, got {len(q)}, {len(k)}, {len(v)}; pass the"
                 " cu_seqlens of this batch"
-            ),
+            )
+        pattern = _pattern_of(causal, window_size) & _documents(lengths)
+        q, k, v = (x[None] for x in (q, k, v))
+        out, lse, none = _attend(
+            q, k, v, pattern=pattern, layout=layout, mesh=mesh, return_attn_probs=True, **options
         )
-    pattern = _pattern_of(causal, window_size, mesh) & _documents(lengths)
-    q, k, v = (x[None] for x in (q, k, v))
-    out, lse, none = _attend(
-        q, k, v, pattern=pattern, layout=layout, mesh=mesh, return_attn_probs=True, **options
-    )
     return (out[0], lse[0], none) if return_attn_probs else out[0]
 
 

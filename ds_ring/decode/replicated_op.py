@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.decode.replicated import ReplicatedPass
 from ds_ring.errors import shown
 from ds_ring.ops.context import context_of
-from ds_ring.ops.frontend import check_eager, check_operands, differentiable, refuse_call
+from ds_ring.ops.frontend import check_eager, check_traced, differentiable
 from ds_ring.ops.handles import operator
-from ds_ring.ops.ring_op import register, run_pass, sinks_gradient
+from ds_ring.ops.refusal import Refusal, raise_in_trace, refused_results
+from ds_ring.ops.ring_op import register, sinks_gradient
 
 
 @operator("ds_ring::replicated_attention")
@@ -25,10 +27,9 @@ def replicated_attention_op(
     The positions are a tensor, so that a compiled graph of a decoding loop takes the step as an input.
     """
     context = context_of(handle)
-    with context.mesh.in_call():
-        made = ReplicatedPass(*context.prepare_replicated(q, k, v, positions, sinks=sinks))
-        out, lse = run_pass(made, made.forward, q, k, v, sinks)
-        return out, lse
+    with context.call("replicated attention forward", q) as call:
+        made = ReplicatedPass(*context.prepare_replicated(call, q, k, v, positions, sinks=sinks))
+        return made.forward(q, k, v, sinks)
 
 
 @operator("ds_ring::replicated_attention_backward")
@@ -38,11 +39,10 @@ def replicated_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     context = context_of(handle)
-    with context.mesh.in_call():
+    with context.call("replicated attention backward", q) as call:
         of_lse = grad_lse is not None
-        made = ReplicatedPass(*context.prepare_replicated(q, k, v, positions, grad_out, has_grad_lse=of_lse))
-        dq, dk, dv = run_pass(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
-        return dq, dk, dv
+        prepared = context.prepare_replicated(call, q, k, v, positions, grad_out, has_grad_lse=of_lse)
+        return ReplicatedPass(*prepared).backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -66,20 +66,27 @@ register(replicated_attention_op, replicated_attention_backward_op, _setup_repli
 
 
 def attend_replicated(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, q_positions: Sequence[int] | Tensor | None,
-    sinks: Tensor | None, return_lse: bool,
+    q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh,
+    q_positions: Sequence[int] | Tensor | None, sinks: Tensor | None, return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Return out [B, H, Q, E] of queries that every rank has; with `return_lse` (out, lse)."""
+    results: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling():
-        handle = differentiable(handle)
-        check_operands(q, k, v, handle, sinks, return_lse)
+        check_traced(mesh, q, k, v, sinks, return_lse)
+        found = differentiable(handle)
+        if isinstance(found, tuple):
+            results = refused_results(q, v.shape[-1], found, mesh)
+            return results if return_lse else results[0]
+        handle = found
     else:
+        assert isinstance(handle, int), "an eager call that is refused has raised"
         check_eager(context_of(handle), q, k, v, sinks, return_lse)
     if q_positions is not None and not isinstance(q_positions, Tensor):
         try:
             q_positions = torch.as_tensor(q_positions)
         except Exception:
             got = shown(q_positions).removeprefix("list ")
-            refuse_call(handle, f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor")
+            why = f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor"
+            raise_in_trace(mesh, "RingShapeError", why)
     results = replicated_attention_op(q, k, v, q_positions, handle, sinks)
     return results if return_lse else results[0]

@@ -460,14 +460,13 @@ class ScoreMod:
         if self.is_changed():
             raise self._refusal("captured values that stay as they were", "others; pass the function anew")
 
-    def why_not_this_gradient(self) -> str | None:
-        """Return why a captured tensor that requires a gradient is refused now; None if there is none."""
-        if not torch.is_grad_enabled() or not self.needs_gradient:
-            return None
-        return (
-            f"score_mod {name_of(self.function)}: expected captured tensors that require no gradient, got one"
-            " that does, and would get none; detach it inside the function, or call under torch.no_grad()"
-        )
+    def check_gradient(self) -> None:
+        """Raise RingConfigError for a captured tensor that requires a gradient now: it would get none."""
+        if torch.is_grad_enabled() and self.needs_gradient:
+            raise RingConfigError(
+                f"score_mod {name_of(self.function)}: expected captured tensors that require no gradient, got"
+                " one that does, and would get none; detach it inside the function, or use torch.no_grad()"
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ScoreMod) and self._value == other._value

@@ -1,6 +1,6 @@
 """Check what one rank can say about its own tensors, with no other rank in mind.
 
-Owns the limits on q, k and v and the messages about them. Telling the other ranks is exchange.py's.
+Owns the limits on q, k and v and the messages about them. `collective.py` tells the other ranks.
 """
 
 from __future__ import annotations
@@ -22,125 +22,131 @@ QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def why_not_an_operand(name: str, x: object) -> str | None:
-    """Return why the dispatcher would not run a real operator on `x`; None if it would.
+def check_operand(name: str, x: object) -> None:
+    """Refuse what the dispatcher would not run a real operator on.
 
     The operator's body has all other checks, and never sees such a tensor: a meta tensor is answered by the
-    fake implementation, without a word to the ranks that hold real ones.
+    fake implementation, and the ranks that hold real tensors would wait.
+
+    Raises:
+        RingShapeError: with what it is.
     """
     if not isinstance(x, Tensor):
-        return f"{name}: expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+        why = f"expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
     # A DTensor, by its attributes: nothing has to be imported for it.
-    if hasattr(x, "to_local") and hasattr(x, "placements"):
-        return (
-            f"{name}: expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its"
-            " placement is that of the layout, else .full_tensor() and ds_ring.shard_sequence"
+    elif hasattr(x, "to_local") and hasattr(x, "placements"):
+        why = (
+            f"expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its placement"
+            " is that of the layout, else .full_tensor() and ds_ring.shard_sequence"
         )
-    if x.is_nested:
-        return (
-            f"{name}: expected a dense tensor, got a nested one; pack its sequences into one and pass"
+    elif x.is_nested:
+        why = (
+            "expected a dense tensor, got a nested one; pack its sequences into one and pass"
             " ds_ring.Documents, or use torch.nested.to_padded_tensor"
         )
-    if x.is_quantized:
-        return f"{name}: expected a floating dtype, got quantized {x.dtype}; call .dequantize()"
-    if x.is_meta:
-        return (
-            f"{name}: expected a tensor with values, got one on the meta device, shape {tuple(x.shape)};"
+    elif x.is_quantized:
+        why = f"expected a floating dtype, got quantized {x.dtype}; call .dequantize()"
+    elif x.is_meta:
+        why = (
+            f"expected a tensor with values, got one on the meta device, shape {tuple(x.shape)};"
             " materialise the model first (to_empty, or load its weights)"
         )
-    if x.layout != torch.strided:
-        return f"{name}: expected a dense tensor, got layout {x.layout}; call .to_dense() or pad it"
-    return None
+    elif x.layout != torch.strided:
+        why = f"expected a dense tensor, got layout {x.layout}; call .to_dense() or pad it"
+    else:
+        return
+    raise RingShapeError(f"{name}: {why}")
 
 
-def why_not_this_derivative() -> str | None:
-    """Return why attention cannot be called under the torch.func transform or dual level of now; else None.
+def check_derivative() -> None:
+    """Refuse the torch.func transforms and dual levels under which attention would lose a derivative.
 
     A custom operator drops tangents and has no rule for torch.func.grad; torch.func.vmap is right (one sample
     after the other), and backward() is what it has a gradient for.
+
+    Raises:
+        RingConfigError: names the one that is active.
     """
     active = {level.key() for level in retrieve_all_functorch_interpreters()}
     if forward_ad._current_level >= 0 or TransformType.Jvp in active:
-        return (
+        raise RingConfigError(
             "ring attention: expected reverse-mode differentiation, got forward mode (torch.func.jvp, jacfwd,"
             " hessian or torch.autograd.forward_ad); use backward() or torch.autograd.grad"
         )
     if TransformType.Grad in active:
-        return (
+        raise RingConfigError(
             "ring attention: expected backward() or torch.autograd.grad, got a torch.func transform (grad,"
             " vjp, jacrev); use those, or torch.func.vmap alone"
         )
-    return None
 
 
-def why_not_transformed(name: str) -> str | None:
-    """Return why a function that sends tensors by itself cannot run under torch.func; None outside of it."""
-    if peek_interpreter_stack() is None:
-        return None
-    return (
-        f"{name}: expected a call outside of torch.func, got one inside a transform (vmap, grad), whose"
-        " tensors cannot be sent; give it the whole batch, or call it for one sample after the other"
-    )
+def check_not_transformed(name: str) -> None:
+    """Raise RingConfigError under torch.func, for a function that sends tensors by itself."""
+    if peek_interpreter_stack() is not None:
+        raise RingConfigError(
+            f"{name}: expected a call outside of torch.func, got one inside a transform (vmap, grad), whose"
+            " tensors cannot be sent; give it the whole batch, or call it for one sample after the other"
+        )
 
 
-def why_not_these_queries(
-    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool, payloads: tuple[str, str]
-) -> str | None:
-    """Return why the `queries` argument cannot be honoured beside the others; None if it can."""
+def check_queries(
+    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool, payloads: tuple[str, str],
+) -> None:  # fmt: skip
+    """Raise RingConfigError for a `queries` argument that cannot be honoured beside the others."""
     if not isinstance(queries, str) or queries not in QUERIES:
-        return f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}"
+        raise RingConfigError(f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}")
     if queries == "sharded" and placed:
-        return (
+        raise RingConfigError(
             "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
             ' leave it out, or set queries="replicated"'
         )
     if queries == "replicated" and latents:
-        return (
+        raise RingConfigError(
             'queries="replicated" sends no K/V: expected no up_projection, got one; expand k and v on their'
             " rank and leave it out"
         )
     if queries == "replicated" and payloads != ("float32", "as_is"):
-        return (
+        raise RingConfigError(
             'queries="replicated" sends neither K/V nor their gradients: expected gradient_payload "float32"'
             f' and kv_payload "as_is", got {shown(payloads[0])} and {shown(payloads[1])}; leave them out'
         )
     if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
-        return (
+        raise RingConfigError(
             f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
             " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
             f" {mesh.sequence_size} for this call"
         )
     row = PASSES.get(transport) if isinstance(transport, str) else None
     if queries == "replicated" and row is not None and row.no_hops is not None:
-        return (
+        raise RingConfigError(
             f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
             " cannot be honoured; leave it out"
         )
-    return None
 
 
-def why_not_honoured(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why a call cannot be honoured; None if its arguments say nothing new (None, dropout 0)."""
+def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
     # type(), since True is an int as well.
     if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
-        return (
+        raise RingConfigError(
             f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
             f" got {shown(batch_dim_idx)}"
         )
     for name in ("dropout", "dropout_p"):
         value = kwargs.pop(name, None)
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            got = shown(value)
-            return f"{name}: expected 0, got {got}: there is none here; set it to 0 in the model's config"
+            raise RingConfigError(
+                f"{name}: expected 0, got {shown(value)}: there is none here; set it to 0 in the"
+                " model's config"
+            )
     given = [repr(type(a).__name__) for a in args if a is not None]
     given += [name for name, value in kwargs.items() if value is not None]
-    if not given:
-        return None
-    return (
-        f"RingAttention: expected q, k and v alone, got what it cannot honour, the argument(s)"
-        f" {', '.join(given)}; express masks as a pattern"
-        ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
-    )
+    if given:
+        raise RingConfigError(
+            "RingAttention: expected q, k and v alone, got what it cannot honour, the argument(s)"
+            f" {', '.join(given)}; express masks as a pattern"
+            ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, latents: bool = False) -> None:

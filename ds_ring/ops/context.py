@@ -13,19 +13,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from ds_ring.comm.exchange import Agreement, Exchange, agree, compare_headers
+from ds_ring.comm.collective import Agreement, collective
+from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.comm.waiting import Task
 from ds_ring.errors import (
     RingConfigError,
-    RingError,
     RingFiniteError,
     RingLayoutError,
     RingPatternError,
@@ -36,7 +34,7 @@ from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
 from ds_ring.layers.latents.kernel import LatentKernel, check_same_for_heads
-from ds_ring.masks.catalog import Causal, HeadsOfPart
+from ds_ring.masks.catalog import HeadsOfPart
 from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import (
@@ -129,7 +127,6 @@ class RingContext:
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         handle: the integer by which the operator finds this context.
-        refused: an error in the arguments. Every call raises it, after telling the other ranks.
         in_a_graph: True if a compiled graph carries the handle; then the context lives as long as the mesh.
         keeps_functions: calls do not trace the functions of pattern and score_mod anew. So it is with graphs
             and modules, whose contexts hold the caller's own objects; others hold any that are equal.
@@ -143,7 +140,6 @@ class RingContext:
     layout: Layout | str
     mesh: RingMesh
     options: Options
-    refused: RingError | None = None
     in_a_graph: bool = False
     keeps_functions: bool = False
     handle: int = field(init=False)
@@ -205,10 +201,6 @@ class RingContext:
         Raises:
             RingError: the first fault found on this rank, in most cases a RingShapeError.
         """
-        if self.refused is not None:
-            # The same error object is raised by all calls: without this each raise would lengthen its
-            # traceback.
-            raise self.refused.with_traceback(None)
         check_tensors(q, k, v, latents)
         if latents and k.shape[1] != parts:
             raise RingShapeError(
@@ -240,7 +232,7 @@ class RingContext:
         Raises:
             RingPatternError, RingConfigError: of the mask; of the score_mod.
         """
-        if self.refused is None and self.keeps_functions:
+        if self.keeps_functions:
             self.pattern.check_unchanged()
             if self.options.score_mod is not None:
                 self.options.score_mod.check_unchanged()
@@ -254,30 +246,27 @@ class RingContext:
         row = (options.kernel, q.device.type, options.kernel_pairs, options.block_size)
         return get_kernel(*row, scores, asked)
 
+    def call(self, name: str, q: Tensor) -> collective:
+        """Return a call on the mesh of this context; with fake tensors it tells nobody."""
+        return collective(self.mesh, name, self.exchange, is_fake(q))
+
     def agree(
-        self, operation: str, q: Tensor, k: Tensor, refused: RingError | None,
-        more: Mapping[str, object] | None = None, compiles: bool = False,
+        self, call: collective, q: Tensor, k: Tensor, more: Mapping[str, object] | None = None,
+        compiles: bool = False,
     ) -> None:  # fmt: skip
-        """Agree with the other ranks of the sequence on an operation, the shapes of q and k, and `more`.
+        """Agree with the other ranks of the sequence on a call, the shapes of q and k, and `more`.
 
         Args:
-            operation, q, k, more: what is compared.
-            refused: this rank's error, which is raised after the other ranks know of it; None for no error.
+            call, q, k, more: what is compared; from here on the call has this context's exchange.
             compiles: whether this rank is going to compile something.
 
         Raises:
-            RingError: `refused`, on this rank.
             RingMismatchError: another rank refused its input, or calls with other arguments.
         """
-        if self.exchange is None or is_fake(q):
-            if refused is not None:
-                raise refused
-            return
-        fields, patience = {}, 0.0
-        if refused is None:  # tensors that were refused may not have the four dimensions that are described
-            fields = {**self._fields(q, k), **(more or {})}
-            patience = patience_s(self.mesh, self.options, operation, q, k, compiles)
-        compare_headers(self.exchange, Agreement.on(operation, fields, refused), patience, refused)()
+        if not call.alone:
+            call.use(self.exchange)
+            patience = patience_s(self.mesh, self.options, call.name, q, k, compiles)
+            call.agree({**self._fields(q, k), **(more or {})}, patience)
 
     @cached_property
     def _settings(self) -> dict[str, str]:
@@ -301,14 +290,14 @@ class RingContext:
         }
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None, sinks: Tensor | None = None,
-        has_grad_lse: bool = False, up: Tensor | None = None,
+        self, call: collective, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None,
+        sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
     ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
 
         Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again.
-        The function ends the agreement, and is to be called before the
-        first payload: on a device the first hop computes meanwhile. It is None if the agreement has ended.
+        The function finishes the header check. The pass calls it before the first payload: on a device the
+        first hop computes meanwhile. It is None if the check is finished.
 
         Raises:
             RingShapeError: this rank's tensors do not fit.
@@ -321,68 +310,48 @@ class RingContext:
             None if up is None else (up.shape, up.dtype, up.device),
         )  # fmt: skip
         found = self._prepared.get(key)
-        operation = "attention forward" if grad_out is None else "attention backward"
         if self.keeps_functions and grad_out is None:
-            try:
-                self.check_functions()
-            except RingError as error:
-                self.refuse(operation, q, error)
+            self.check_functions()
         if found is None:
-            found = self._checked(operation, q, k, v, grad_out, sinks, up)
+            found = self._checked(call.name, q, k, v, grad_out, sinks, up)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
                 self._prepared.clear()
             self._prepared[key] = found
-        elif q.is_cuda or self.options.check_finite:
-            try:  # what may differ between tensors of one description
-                check_not_captured(q)
-                self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
-            except RingError as error:
-                self.refuse(operation, q, error)
-        exchange, agreed = self.exchange, None
-        if exchange is not None and not isinstance(q, FakeTensor):
+        elif q.is_cuda or self.options.check_finite:  # what may differ between tensors of one description
+            check_not_captured(q)
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
+        finish_header_check = None
+        if not call.alone:
             patience = 0.0
             if may_compile(q.device.type):
                 operands = Operands(q, k, v, grad_out, has_grad_lse)
-                try:
-                    compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
-                except RingError as error:
-                    self.refuse(operation, q, error)
-                patience = patience_s(self.mesh, self.options, operation, q, k, compiling)
-            compare = compare_headers(exchange, found.agreement, patience)
-            # On the CPU nothing computes meanwhile, so end the agreement at once.
+                compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
+                patience = patience_s(self.mesh, self.options, call.name, q, k, compiling)
+            # On the CPU nothing computes meanwhile, so compare the headers at once.
             if q.is_cuda and self.options.overlap and self.options.has_hops:
-                agreed = Task(compare).start().result
+                finish_header_check = call.compare_headers_meanwhile(found.agreement, patience)
             else:
-                compare()
+                call.compare_headers(found.agreement, patience)
         if grad_out is None:
             count_forward_pass()
-        return found, agreed
-
-    def refuse(self, operation: str, q: Tensor, error: RingError) -> NoReturn:
-        """Tell the other ranks, then raise `error`; fake tensors tell nobody."""
-        if self.exchange is not None and not is_fake(q):
-            compare_headers(self.exchange, Agreement.on(operation, {}, error), 0.0, error)()
-        raise error
+        return found, finish_header_check
 
     def _checked(
         self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None,
         sinks: Tensor | None, up: Tensor | None,
     ) -> Prepared:  # fmt: skip
         """Check the tensors; return what a pass over tensors of this description needs."""
-        try:
-            layout, kernel = self.check(q, k, v, latents=up is not None)
-            heads = q.shape[1] * self.mesh.ulysses_size
-            check_sinks(sinks, q, heads)
-            if up is not None:
-                check_latents(up, q, k, v, heads)
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
-            plan, scale = self.plan(layout, q, k, v), self._scale(q)
-            chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
-            if up is not None:
-                check_same_for_heads(plan.classes[0].pattern, self.pattern)
-                kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
-        except RingError as error:
-            self.refuse(operation, q, error)  # the other ranks wait for this header ([Note: refusals])
+        layout, kernel = self.check(q, k, v, latents=up is not None)
+        heads = q.shape[1] * self.mesh.ulysses_size
+        check_sinks(sinks, q, heads)
+        if up is not None:
+            check_latents(up, q, k, v, heads)
+        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
+        plan, scale = self.plan(layout, q, k, v), self._scale(q)
+        chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
+        if up is not None:
+            check_same_for_heads(plan.classes[0].pattern, self.pattern)
+            kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
         fields = {**self._fields(q, k), **_more_fields(v, sinks)}
         if up is not None:
             fields |= {"head_dim of k": k.shape[-1], "up_projection": tuple(up.shape)}
@@ -439,46 +408,39 @@ class RingContext:
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
     def prepare_replicated(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, grad_out: Tensor | None = None,
-        sinks: Tensor | None = None, has_grad_lse: bool = False,
+        self, call: collective, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None,
+        grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
     ) -> tuple[tuple[HeadTiles, ...], Kernel, Exchange | None, float]:  # fmt: skip
         """Return tiles with this rank's keys, kernel, exchange and scale of a pass with replicated queries.
 
         Raises:
             RingShapeError, RingMismatchError: as in `prepare`.
         """
-        refused: RingError | None = None
-        fields, compiling = {}, False
-        try:
-            if self.refused is not None:
-                raise self.refused.with_traceback(None)
-            if grad_out is None:
-                self.check_functions()
-            check_tensors(q, k, v)
-            check_heads(q.shape[1], k.shape[1], 1)
-            check_sinks(sinks, q, q.shape[1])
-            layout = self.layout_for(k.shape[2], k.device.type)
-            check_keys(k.shape[2], layout.local_tokens)
-            self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
-            kernel = self._kernel(q)
-            # As bytes, which are hashable: they are the key of the cached tiles.
-            where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
-            fields = {
-                "positions of the queries": f"checksum {zlib.crc32(where):08x}",
-                "local keys": k.shape[2],
-                **_more_fields(v, sinks),
-                **self._values(q=q, grad_out=grad_out, sinks=sinks),
-            }
-            tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
-            scale = self._scale(q)
-            if self.exchange is not None:
-                parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
-                compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
-        except RingError as error:
-            refused = error
-        way = "forward" if grad_out is None else "backward"
-        self.agree(f"replicated attention {way}", q, k, refused, fields, compiles=compiling)
+        if grad_out is None:
+            self.check_functions()
+        check_tensors(q, k, v)
+        check_heads(q.shape[1], k.shape[1], 1)
+        check_sinks(sinks, q, q.shape[1])
+        layout = self.layout_for(k.shape[2], k.device.type)
+        check_keys(k.shape[2], layout.local_tokens)
+        self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
+        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+        kernel = self._kernel(q)
+        # As bytes, which are hashable: they are the key of the cached tiles.
+        where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
+        fields = {
+            "positions of the queries": f"checksum {zlib.crc32(where):08x}",
+            "local keys": k.shape[2],
+            **_more_fields(v, sinks),
+            **self._values(q=q, grad_out=grad_out, sinks=sinks),
+        }
+        tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
+        scale = self._scale(q)
+        compiling = False
+        if not call.alone:
+            parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
+            compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
+        self.agree(call, q, k, fields, compiles=compiling)
         if grad_out is None:
             count_forward_pass()
         return tiles, kernel, self.exchange, scale
@@ -573,25 +535,6 @@ def context_for(
         return RingContext(pattern, layout, mesh, options, keeps_functions=keeps_functions)
 
     found: RingContext = cached_context(mesh, (pattern, layout, options, own), make)
-    return found
-
-
-def refuse(mesh: RingMesh, error: RingError) -> NoReturn:
-    """Tell the other ranks of the sequence, then raise `error`; see [Note: refusals] in exchange.py."""
-    if mesh.sequence_size > 1:
-        agree(Exchange(mesh), "attention", {}, error)
-    raise error
-
-
-def refusing_context(mesh: RingMesh, error: RingError) -> RingContext:
-    """Return a context whose every call raises `error`: for compiled graphs.
-
-    There only an operator can raise an error unchanged. Eager calls raise at once (`refuse`).
-    """
-    key = (type(error), str(error))
-    found: RingContext = cached_context(
-        mesh, key, lambda: RingContext(Causal(), "contiguous", mesh, Options(), refused=error)
-    )
     return found
 
 

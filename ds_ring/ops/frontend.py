@@ -1,21 +1,21 @@
 """Run the calls behind `ring_attention` and `RingAttention`.
 
-An eager call carries its context, and a refused one raises at once, after the other ranks were told. A
-compiled call carries a handle ([Note: handles in compiled code]), and a refused one the handle of a context
-whose calls raise.
+An eager call carries its context, and a check that refuses it raises at once. A compiled call carries a
+handle ([Note: handles in compiled code]); one that is refused becomes an operator that raises (`refusal.py`).
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.layers.latents.latent_op import latent_attention_op
@@ -31,10 +31,11 @@ from ds_ring.masks.catalog import (
 )
 from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
 from ds_ring.masks.pattern import Intersection, Pattern, Union
-from ds_ring.ops.checks import why_not_an_operand, why_not_this_derivative
-from ds_ring.ops.context import ContextCache, RingContext, context_for, context_of, refuse, refusing_context
+from ds_ring.ops.checks import check_derivative, check_operand
+from ds_ring.ops.context import ContextCache, RingContext, context_for, context_of, latent_value_dim
 from ds_ring.ops.handles import constant, constant_in_graphs, is_constant, number_of
 from ds_ring.ops.options import Options
+from ds_ring.ops.refusal import Refusal, raise_in_trace, refusal_from, refused_results
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
@@ -116,10 +117,8 @@ def context_of_call(
             key = (pattern, layout, settings, tuple(map(type, settings)))  # the types tell 1 from True
             found = mesh.owners[ContextCache].recent.get(key)
     if found is None:
-        try:
+        with collective(mesh, "attention"):
             found = _made_context(pattern, layout, mesh, settings, score_mod)
-        except RingError as error:
-            refuse(mesh, error)
         # Functions are not kept here: the values that they captured may change.
         if key and not pattern.masks:
             mesh.owners[ContextCache].recent[key] = found
@@ -138,95 +137,89 @@ def _made_context(
 
 def handle_of(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, settings: Settings,
-    score_mod: ScoreFunction | None, why_not: str | None,
-) -> int:  # fmt: skip
-    """Return the handle of a call, in a function that torch.compile traces.
-
-    `why_not` says why the call cannot be honoured, if it is known already.
-    """
+    score_mod: ScoreFunction | None,
+) -> int | Refusal:  # fmt: skip
+    """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     objects: list[Any] = []
     asked = described(pattern, objects), described(score_mod, objects)
-    return _handle_of(*asked, layout, mesh, tuple([constant(x) for x in settings]), why_not, *objects)
+    return _handle_of(*asked, layout, mesh, tuple([constant(x) for x in settings]), *objects)
 
 
 @constant_in_graphs
 def _handle_of(
     pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: Settings,
-    why_not: str | None, *objects: Any,
-) -> int:  # fmt: skip
+    *objects: Any,
+) -> int | Refusal:  # fmt: skip
     check_mesh(mesh)
     try:
-        if why_not is not None:
-            raise RingConfigError(why_not)
         asked = _made_again(pattern, objects)
         numbers = tuple(map(number_of, settings))
         mod = _made_again(score_mod, objects)
         context = _made_context(asked, layout, mesh, numbers, mod, keeps_functions=True)
     except RingError as error:
-        context = refusing_context(mesh, error)
+        return type(error).__name__, str(error)
     context.in_a_graph = True
     return context.handle
 
 
 @constant_in_graphs
-def refusing_handle(mesh: RingMesh, why: str, error: type[RingError] = RingConfigError) -> int:
-    """Return the handle of a context whose calls are refused, on all ranks: for compiled calls."""
-    context = refusing_context(mesh, error(why))
-    context.in_a_graph = True
-    return context.handle
-
-
-@constant_in_graphs
-def differentiable(handle: int) -> int:
-    """Return the handle, or a refusing one for derivatives that the operator would lose silently."""
+def _checked_handle(handle: int) -> int | Refusal:
     context = context_of(handle)
-    why = why_not_this_derivative() or _why_not_this_gradient(context)
-    return handle if why is None else refusing_handle(context.mesh, why)
+    return refusal_from(_check_derivatives, context) or handle
 
 
-def _why_not_this_gradient(context: RingContext) -> str | None:
-    mod = context.options.score_mod
-    return None if mod is None else mod.why_not_this_gradient()
+def _check_derivatives(context: RingContext) -> None:
+    """Refuse derivatives that the operator would lose silently."""
+    check_derivative()
+    if context.options.score_mod is not None:
+        context.options.score_mod.check_gradient()
 
 
-@constant_in_graphs
-def refuse_call(handle: int, why: str) -> NoReturn:
-    refuse(context_of(handle).mesh, RingShapeError(why))
+def differentiable(handle: int | Refusal) -> int | Refusal:
+    """Return the handle, or why the call is refused: it would lose a derivative silently."""
+    return handle if isinstance(handle, tuple) else _checked_handle(handle)
 
 
 def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None, return_lse: object,
-    up: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Refuse what the operator's body would not get to see, for all ranks to hear."""
-    optional = {"sinks": sinks, "up_projection": up}
-    for name, x in {"q": q, "k": k, "v": v, **optional}.items():
-        why = None if x is None and name in optional else why_not_an_operand(name, x)
-        if why is not None:
-            refuse_call(handle, why)
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object, up: Tensor | None = None
+) -> None:
+    """Refuse what the operator's body would not get to see.
+
+    Raises:
+        RingShapeError: names it.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_operand(name, x)
+    for name, optional in (("sinks", sinks), ("up_projection", up)):
+        if optional is not None:
+            check_operand(name, optional)
     if not isinstance(return_lse, bool):
-        refuse_call(handle, f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
+        raise RingShapeError(f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
+
+
+def check_traced(mesh: RingMesh, *given: Any) -> None:
+    """Do the checks of `check_operands`, in a function that torch.compile traces."""
+    refusal = refusal_from(check_operands, *given)
+    if refusal is not None:
+        raise_in_trace(mesh, *refusal)
 
 
 def check_eager(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object,
     up: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Do the checks of a compiled call; ordinary dense tensors pass at once."""
+    """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
     usual = return_lse is True or return_lse is False
     given = (q, k, v) if sinks is None else (q, k, v, sinks)
     for x in given if up is None else (*given, up):
         usual = usual and type(x) is Tensor and x.layout is torch.strided
         usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
-    if not usual:
-        check_operands(q, k, v, context.handle, sinks, return_lse, up)
-    if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        why = why_not_this_derivative()
-        if why is not None:  # functorch would raise before the operator's body
-            refuse(context.mesh, RingConfigError(why))
-    why = _why_not_this_gradient(context)
-    if why is not None:
-        refuse(context.mesh, RingConfigError(why))
+    # functorch would raise before the operator's body
+    is_transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    if not usual or is_transformed or context.options.score_mod is not None:
+        with collective(context.mesh, "attention"):
+            check_operands(q, k, v, sinks, return_lse, up)
+            _check_derivatives(context)
 
 
 def attend(
@@ -249,16 +242,21 @@ def attend(
 
 
 def attend_compiled(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, ulysses_size: int, sinks: Tensor | None, return_lse: bool,
-    up: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh, sinks: Tensor | None,
+    return_lse: bool, up: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
-    handle = differentiable(handle)
-    check_operands(q, k, v, handle, sinks, return_lse, up)
+    check_traced(mesh, q, k, v, sinks, return_lse, up)
+    found = differentiable(handle)
+    if isinstance(found, tuple):
+        heads = q.shape[1] * mesh.ulysses_size
+        value_dim = v.shape[-1] if up is None else latent_value_dim(q, v, up, heads)
+        out, lse = refused_results(q, value_dim, found, mesh)
+        return (out, lse) if return_lse else out
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
         if up is not None:
-            return latent_attention_op(q, k, v, up, handle, sinks)
-        return ring_attention_op(q, k, v, handle, sinks)
+            return latent_attention_op(q, k, v, up, found, sinks)
+        return ring_attention_op(q, k, v, found, sinks)
 
-    return with_ulysses(run, q, k, v, handle, ulysses_size, return_lse, latents=up is not None)
+    return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse, latents=up is not None)

@@ -26,9 +26,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import pad
 
-from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
 from ds_ring.layers.latents.kernel import LatentKernel
@@ -42,21 +43,21 @@ from ds_ring.ring.ring_pass import RingPass
 
 
 def pass_of(
-    q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
+    call: collective, q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
     sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
 ) -> Pass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    found, agreed = context.prepare(q, k, v, grad_out, sinks, has_grad_lse, up)
+    found, finish_header_check = context.prepare(call, q, k, v, grad_out, sinks, has_grad_lse, up)
     if up is not None:
         assert isinstance(found.kernel, LatentKernel), "prepared without the up-projection"
         by_head = up.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
         kernel = found.kernel.of(by_head[context.heads_here(q)], backward=grad_out is not None)
         found = found._replace(kernel=kernel)
-    return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), agreed)
+    return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), finish_header_check)
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None,
+    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None,
     buffers: Buffers | None = None,
 ) -> RingPass:  # fmt: skip
     """Return the ring pass, with buffers of the mesh if none are given."""
@@ -73,19 +74,9 @@ def make_pass(
         context.check_finite if options.check_finite else None,
         observer=observers[-1] if observers else None,
         load_heads=partial(context.saved.load_heads, context) if found.offload else None,
-        agreed=agreed,
+        finish_header_check=finish_header_check,
         prepared=context.passes,
     )
-
-
-def run_pass(made: Any, work: Callable[..., Any], *tensors: Any) -> Any:
-    """Run a pass; tell the other ranks if it raises, since they would otherwise wait for this rank."""
-    try:
-        return work(*tensors)
-    except BaseException as error:
-        if isinstance(made.exchange, Exchange):
-            made.exchange.failed(error)
-        raise
 
 
 def run_forward(
@@ -95,14 +86,12 @@ def run_forward(
     """Return (out, lse) of a pass, or those that a checkpointed region has kept."""
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
-        # A refused call sends nothing, so the mesh can still be used after it.
-        made = pass_of(q, k, v, context, sinks=sinks, up=up)
-        here = sinks if sinks is None else sinks[context.heads_here(q)]
-        out, lse = run_pass(made, made.forward, q, k, v, here)
-        return out, lse
+        is_fake = isinstance(q, FakeTensor)
+        with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
+            made = pass_of(call, q, k, v, context, sinks=sinks, up=up)
+            return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
 
-    with context.mesh.in_call():
-        return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, up is None))
+    return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, up is None))
 
 
 def run_backward(
@@ -110,15 +99,16 @@ def run_backward(
     grad_lse: Tensor | None = None, up: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (dq, dk, dv) of a pass, see `RingPass.backward`; with latents also that of `up`."""
-    with context.mesh.in_call():
+    is_fake = isinstance(q, FakeTensor)
+    with collective(context.mesh, "attention backward", context.exchange, is_fake) as call:
         q_here, k_here, v_here = q, k, v
         if q.device != grad_out.device:  # shapes and dtypes, where they take no memory
             q_here, k_here, v_here = (
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
         has_grad_lse = grad_lse is not None
-        made = pass_of(q_here, k_here, v_here, context, grad_out, has_grad_lse=has_grad_lse, up=up)
-        dq, dk, dv = run_pass(made, made.backward, grad_out, q, k, v, out, lse, grad_lse)
+        made = pass_of(call, q_here, k_here, v_here, context, grad_out, has_grad_lse=has_grad_lse, up=up)
+        dq, dk, dv = made.backward(grad_out, q, k, v, out, lse, grad_lse)
         if up is None:
             return dq, dk, dv
         assert isinstance(made.kernel, LatentKernel) and made.kernel.gradient is not None

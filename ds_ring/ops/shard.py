@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import outside_inference_mode
-from ds_ring.comm.exchange import Exchange, agree
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingShapeError, shown
-from ds_ring.ops.checks import why_not_an_operand, why_not_transformed
+from ds_ring.errors import RingConfigError, RingLayoutError, RingShapeError, shown
+from ds_ring.ops.checks import check_not_transformed, check_operand
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -87,9 +87,7 @@ def shard_sequence(
 
 def _check(function: str, x: object, layout: object, dim: object) -> None:
     """Raise RingShapeError or RingLayoutError for what is no tensor, layout or dimension."""
-    why = why_not_an_operand(f"{function}: the tensor", x)
-    if why is not None:
-        raise RingShapeError(why)
+    check_operand(f"{function}: the tensor", x)
     if not isinstance(layout, Layout):
         raise RingLayoutError(
             f"{function}: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
@@ -135,24 +133,21 @@ class _AllGather(torch.autograd.Function):
     """Concatenate shards along dim 0; the gradient is the sum of all ranks' gradients for this shard."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, mesh: RingMesh) -> Tensor:
-        ctx.mesh = mesh
-        with mesh.in_call():
-            parts = Exchange(mesh).all_gather(local, mesh.sequence_group, mesh.sequence_size)
-        return torch.cat(parts)
+    def forward(ctx: Any, local: Tensor, call: collective) -> Tensor:
+        ctx.mesh = mesh = call.mesh
+        return torch.cat(call.exchange.all_gather(local, mesh.sequence_group, mesh.sequence_size))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        mesh, refused = ctx.mesh, None
-        if is_legacy_batchedtensor(grads[0]):
-            refused = RingConfigError(
-                "gather_sequence: expected one gradient at a time, got several (is_grads_batched=True); call"
-                " torch.autograd.grad for each of them"
-            )
-        with mesh.in_call():
-            _agree(mesh, "gather_sequence backward", {"shape": tuple(grads[0].shape)}, grads[0], refused)
-            parts = grads[0].chunk(mesh.sequence_size)
-            return Exchange(mesh).reduce_scatter(parts, mesh.sequence_group), None
+        mesh, grad = ctx.mesh, grads[0]
+        with collective(mesh, "gather_sequence backward", alone=is_fake(grad)) as call:
+            if is_legacy_batchedtensor(grad):
+                raise RingConfigError(
+                    "gather_sequence: expected one gradient at a time, got several (is_grads_batched=True);"
+                    " call torch.autograd.grad for each of them"
+                )
+            call.agree({"shape": tuple(grad.shape)})
+            return call.exchange.reduce_scatter(grad.chunk(mesh.sequence_size), mesh.sequence_group), None
 
 
 @never_traced
@@ -168,13 +163,8 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         RingMismatchError: the ranks call with different shapes, dtypes or layouts, or one was refused.
     """
     check_mesh(mesh)
-    # Not raised yet: the other ranks are about to gather, and `_agree` tells them first.
-    refused: RingError | None = None
-    fields: dict[str, object] = {}
-    try:
-        why = why_not_transformed("gather_sequence")
-        if why is not None:
-            raise RingConfigError(why)
+    with collective(mesh, "gather_sequence", alone=is_fake(x_local)) as call:
+        check_not_transformed("gather_sequence")
         _check("gather_sequence", x_local, layout, dim)
         if mesh.ring_size != layout.ring_size:
             raise _another_ring("gather_sequence", layout, mesh)
@@ -186,21 +176,9 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
                 f" {_entries(x_local, dim)} in dim {dim} of shape {shape}; pass this rank's shard and its"
                 " layout"
             )
-        fields = {"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype}
-    except RingError as error:
-        refused = error
-    _agree(mesh, "gather_sequence", fields, x_local, refused)
-    # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
-    rows = x_local.movedim(dim, 0).contiguous()
-    whole = _AllGather.apply(rows, mesh)
+        call.agree({"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype})
+        # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
+        rows = x_local.movedim(dim, 0).contiguous()
+        whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
     return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
-
-
-def _agree(
-    mesh: RingMesh, operation: str, fields: dict[str, object], x: Tensor, refused: RingError | None
-) -> None:
-    if mesh.sequence_size > 1 and not is_fake(x):
-        agree(Exchange(mesh), operation, fields, refused)
-    elif refused is not None:
-        raise refused

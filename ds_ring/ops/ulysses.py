@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.exchange import Exchange
-from ds_ring.errors import RingError
 from ds_ring.ops.context import context_of
 from ds_ring.ops.handles import operator
 
@@ -43,21 +41,17 @@ _SWAPS = {
 @operator("ds_ring::swap_heads_tokens")
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
-    context, refused = context_of(handle), None
+    context = context_of(handle)
     mesh, swap = context.mesh, _SWAPS[name]
-    with mesh.in_call():
+    with context.call(name, tensors[0]) as call:
         latents = name == "Ulysses of q and latents"
         if latents or name == "Ulysses of q, k, v":  # what comes after them was made by this package
-            try:
-                q, k, v = tensors
-                context.check(q, k, v, parts=mesh.ulysses_size, latents=latents)
-            except RingError as error:
-                refused = error
-        context.agree(name, tensors[0], tensors[-1], refused)
-        # A sequence of one rank has none; its all-to-all hands the parts back.
-        exchange = context.exchange or Exchange(mesh)
+            q, k, v = tensors
+            context.check(q, k, v, parts=mesh.ulysses_size, latents=latents)
+        context.agree(call, tensors[0], tensors[-1])
         parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
-        received = exchange.all_to_all([_packed(one) for one in zip(*parts, strict=True)], mesh.ulysses_group)
+        packets = [_packed(one) for one in zip(*parts, strict=True)]
+        received = call.exchange.all_to_all(packets, mesh.ulysses_group)
         from_ranks = [_unpacked(one, [of_ranks[0] for of_ranks in parts]) for one in received]
         return [torch.cat(of_ranks, dim=swap.join_dim) for of_ranks in zip(*from_ranks, strict=True)]
 

@@ -157,8 +157,8 @@ class RingPass:
         observer: is called in each stage of each batch; None for no calls.
         load_heads: brings q, k, v, out and lse of head chunks back, if they were saved elsewhere; None:
             they are here.
-        agreed: called once before the first payload is posted; raises if the ranks' headers differ. None if
-            the ranks have agreed already. See [Note: the header while the first hop computes].
+        finish_header_check: called once before the first payload is posted; raises if the ranks' headers
+            differ. None if they were compared before. See [Note: the header while the first hop computes].
         prepared: what earlier passes of the same shapes computed once, such as message routes.
     """
 
@@ -173,7 +173,7 @@ class RingPass:
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     observer: Observer | None = None
     load_heads: Callable[[Saved, Sequence[HeadChunk], torch.device], HeadSource] | None = None
-    agreed: Callable[[], None] | None = None
+    finish_header_check: Callable[[], None] | None = None
     prepared: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
 
     @torch.no_grad()
@@ -268,7 +268,7 @@ class RingPass:
     def _run(self, schedule: Schedule, prepared: PreparedPass, begin: Callable[[HeadChunk], Chunk]) -> None:
         """Run a schedule, batch by batch; see [Note: batches] in `steps.py`."""
         under_way: dict[int, Chunk] = {}
-        agreed, batches = self.agreed, prepared.batches
+        finish_header_check, batches = self.finish_header_check, prepared.batches
         note = None if self.observer is None else partial(self._note, schedule.backward, under_way)
         if note is not None:
             note("begin", 0, NOTHING_SENT)
@@ -296,7 +296,7 @@ class RingPass:
                 known = batches[number] = self._prepare(rounds, under_way, sent, received)
             posting = known.route, sent, received, hop
             pending, mark = None, None
-            if agreed is None:
+            if finish_header_check is None:
                 if sent or received:
                     pending = self._post(*posting)
             elif sent or received:
@@ -310,9 +310,9 @@ class RingPass:
                     under_way[index].compute(step)
             if note is not None:
                 note("wait", hop, known.posted)
-            if agreed is not None:
-                agreed()
-                pending, agreed = self._post_behind(mark, *posting), None
+            if finish_header_check is not None:
+                finish_header_check()
+                pending, finish_header_check = self._post_behind(mark, *posting), None
             if pending is not None:
                 pending.wait()
             # Drop the references, so that the next batch can allocate the memory of buffers that it frees.
@@ -329,10 +329,11 @@ class RingPass:
         self.observer.on_batch(BatchEvent(stage, phase, hop, self.buffers.held_bytes, accumulators, posted))
 
     # [Note: the header while the first hop computes]
-    # Usually messages are posted before the hop's kernels are launched. If `agreed` is given (on a GPU, with
-    # overlap), the kernels of the first batch are launched first, so that ranks compare their headers while
-    # hop 0 computes. The payloads must not wait for those kernels. So an event is recorded before them, once
-    # all buffers are allocated and packed, and the messages wait for that event only (`streams.py`).
+    # Usually messages are posted before the hop's kernels are launched. If `finish_header_check` is given (on
+    # a GPU, with overlap), the kernels of the first batch are launched first, so that ranks compare their
+    # headers while hop 0 computes. The payloads must not wait for those kernels. So an event is recorded
+    # before them, once all buffers are allocated and packed, and the messages wait for that event only
+    # (`streams.py`).
     def _post_behind(
         self, mark: Any, route: Any, sent: list[Tensor], received: list[Tensor], hop: int
     ) -> InFlight | None:

@@ -16,7 +16,7 @@ owner, or stays in the accumulators of its own shard, which are added at the end
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -275,10 +275,6 @@ class VirtualExchange:
         tokens = message.tokens
         assert tokens is not None, "a message of a pass says what it carries"
         return tokens, progressions_at(self.layout.runs(tokens.origin), tokens.slots)
-
-    def guarded(self) -> AbstractContextManager[None]:
-        """Do nothing: there is no other rank to tell of an error."""
-        return nullcontext()
 
 
 class Step(NamedTuple):

@@ -42,7 +42,7 @@ from ds_ring.limits import MOST_TOKENS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
 from ds_ring.measure.trace import Trace
-from ds_ring.ops.checks import check_heads, check_tensors, why_not_an_operand
+from ds_ring.ops.checks import check_heads, check_operand, check_tensors
 from ds_ring.ops.options import Options
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.layout import Layout
@@ -299,9 +299,7 @@ def _source_of(
             )
         return q
     for name, x in (("q", q), ("k", k), ("v", v), *([] if grad_out is None else [("grad_out", grad_out)])):
-        why = why_not_an_operand(name, x)
-        if why is not None:
-            raise RingShapeError(why)
+        check_operand(name, x)
         assert isinstance(x, Tensor)
         if x.device.type != "cpu":
             raise RingShapeError(f"{name}: expected a tensor on the CPU, got {x.device}; call .cpu() first")

@@ -23,7 +23,7 @@ from ds_ring.schedule.plan import Plan
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
 ) -> GatherPass:
     """Return the pass of a context. It sends all heads at once: no chunks, no overlap, no kept buffers."""
     return GatherPass(found.plan, context.mesh.ring_rank, found.kernel, context.exchange, found.scale)

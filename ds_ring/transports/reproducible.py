@@ -131,7 +131,7 @@ def _returned(leaves: tuple[int, ...], own: tuple[int, ...]) -> tuple[Node, ...]
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
 ) -> ReproduciblePass:
     """Return the pass of a context."""
     return ReproduciblePass(

@@ -32,7 +32,7 @@ from ds_ring.integrations.deepspeed.first_batch import (
     recording,
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
-from ds_ring.layers.selection.select import TotalOrder
+from ds_ring.layers.selection.total_order import TotalOrder
 
 from .rounding import in_float64, moved_rounding, rounding_of
 from .small_images import add_images

@@ -27,6 +27,7 @@ from ds_ring import (
     RingPeerError,
     ring_attention,
 )
+from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Message
 from tests.clock import unqueued_seconds
@@ -239,7 +240,8 @@ def fails_in_the_middle(rank: int, world_size: int) -> tuple[str, bool]:
     exchange = Exchange(mesh)
     x, y = torch.zeros(LARGE), torch.zeros(LARGE)
     try:
-        with exchange.guarded():
+        with collective(mesh, "a pass", exchange) as call:
+            call.agree({})
             pending = exchange.post([Message(x, 1 - rank)], [Message(y, 1 - rank)], 1)
             if rank == 1:
                 raise ZeroDivisionError("in a kernel")

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, ring_attention
-from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.collective import collective
+from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
 from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
@@ -163,11 +164,12 @@ def test_every_rank_sees_the_least_and_the_greatest_header(rank_pool: Pool) -> N
 
 
 def one_call_more_on_rank_1(rank: int, world_size: int) -> str:
-    exchange = Exchange(RingMesh.from_world(world_size))
+    mesh = RingMesh.from_world(world_size)
     for _ in range(rank):
-        next(exchange.mesh.calls)
+        next(mesh.calls)
     try:
-        agree(exchange, "a call", {})
+        with collective(mesh, "a call") as call:
+            call.agree({})
     except RingMismatchError as error:
         return str(error)
     return "agreed"

@@ -28,6 +28,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups, make_sub_rings
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, run_ranks
@@ -177,7 +178,7 @@ def test_two_threads_on_a_mesh_of_one_rank() -> None:
     mesh, layout = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1)
     q = torch.randn(1, 2, 8, 4)
     found = []
-    with mesh.in_call():
+    with collective(mesh, "a call"):
         second = threading.Thread(
             target=lambda: found.append(
                 raised(lambda: ring_attention(q, q, q, pattern=Causal(), layout=layout, mesh=mesh))

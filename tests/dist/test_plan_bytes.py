@@ -24,7 +24,7 @@ from ds_ring import Causal, Full, RingMesh, halo, make_layout, ring_scan, ring_s
 from ds_ring.comm.exchange import Exchange
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
-from ds_ring.layers.scan.scan import neighbours_of
+from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.simulation.simulate import virtual_halo, virtual_scan
@@ -86,14 +86,14 @@ def primitives(rank: int, world_size: int, kind: Recurrence, ulysses: int, fault
     mesh = RingMesh.from_world(world_size // ulysses, ulysses)
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=mesh.ring_size, multiple_of=ulysses)
     named: dict[str, Any] = {"layout": layout, "mesh": mesh}
-    near, rounds = neighbours_of(layout, mesh), SequenceRuns.rounds
+    context, rounds = scan_context(layout, mesh), SequenceRuns.rounds
     if fault == "transitions":  # are sent where the state is known
         SequenceRuns.rounds = lambda self: [  # type: ignore[method-assign]
             [one._replace(is_complete=False) for one in steps] for steps in rounds(self)
         ]
     try:
-        x = torch.ones(BATCH, near.runs.local_tokens, kind.channels, requires_grad=True)
-        pair = [one.requires_grad_() for one in tensors(kind, near.own_runs)]
+        x = torch.ones(BATCH, context.runs.local_tokens, kind.channels, requires_grad=True)
+        pair = [one.requires_grad_() for one in tensors(kind, context.own_runs)]
         found, before = [], counted()
         for call in (
             lambda: halo(x, kind.before + (fault == "halo"), dim=1, **named),  # a token more
@@ -257,7 +257,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
     named: dict[str, Any] = {"layout": layout, "mesh": mesh}
     slots, heads, dim, k = layout.local_tokens, 8, 32, 64
     delta = DELTA._replace(state=8 * 64 * 64, transition=8 * 64 * 64)
-    runs = neighbours_of(layout, mesh).own_runs
+    runs = scan_context(layout, mesh).own_runs
     pair = [torch.rand(runs, 1, 8, 64, 64, requires_grad=True) for _ in range(2)]
     with measure_cpu_memory() as scan:
         states = ring_scan(*pair, matrix=True, **named)

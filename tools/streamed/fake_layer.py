@@ -18,7 +18,7 @@ from ds_ring.errors import RingMeshError
 from ds_ring.masks.catalog import Dilated
 from ds_ring.ops.context import context_for, context_of
 from ds_ring.ops.options import Options
-from ds_ring.ops.ring_op import pass_of
+from ds_ring.ops.ring_op import run_backward, run_forward
 from streamed.long_run import LongRun
 
 HEADS = 4
@@ -32,7 +32,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-        out, lse = pass_of(q, k, v, context_of(handle)).forward(q, k, v)
+        out, lse = run_forward(context_of(handle), q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.handle = handle
         return out
@@ -40,8 +40,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        made = pass_of(q, k, v, context_of(ctx.handle), grads[0])
-        return (*made.backward(grads[0], q, k, v, out, lse), None)
+        return (*run_backward(context_of(ctx.handle), grads[0], q, k, v, out, lse), None)
 
 
 class Layer(nn.Module):

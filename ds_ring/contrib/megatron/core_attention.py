@@ -24,12 +24,12 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ds_ring.api import ring_attention
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.contrib.ring_flash_attn import mesh_of as mesh_of_group
-from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import refuse
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}
@@ -120,15 +120,13 @@ class RingCoreAttention(nn.Module):
         Raises:
             RingPatternError, RingShapeError: what the ring would not honour; on every rank, nothing is sent.
         """
-        try:
+        with collective(self.mesh, "attention"):
             pattern = self._pattern(attn_mask_type or self._mask_type, attention_mask, attention_bias)
             if packed_seq_params is None:
                 layout = _chunks(query, key, self.mesh.ring_size)
             else:
                 layout, documents = self._packing(packed_seq_params)
                 pattern = pattern & documents
-        except RingError as error:
-            refuse(self.mesh, error)
         packed = query.dim() == 3
         q, k, v = (x.unsqueeze(1) if packed else x for x in (query, key, value))
         out_BHSD = ring_attention(

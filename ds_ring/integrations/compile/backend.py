@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 from torch._dynamo import list_backends, lookup_backend
 from torch.fx import GraphModule, Node
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPatternError
@@ -49,7 +51,7 @@ from ds_ring.integrations.compile.graph_sharding import (
     needs_backend_op,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.ops.context import context_for, refuse
+from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 
 _MARKS = (torch.ops.ds_ring.needs_backend.default, torch.ops.ds_ring.needs_backend, needs_backend_op)
@@ -294,9 +296,10 @@ def backend(
         refusal = error
 
         def refused(*_: Any) -> Any:  # [Note: refusals of a backend]
-            if isinstance(mesh, RingMesh):
-                refuse(mesh, refusal)
-            raise refusal
+            if not isinstance(mesh, RingMesh):
+                raise copy(refusal)
+            with collective(mesh, "attention"):
+                raise copy(refusal)  # each call tells the other ranks of its own
 
         return refused
     own = {"options": dict(read.inner_options)} if read.inner_options else {}

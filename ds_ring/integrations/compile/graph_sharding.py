@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
 from ds_ring.integrations.compile.placed_op import BatchContexts
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
@@ -26,7 +27,7 @@ from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
 from ds_ring.masks.layer_patterns import pattern_of_layer
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.ops.context import RingContext, context_for, refusing_context
+from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.handles import new_handle, object_of, operator
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import Layout
@@ -157,23 +158,18 @@ def place_op(
         window: tokens that the mask lets a token see, itself included; None: no window.
         mixed: whether masks of the graph have different windows.
     """
-    # A sharding that must not replace the mask becomes one whose attention raises: there the other ranks hear
-    # of it, too.
     registered = object_of(source, RegisteredSource)
-    mesh = registered.source.mesh
-    try:
+    # A sharding that must not replace the mask is refused. The other ranks hear of it in their attention.
+    with collective(registered.source.mesh, "attention"):
         tokens = int(positions.shape[-1]) if checked else None
         said = None
         if causal is not None:
             said = SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
         sharding = registered.source.sharding(said, mixed, tokens, scale, positions.device.type)
-        mesh = sharding.mesh
+    with collective(sharding.mesh, "attention"):
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)
-        parts = sharding.parts
-    except RingError as error:
-        parts = ((refusing_context(mesh, error), ()),)
-    return torch.tensor([registered.placed(parts).handle], dtype=torch.int64)
+    return torch.tensor([registered.placed(sharding.parts).handle], dtype=torch.int64)
 
 
 place_op.register_fake(lambda positions, *_: torch.empty(1, dtype=torch.int64, device="cpu"))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_ring.comm.collective import collective
 from ds_ring.errors import RingShapeError
-from ds_ring.ops.context import RingContext, refuse
+from ds_ring.ops.context import RingContext
 from ds_ring.ops.handles import new_handle, object_of, operator
 from ds_ring.ops.ring_op import fake_results, register, run_backward, run_forward
 from ds_ring.ops.ulysses import swap_op, with_ulysses
@@ -42,11 +43,11 @@ class BatchContexts:
         """
         rows = sum(len(rows) for _, rows in self.parts)
         if rows not in (0, len(given[0])):
-            why = (
-                f"attention: expected the {rows} samples of the batch, whose documents differ, got"
-                f" {len(given[0])}; hand the model the whole batch that shard_batch returned"
-            )
-            refuse(self.parts[0][0].mesh, RingShapeError(why))
+            with collective(self.parts[0][0].mesh, "attention"):
+                raise RingShapeError(
+                    f"attention: expected the {rows} samples of the batch, whose documents differ, got"
+                    f" {len(given[0])}; hand the model the whole batch that shard_batch returned"
+                )
         if not self.parts[0][1]:
             return work(self.parts[0][0], *given)
         results = make()

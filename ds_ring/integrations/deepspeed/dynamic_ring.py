@@ -181,7 +181,8 @@ def measure_times(
         shape = (1, heads, tokens, sizes.head_dim)
         seconds += _pass_seconds(context, shape, heads, **more)
         q = torch.empty(shape, **more)
-        (plan, _, kernel, *_), _ = context.prepare(q, q, q)
+        with context.call("attention forward", q) as call:
+            (plan, _, kernel, *_), _ = context.prepare(call, q, q, q)
         tiles = plan.rank(0).classes[0].hops[0].tiles
         pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)

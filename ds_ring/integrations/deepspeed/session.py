@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
@@ -96,7 +97,7 @@ from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.memory.tiled_loss import logprobs_and_entropies
-from ds_ring.ops.context import block_side, refuse
+from ds_ring.ops.context import block_side
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.registry import PASSES
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
@@ -398,10 +399,8 @@ class RingSession:
             RingShapeError, RingPatternError: other shapes, no labels, or a tree of rollouts; on every rank.
         """
         sharding = self.batches.select(batch.values())
-        try:
+        with collective(sharding.mesh, "document_losses"):
             check_losses(losses, batch, sharding.groups)
-        except RingError as error:
-            refuse(sharding.mesh, error)
         labelled = batch["shift_labels"] != IGNORE
         both = torch.stack([losses.detach().where(labelled, 0.0), labelled.to(losses.dtype)], dim=-1)
         numbers = number_documents(sharding.groups, len(losses), sharding.layout.tokens)

@@ -31,10 +31,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.api import RingAttention
-from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.collective import collective
+from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.decode.replicated_op import replicated_attention_op
-from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import imports_of, patch
 from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
@@ -135,20 +136,12 @@ class Generation:
         Raises:
             RingError: it cannot be honoured, or the ranks of the sequence ask for different things.
         """
-        refused: RingError | None = None
-        fields: dict[str, object] = {}
-        try:
+        with collective(self.mesh, "generate") as call:
             # as transformers puts it together
             settings = copy.deepcopy(asked.get("generation_config") or self.model.generation_config)
             settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
-            fields = _described(asked, settings)
             self._check(asked, settings, rewritten)
-        except RingError as error:
-            refused = error
-        if self.mesh.ring_size > 1:
-            agree(Exchange(self.mesh), "generate", fields, refused)
-        elif refused is not None:
-            raise refused
+            call.agree(_described(asked, settings))
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
             name = cache_name(self.signature.parameters)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ds_ring.comm.exchange import Exchange, agree
+from ds_ring.comm.collective import collective
+from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
@@ -296,9 +297,8 @@ def _sent(
 ) -> Tensor:
     """Return `count` rows: those of other ranks and of this one, at the places in `receives`."""
     mesh, own = routes.mesh, routes.mesh.sequence_rank
-    exchange = Exchange(mesh, routes.wait_s)
-    with mesh.in_call():
-        agree(exchange, name, {"features": rows_NE.shape[1], "dtype": rows_NE.dtype})
+    with collective(mesh, name, Exchange(mesh, routes.wait_s)) as call:
+        call.agree({"features": rows_NE.shape[1], "dtype": rows_NE.dtype})
         arrived = rows_NE.new_zeros((count, rows_NE.shape[1]))
         arrived[receives[own]] = rows_NE[sends[own]]
         leaving = [(peer, rows_NE[index]) for peer, index in sends.items() if peer != own and len(index)]
@@ -308,7 +308,7 @@ def _sent(
             if peer != own and len(places)
         ]
         if leaving or coming:
-            exchange.post_in_sequence(leaving, coming).wait()
+            call.exchange.post_in_sequence(leaving, coming).wait()
         for peer, rows in coming:
             arrived[receives[peer]] = rows
     return arrived
@@ -318,10 +318,9 @@ def _exchanged(rows_NE: Tensor, base: Any, images: ImageTokens, mesh: RingMesh, 
     """Return the features of this rank's image tokens, of the features that each rank has encoded."""
     own = mesh.sequence_rank
     count = torch.tensor([len(rows_NE)], device=rows_NE.device)
-    with mesh.in_call():
-        exchange = Exchange(mesh, wait_s)
-        agree(exchange, "number of image features", {"image tokens": images.tokens})
-        counts = torch.cat(exchange.all_gather(count, mesh.sequence_group, mesh.sequence_size)).tolist()
+    with collective(mesh, "number of image features", Exchange(mesh, wait_s)) as call:
+        call.agree({"image tokens": images.tokens})
+        counts = torch.cat(call.exchange.all_gather(count, mesh.sequence_group, mesh.sequence_size)).tolist()
     _check_number(base, sum(counts), images)
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
 

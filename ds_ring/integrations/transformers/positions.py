@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, patch, undo
@@ -26,7 +27,6 @@ from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.transformers.model import MODEL, PART
-from ds_ring.ops.context import refuse
 
 _FROM_IDS = "create_position_ids_from_input_ids"
 
@@ -120,12 +120,12 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
             return
         # position ids may have further axes in front
         if used.shape[-1] != given[0].shape[-1] or not bool((used == given[0]).all()):
-            error = RingPatternError(
-                f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself and"
-                " not by the position_ids that the model was given, so their positions in the sequence would"
-                " be lost; use a model that hands its position_ids down"
-            )
-            refuse(mesh, error)
+            with collective(mesh, "attention"):
+                raise RingPatternError(
+                    f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself"
+                    " and not by the position_ids that the model was given, so their positions in the"
+                    " sequence would be lost; use a model that hands its position_ids down"
+                )
 
     return NumberingCheck([before_model, after_model], before_part, changes)
 

@@ -15,7 +15,8 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_call import AttentionCall
 from ds_ring.integrations.transformers.rows import in_order
-from ds_ring.layers.selection.select import ring_select, selected_attention
+from ds_ring.layers.selection.attention import selected_attention
+from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.pattern import Pattern
 
 # Computes some scores: of samples and of slots of this rank's queries, with some keys.

@@ -11,14 +11,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.api import RingAttention
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.section import RingConfig
-from ds_ring.errors import RingError, RingLayoutError, RingPatternError
+from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.context import RingContext, refuse
+from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import attend, context_of_call
 from ds_ring.ops.handles import never_traced
+from ds_ring.ops.refusal import Refusal
 from ds_ring.schedule.layout import Layout, PairLayout
 
 
@@ -75,8 +77,8 @@ class CrossAttention(RingAttention):
 
     @never_traced
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool, why: str | None,
-        up: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
+        refusal: Refusal | None, up: Tensor | None,
     ) -> Any:  # fmt: skip
         return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
 
@@ -86,7 +88,7 @@ def _pair_of(
 ) -> tuple[PairLayout, Pattern]:
     """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
     check_mesh(mesh)
-    try:
+    with collective(mesh, "cross attention"):
         if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
             names = [type(one).__name__ for one in (layout, key_layout)]
             raise RingLayoutError(
@@ -97,8 +99,6 @@ def _pair_of(
             raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
         pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
         return pair, pair.pattern_between(pattern)
-    except RingError as error:
-        refuse(mesh, error)
 
 
 def _attend_between(

@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring.comm.exchange import Exchange, gather_texts
+from ds_ring.comm.collective import gather_texts
+from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import POLL_S, CallSite, first_line
@@ -296,7 +297,9 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
                 what = f"{mesh.describe(rank)}, which cannot open the memory of its ring: {text.strip()}"
                 why = f'expected ranks that share memory for "pull", got {what}'
     if why is not None:
-        raise RingConfigError(f'transport: {why}; use "transport": "ring"')
+        refusal = RingConfigError(f'transport: {why}; use "transport": "ring"')
+        refusal.peers_know = True  # every rank has the same cards
+        raise refusal
     assert made is not None, "a rank that refused"
     made.close_doors()
     return made

@@ -49,13 +49,13 @@ GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is n
 
 
 def make_pass(
-    context: RingContext, found: Prepared, operands: Operands, agreed: Callable[[], None] | None
+    context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
 ) -> Pass:
     """Return a ring pass whose buffers lie in shared memory; on a ring of one, or of fake tensors, an own."""
     exchange, buffers = context.exchange, None
     if isinstance(exchange, PullExchange) and not isinstance(operands.q, FakeTensor):
-        buffers, agreed = exchange.share(found, operands, agreed, context.passes)
-    return make_ring_pass(context, found, operands, agreed, buffers)
+        buffers, finish_header_check = exchange.share(found, operands, finish_header_check, context.passes)
+    return make_ring_pass(context, found, operands, finish_header_check, buffers)
 
 
 class SharedBuffers(Buffers):
@@ -113,9 +113,13 @@ class PullExchange(Exchange):
         return self.mesh.owners[SharedBuffersByDevice].get(self._device)
 
     def share(
-        self, found: Prepared, operands: Operands, agreed: Callable[[], None] | None, passes: PreparedPasses
+        self,
+        found: Prepared,
+        operands: Operands,
+        finish_header_check: Callable[[], None] | None,
+        passes: PreparedPasses,
     ) -> tuple[Buffers, Callable[[], None] | None]:
-        """Return the buffers of a pass that begins now, and what is left of `agreed` (see `RingPass`).
+        """Return the buffers of a pass that begins now, and the header check if it is still to be finished.
 
         Collective where the ranks share no memory yet, or too little. What was shared is freed first:
         all passes of a mesh use the same memory, one after the other.
@@ -139,9 +143,9 @@ class PullExchange(Exchange):
         buffers = self._buffers
         # All ranks compute the same sizes, so all of them come here.
         if buffers is None or buffers.held_bytes < nbytes:
-            if agreed is not None:  # headers first: the ranks might not even make the same call
-                agreed()
-                agreed = None
+            if finish_header_check is not None:  # headers first: the ranks might not even make the same call
+                finish_header_check()
+                finish_header_check = None
             grown = 0 if buffers is None else buffers.grown + 1
             if grown > 1:  # not from a forward to a backward pass: what has grown twice may grow again
                 nbytes += nbytes // GROWTH
@@ -152,7 +156,7 @@ class PullExchange(Exchange):
             buffers = SharedBuffers(share_memory(self, nbytes, q.device), grown)
             shared[q.device], self.counters.bytes_sent = buffers, counted  # of payload
         buffers.shared.begin_pass()
-        return buffers, agreed
+        return buffers, finish_header_check
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
         """Return the route of a batch. Messages of a ring pass say what tokens they have, and are pulled.

@@ -30,8 +30,9 @@ from ds_ring import (
     shard_sequence,
     shift_sequence,
 )
+from ds_ring.layers.scan import halo as halo_module
 from ds_ring.layers.scan import scan
-from ds_ring.layers.scan.scan import neighbours_of
+from ds_ring.layers.scan.context import scan_context
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
 
@@ -74,8 +75,8 @@ def alone(x: dict[str, Tensor], ids: list[int] | None, matrix: bool) -> Tensor:
     ids = ids or [0] * T
     v = torch.zeros_like(x["v"])
     for t in range(T):
-        near = range(max(0, t - WIDTH + 1), min(T, t + 2))
-        terms = [x["weight"][WIDTH - 1 + u - t] * x["v"][:, u] for u in near if ids[u] == ids[t]]
+        around = range(max(0, t - WIDTH + 1), min(T, t + 2))
+        terms = [x["weight"][WIDTH - 1 + u - t] * x["v"][:, u] for u in around if ids[u] == ids[t]]
         v[:, t] = sum(terms)
     state, out = torch.zeros(B, K, V, dtype=torch.float64), []
     for t in range(T):
@@ -86,9 +87,9 @@ def alone(x: dict[str, Tensor], ids: list[int] | None, matrix: bool) -> Tensor:
     return torch.stack(out, dim=1)
 
 
-def layer(x: dict[str, Tensor], near: Any, matrix: bool, compiled: bool = False) -> Tensor:
+def layer(x: dict[str, Tensor], context: Any, matrix: bool, compiled: bool = False) -> Tensor:
     """Return the local [B, S, V] of `alone`, from shards; `compiled` makes a graph around each operator."""
-    named = {"layout": near.layout, "mesh": near.mesh, "documents": near.documents}
+    named = {"layout": context.layout, "mesh": context.mesh, "documents": context.documents}
 
     def look_beside(v: Tensor) -> Tensor:
         return halo(v * 1, WIDTH - 1, 1, dim=1, **named)
@@ -102,7 +103,7 @@ def layer(x: dict[str, Tensor], near: Any, matrix: bool, compiled: bool = False)
         )
     beside = look_beside(x["v"])  # [B, R, WIDTH, V]
     zeros, v = torch.zeros_like(x["v"][:, :1]), torch.zeros_like(x["v"])
-    for piece in near.pieces:
+    for piece in context.pieces:
         own = x["v"][:, piece.slot : piece.slot + piece.length]
         front = beside[:, piece.run, : WIDTH - 1] if piece.is_first else zeros.expand(-1, WIDTH - 1, -1)
         last = beside[:, piece.run, WIDTH - 1 :] if piece.is_last else zeros
@@ -112,7 +113,7 @@ def layer(x: dict[str, Tensor], near: Any, matrix: bool, compiled: bool = False)
     x = x | {"v": v}
     zero = torch.zeros(B, K, V, dtype=torch.float64)
     maps: dict[int, tuple[Tensor, Tensor]] = {}
-    for piece in near.pieces:
+    for piece in context.pieces:
         tokens = range(piece.slot, piece.slot + piece.length)
         if matrix:  # the map of the identity, without values
             still = x | {"v": torch.zeros(B, x["v"].shape[1], K, dtype=torch.float64)}
@@ -123,7 +124,7 @@ def layer(x: dict[str, Tensor], near: Any, matrix: bool, compiled: bool = False)
     moves, finals = (torch.stack([pair[i] for pair in maps.values()]) for i in (0, 1))
     starts = scanned(moves, finals)
     out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
-    for piece in near.pieces:
+    for piece in context.pieces:
         tokens = range(piece.slot, piece.slot + piece.length)
         states = through(starts[piece.run] if piece.is_first else zero, x, tokens, matrix)[0]
         found = torch.einsum("bsk,sbkv->bsv", x["k"][:, list(tokens)], torch.stack(states))
@@ -146,7 +147,7 @@ def on_a_ring(
     layout = make_layout(
         name, tokens=T, ring_size=mesh.ring_size, multiple_of=ulysses, pattern=Documents(IDS)
     )
-    near = neighbours_of(layout, mesh, Documents(ids) if ids else None)
+    context = scan_context(layout, mesh, Documents(ids) if ids else None)
     whole = inputs()
     expected = alone(whole, ids, matrix)
     grad = torch.randn_like(expected)
@@ -156,7 +157,7 @@ def on_a_ring(
         shard_sequence(x.detach(), layout, mesh=mesh, dim=1).requires_grad_()
         for name, x in whole.items()
     }  # fmt: skip
-    out = layer(shards, near, matrix, compiled)
+    out = layer(shards, context, matrix, compiled)
     out.backward(shard_sequence(grad, layout, mesh=mesh, dim=1))
     errors = {"out": relative_error(gather_sequence(out, layout, mesh=mesh, dim=1), expected)}
     for name, x in shards.items():
@@ -263,25 +264,28 @@ def test_torch_compile_sees_one_operator_each(rank_pool: Pool) -> None:
 def test_masks_are_made_once_for_all_layers_of_a_batch() -> None:
     """A scan of any shape reads the same memory; another dtype has its own."""
     mesh = RingMesh.single()
-    near = neighbours_of(make_layout("zigzag", tokens=T, ring_size=1), mesh, Documents(IDS))
-    first, again = near.masks(torch.ones(near.own_runs, B, K, V)), near.masks(torch.ones(near.own_runs, 5))
+    context = scan_context(make_layout("zigzag", tokens=T, ring_size=1), mesh, Documents(IDS))
+    first, again = (
+        context.masks(torch.ones(context.own_runs, B, K, V)),
+        context.masks(torch.ones(context.own_runs, 5)),
+    )
     assert [x.data_ptr() for x in first] == [x.data_ptr() for x in again]
-    assert [x.shape for x in first] == [(near.own_runs, 1, 1, 1)] * 2
-    double = near.masks(torch.ones(near.own_runs, dtype=torch.float64))
+    assert [x.shape for x in first] == [(context.own_runs, 1, 1, 1)] * 2
+    double = context.masks(torch.ones(context.own_runs, dtype=torch.float64))
     assert [x.dtype for x in double] == [torch.float64] * 2
-    other = neighbours_of(near.layout, mesh, Documents([0] * T))  # of the next batch
+    other = scan_context(context.layout, mesh, Documents([0] * T))  # of the next batch
     assert other.masks(torch.ones(1))[0].data_ptr() != first[0].data_ptr()
 
 
 def bytes_of(rank: int, world_size: int, tokens: int) -> int:
     """Bytes that this rank sends in one scan of `tokens` tokens, forward and backward."""
     mesh = RingMesh.from_world(world_size)
-    near = neighbours_of(make_layout("zigzag", tokens=tokens, ring_size=world_size), mesh)
-    moves = torch.rand(near.own_runs, 1, K, K, requires_grad=True)
-    finals = torch.rand(near.own_runs, 1, K, V, requires_grad=True)
-    ring_scan(moves, finals, matrix=True, layout=near.layout, mesh=mesh).sum().backward()
-    assert near.exchange is not None
-    return near.exchange.counters.bytes_sent
+    context = scan_context(make_layout("zigzag", tokens=tokens, ring_size=world_size), mesh)
+    moves = torch.rand(context.own_runs, 1, K, K, requires_grad=True)
+    finals = torch.rand(context.own_runs, 1, K, V, requires_grad=True)
+    ring_scan(moves, finals, matrix=True, layout=context.layout, mesh=mesh).sum().backward()
+    assert context.exchange is not None
+    return context.exchange.counters.bytes_sent
 
 
 def test_bytes_of_a_scan_do_not_depend_on_the_length(rank_pool: Pool) -> None:
@@ -346,8 +350,8 @@ def failed(rank: int, world_size: int, where: str) -> tuple[str, int | None, str
     x = torch.zeros(B, layout.local_tokens, V, requires_grad=True)
     maps = [torch.ones(1, B, K, V, requires_grad=True) for _ in range(2)]
     operation, _, backward = where.partition(" ")
-    part = {"halo": "halo_messages", "scan": "compose"}[operation]
-    original, started = getattr(scan, part), time.monotonic()
+    module, part = {"halo": (halo_module, "halo_messages"), "scan": (scan, "compose")}[operation]
+    original, started = getattr(module, part), time.monotonic()
 
     def fails(*_: Any) -> Any:
         raise ZeroDivisionError("on purpose")
@@ -358,14 +362,14 @@ def failed(rank: int, world_size: int, where: str) -> tuple[str, int | None, str
     try:
         out = call() if backward else None
         if rank == 1:
-            setattr(scan, part, fails)
+            setattr(module, part, fails)
         if out is not None:
             out.sum().backward()
         call()
         call()  # a rank that needed nothing of rank 1 hears of it here
     except (RingPeerError, ZeroDivisionError) as error:
         seconds = time.monotonic() - started
-        setattr(scan, part, original)
+        setattr(module, part, original)
         torch.distributed.barrier()  # rank 1 stays, so that the others hear of its error and not of its end
         return type(error).__name__, getattr(error, "peer", None), str(error), seconds
     return "no error", None, "", 0.0

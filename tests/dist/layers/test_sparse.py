@@ -30,8 +30,9 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.layers.scan.sequence_runs import of_blocks
-from ds_ring.layers.selection import select as selection
-from ds_ring.layers.sparse import attention as sparse
+from ds_ring.layers.selection.selected_pass import SelectedPass
+from ds_ring.layers.sparse import blocks as of_tokens
+from ds_ring.layers.sparse import nsa as nsa_module
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.schedule.layout import Layout
 from tests.dist.harness import RankPool
@@ -128,16 +129,16 @@ def gathered(found: Results, layout: Any, mesh: RingMesh) -> Results:
 def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
     """The largest error of each result, by case."""
     mesh, errors, x = RingMesh.from_world(world_size), {}, moba_inputs()
-    halo, places = sparse.halo_op, selection._SelectedPass._places
+    halo, places = of_tokens.halo_op, SelectedPass._places
     if fault == "cut":  # what lies on other ranks is left out of the means
-        sparse.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
+        of_tokens.halo_op = lambda *given: halo(*given) * 0  # type: ignore[assignment]
     elif fault == "future":  # tokens of the own block behind the query are seen
 
         def all_of_them(self: Any, *given: Any) -> Tensor:
             self.last = torch.full_like(self.last, TOKENS - 1)
             return places(self, *given)
 
-        selection._SelectedPass._places = all_of_them  # type: ignore[method-assign]
+        SelectedPass._places = all_of_them  # type: ignore[method-assign]
     try:
         for name, size, k, packed in MOBA:
             ids = IDS if packed else np.zeros(TOKENS, dtype=int)
@@ -153,7 +154,7 @@ def moba(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
                 errors[f"{name} {size} {k} {key}"] = relative_error(found[key], want)
         return errors
     finally:
-        sparse.halo_op, selection._SelectedPass._places = halo, places  # type: ignore[method-assign]
+        of_tokens.halo_op, SelectedPass._places = halo, places  # type: ignore[method-assign]
         mesh.close()
 
 
@@ -238,15 +239,15 @@ def laid_out(name: str, tokens: int, block: int, mesh: RingMesh) -> Layout:
 def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
     """The largest error of each result, by case."""
     mesh, errors = RingMesh.from_world(world_size), {}
-    shared, scored = sparse._Importance.__init__, sparse.SCORED
-    sparse.SCORED = 12  # in several parts
+    shared, scored = nsa_module._Importance.__init__, nsa_module.SCORED
+    nsa_module.SCORED = 12  # in several parts
     if fault == "overlap":  # a window counts once for a block, however much of it they share
 
         def once(self: Any, *given: Any) -> None:
             shared(self, *given)
             self.shared = torch.ones_like(self.shared)
 
-        sparse._Importance.__init__ = once  # type: ignore[method-assign]
+        nsa_module._Importance.__init__ = once  # type: ignore[method-assign]
     try:
         for case in NSA:
             name, tokens, size, stride, block, k, (first, local), window, by_branch = case
@@ -273,7 +274,7 @@ def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
                 errors[f"{name} {size} {stride} {key}"] = relative_error(got, want)
         return errors
     finally:
-        sparse._Importance.__init__, sparse.SCORED = shared, scored  # type: ignore[method-assign]
+        nsa_module._Importance.__init__, nsa_module.SCORED = shared, scored  # type: ignore[method-assign]
         mesh.close()
 
 

@@ -21,8 +21,8 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextQSAInde
 from ds_ring import Causal, Documents, RingMesh, gather_sequence, make_layout, shard_sequence
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.transformers.variants import indexed_blocks
-from ds_ring.layers.selection.select import TotalOrder
-from ds_ring.layers.sparse import attention as sparse
+from ds_ring.layers.selection.total_order import TotalOrder
+from ds_ring.layers.sparse import blocks as sparse
 from tests.dist.deepspeed_ranks import start_deepspeed
 
 TOKENS, SAMPLES, HIDDEN, DIM, ROTARY = 101, 3, 24, 8, 4

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring.comm.exchange import Agreement, Exchange, Route, compare_headers, once_a_batch
+from ds_ring.comm.exchange import Exchange, Route, once_a_batch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import CallSite, Task
-from ds_ring.errors import RingBufferError, RingConfigError, RingMismatchError, RingPeerError
+from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.schedule.grid import Grid
 
 
@@ -40,37 +40,6 @@ def test_a_batch_that_cannot_be_started_names_its_peer() -> None:
 def test_a_fault_of_ds_ring_in_a_batch_stays_what_it_is() -> None:
     with pytest.raises(RingBufferError, match="in flight"):
         exchange_of_two().start(route_that(RingBufferError("in flight")), [], [])
-
-
-@pytest.mark.parametrize("refused", [None, RingConfigError("its own input")], ids=["agrees", "refuses"])
-def test_a_rank_that_hears_nobody_says_its_own_fault_first(refused: RingConfigError | None) -> None:
-    exchange = exchange_of_two()
-    exchange.spread = raising(RingPeerError(0, None, 1, "it is gone"))  # type: ignore[method-assign]
-    compare = compare_headers(exchange, Agreement.on("a call", {}, refused), refused=refused)
-    with pytest.raises(RingPeerError if refused is None else RingConfigError):
-        compare()
-
-
-def test_all_ranks_that_refuse_raise_their_own_fault() -> None:
-    exchange, refused = exchange_of_two(), RingConfigError("its own input")
-    exchange.spread = lambda header: torch.stack([header, header])  # type: ignore[method-assign]
-    with pytest.raises(RingConfigError, match="its own input"):
-        compare_headers(exchange, Agreement.on("a call", {}, refused), refused=refused)()
-
-
-def test_ranks_that_differ_raise_the_difference() -> None:
-    exchange = exchange_of_two()
-    exchange.spread = lambda header: torch.stack([header, header + 1])  # type: ignore[method-assign]
-    rows = [torch.frombuffer(bytearray(text.ljust(1 << 15)), dtype=torch.uint8) for text in REPORTS]
-    exchange.all_gather = lambda *_: rows  # type: ignore[method-assign]
-    with pytest.raises(RingMismatchError, match="window: ring rank 0 has 3, ring rank 1 has 4"):
-        compare_headers(exchange, Agreement.on("a call", {"window": 3}))()
-
-
-REPORTS = [
-    f'{{"operation": "a call", "number of the call": "0", "window": "{window}"}}'.encode()
-    for window in (3, 4)
-]
 
 
 def test_what_runs_in_a_waiting_thread_raises_where_its_result_is_asked_for() -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ds_ring.comm import streams as device
 from ds_ring.comm import waiting, watchdog
+from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
@@ -239,6 +240,14 @@ ERRORS = [
 ]
 
 
+def a_pass(exchange: Exchange) -> collective:
+    """A call whose ranks have agreed."""
+    exchange.spread = lambda header: torch.stack([header, header])  # type: ignore[method-assign]
+    call = collective(exchange.mesh, "a pass", exchange)
+    call.agree({})
+    return call
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=["RuntimeError", "DistBackendError"])
 def test_an_error_of_a_wait_names_the_culprit_and_keeps_the_memory(
     kept: list[object], error: RuntimeError
@@ -251,7 +260,7 @@ def test_an_error_of_a_wait_names_the_culprit_and_keeps_the_memory(
         ring.monitor.fault = Fault(3, "its process ended")  # rank 2 waits for rank 3
 
     ring.monitor.report_timeout = report_timeout  # type: ignore[method-assign]
-    with pytest.raises(RingPeerError) as caught, Exchange(ring.mesh).guarded():
+    with pytest.raises(RingPeerError) as caught, a_pass(Exchange(ring.mesh)):
         ring.post(at_once, error=error, received=received)
     assert (caught.value.hop, caught.value.peer) == (3, 3) and caught.value.cause.endswith(
         "its process ended"
@@ -373,7 +382,7 @@ def test_a_batch_of_a_pass_that_raised_is_aborted_too() -> None:
         [Work(never)], [(PEER,)], ring.mesh, CallSite(7, 3), SOON_S, [], [torch.zeros(1)],
         ring.groups["ring"], ring.watchdog, Marks(),
     )  # type: ignore[arg-type, list-item]  # fmt: skip
-    with pytest.raises(ZeroDivisionError), exchange.guarded():
+    with pytest.raises(ZeroDivisionError), a_pass(exchange):
         raise ZeroDivisionError("out of memory, say")
     assert ring.broken().peer == OWN
     ring.until(lambda: ring.aborted == ["ring"])

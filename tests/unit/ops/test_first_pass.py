@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
 from ds_ring.comm import exchange
+from ds_ring.comm.collective import collective
 from ds_ring.kernels import block_mask
 from ds_ring.kernels.flex import FlexKernel, _compiled
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
@@ -191,8 +192,9 @@ def test_the_most_patience_that_a_rank_asks_for_is_every_ranks(mesh: RingMesh) -
 
     found = []
     for others, own in ((FIRST_S, 0), (0, 0), (0, FIRST_S), (FIRST_S, FIRST_S), (0, 0)):
-        with mock.patch.object(exchange.Exchange, "spread", heard(others)):
-            exchange.agree(made, "attention forward", {}, patience_s=own)
+        patched = mock.patch.object(exchange.Exchange, "spread", heard(others))
+        with patched, collective(mesh, "attention forward", made) as call:
+            call.agree({}, patience_s=own)
         found.append(made.deadline_s)
     assert found == [FIRST_S, HOP_S, FIRST_S, FIRST_S, HOP_S]
 

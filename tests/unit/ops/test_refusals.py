@@ -137,10 +137,6 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
         lambda: ds_ring.moba_attention([1], K, K, block_size=4, top_k=2, **place()),
         RingShapeError, "got list",
     ),
-    "documents that are a number": (
-        lambda: ds_ring.halo(torch.ones(1, TOKENS, 2), 1, dim=1, documents=3, **place()),
-        RingPatternError, "expected ds_ring.Documents or None",
-    ),
     "a halo of nothing": (
         lambda: ds_ring.halo(torch.ones(1, TOKENS, 2), 0, dim=1, **place()), RingShapeError, "got 0 for both"
     ),

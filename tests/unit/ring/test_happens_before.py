@@ -278,7 +278,9 @@ def run(
         agreed = (lambda: None) if behind_mark else None
         # Two head chunks.
         nccl = Nccl(device)
-        made = RingPass(rank_plan, kernel or Touch(), nccl, 1.0, chunk_bytes=1 << 12, agreed=agreed)
+        made = RingPass(
+            rank_plan, kernel or Touch(), nccl, 1.0, chunk_bytes=1 << 12, finish_header_check=agreed
+        )
         if pulls is not None:
             made = placed(made, q, k, v, pulls)
         if not first:
@@ -350,7 +352,7 @@ def test_headers_are_compared_while_the_first_hop_computes_and_before_a_payload(
             raise RingMismatchError("other arguments")
 
     q, k, v = (torch.zeros(1, heads, slots, 8) for heads in (4, 2, 2))
-    made = RingPass(plan, Told(), Posted(Device()), 1.0, agreed=agreed)
+    made = RingPass(plan, Told(), Posted(Device()), 1.0, finish_header_check=agreed)
     with pytest.raises(RingMismatchError) if refused else nullcontext():
         made.forward(q, k, v)
     assert told[:3] == ["hop", "headers", "payload"][: len(told)] and told.count("headers") == 1

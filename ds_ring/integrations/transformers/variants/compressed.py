@@ -45,8 +45,10 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.rows import padded
 from ds_ring.integrations.transformers.variants.variant import STATE, Request, Variant
-from ds_ring.layers.scan.scan import halo_op, neighbours_of
-from ds_ring.layers.selection.select import ring_select, selected_attention
+from ds_ring.layers.scan.context import scan_context
+from ds_ring.layers.scan.halo import halo_op
+from ds_ring.layers.selection.attention import selected_attention
+from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.catalog import Before, Causal
 from ds_ring.masks.pattern import Pattern
 
@@ -166,7 +168,7 @@ class _LocalWindows:
         self.blocks = sharding.in_blocks(rate)
         self.rate, self.slots, self._overlaps = rate, self.blocks.layout.local_tokens, overlaps
         timeout = float(sharding.config.hop_timeout_seconds)
-        self._near = neighbours_of(self.blocks.layout, sharding.mesh, None, timeout)
+        self._scan = scan_context(self.blocks.layout, sharding.mesh, None, timeout)
         self._beside: dict[str, Tensor] = {}
         self.entries: dict[str, Tensor] = {}  # of the compressor and of its indexer: [B, n, D]
 
@@ -185,7 +187,7 @@ class _LocalWindows:
         if self._overlaps:
             front_kv, front_gate = self._windows_before(name, kv, gate)
             parts: list[tuple[Tensor, Tensor, Tensor]] = [(kv[:, :0], gate[:, :0], numbers[:0])]
-            for piece in self._near.pieces:
+            for piece in self._scan.pieces:
                 own = slice(piece.slot, piece.slot + piece.length)
                 run = slice(piece.run, piece.run + 1)
                 parts.append((front_kv[:, run], front_gate[:, run], numbers[own][:1]))
@@ -199,10 +201,10 @@ class _LocalWindows:
         """Return the windows before each run, of which the next window reads the first half of the width."""
         width = kv.shape[-1] // 2
         both = torch.cat([kv[..., :width], gate[..., :width]], dim=-1)
-        beside = halo_op(both, 1, 1, 0, self._near.handle)[:, :, 0]  # [B, runs, rate, 2 * width]
+        beside = halo_op(both, 1, 1, 0, self._scan.handle)[:, :, 0]  # [B, runs, rate, 2 * width]
         self._beside[name] = beside
         front_kv, front_gate = (F.pad(x, (0, width)) for x in beside.split(width, dim=-1))
-        begins = [not piece.continues for piece in self._near.pieces]
+        begins = [not piece.continues for piece in self._scan.pieces]
         if any(begins):  # no weight for windows before the sequence
             hidden = torch.zeros_like(front_gate, dtype=torch.bool)
             hidden[:, begins, :, :width] = True
@@ -216,7 +218,7 @@ class _LocalWindows:
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Keep this rank's entries, and return none, so that no mask of tokens and entries is made."""
         own, first = [compressed[:, :0]], 0
-        for piece in self._near.pieces if self._overlaps else ():
+        for piece in self._scan.pieces if self._overlaps else ():
             first += 1
             own.append(compressed[:, first : first + piece.length])
             first += piece.length

@@ -40,7 +40,7 @@ from ds_ring.integrations.transformers.selection import (
 )
 from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
-from ds_ring.layers.sparse.attention import tokens_of_blocks
+from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.schedule.layout import BlockLayout
 

@@ -30,7 +30,7 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     sharding_of,
     with_halo,
 )
-from ds_ring.layers.scan.scan import Neighbours
+from ds_ring.layers.scan.context import ScanContext
 
 
 def convolution(
@@ -41,9 +41,9 @@ def convolution(
     if sharding is None:
         return original(x, weight, bias, *args, **kwargs)
 
-    def run(near: Neighbours, x: Tensor) -> Tensor:
+    def run(context: ScanContext, x: Tensor) -> Tensor:
         return with_halo(
-            near, x, weight.shape[-1] - 1, lambda tokens: original(tokens, weight, bias, *args, **kwargs)
+            context, x, weight.shape[-1] - 1, lambda tokens: original(tokens, weight, bias, *args, **kwargs)
         )
 
     return by_rows(sharding, run, x)

@@ -34,7 +34,8 @@ from ds_ring.integrations.transformers.variants.recurrent.scan import (
     token_before,
     with_halo,
 )
-from ds_ring.layers.scan.scan import Neighbours, scan_op
+from ds_ring.layers.scan.context import ScanContext
+from ds_ring.layers.scan.scan import scan_op
 
 
 class Summary(NamedTuple):
@@ -57,26 +58,26 @@ Outputs = Callable[[Sequence[Tensor], tuple[Tensor, Tensor] | None], Tensor]
 
 
 def _scaled_recurrence(
-    near: Neighbours, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int
+    context: ScanContext, tensors: Sequence[Tensor], summarise: Summarise, call: Outputs, dim: int
 ) -> Tensor:
     """Return the outputs of a recurrence whose states are S exp(m), as `recurrence`."""
-    batch, slots, kinds = tensors[0].shape[0], tensors[0].shape[dim], kinds_of(near)
-    last = {piece.run: piece for piece in near.pieces if piece.is_last}
+    batch, slots, kinds = tensors[0].shape[0], tensors[0].shape[dim], kinds_of(context)
+    last = {piece.run: piece for piece in context.pieces if piece.is_last}
     summaries = [
         summarise([x.narrow(dim, last[run].slot, last[run].length) for x in tensors], last[run].continues)
-        for run in range(near.own_runs)
+        for run in range(context.own_runs)
     ]
     decay, greatest, increment = (torch.stack(parts) for parts in zip(*summaries, strict=True))
-    before = _greatest_before(near, decay, greatest)
-    comes = torch.tensor([last[run].continues for run in range(near.own_runs)], device=decay.device)
+    before = _greatest_before(context, decay, greatest)
+    comes = torch.tensor([last[run].continues for run in range(context.own_runs)], device=decay.device)
     comes = comes.view(-1, *[1] * (decay.dim() - 1))
     after = torch.where(comes, torch.maximum(before + decay, greatest), greatest)
     move = torch.where(comes, before + decay - after, 0.0).exp()
     wide = (*decay.shape, *[1] * (increment.dim() - decay.dim()))
-    states = scan_op(move.view(wide), increment * (greatest - after).exp().view(wide), False, near.handle)
+    states = scan_op(move.view(wide), increment * (greatest - after).exp().view(wide), False, context.handle)
     outs: dict[int, Tensor] = {}
     for (length, continues), numbers in kinds.items():
-        pieces = [near.pieces[number] for number in numbers]
+        pieces = [context.pieces[number] for number in numbers]
         given = [torch.cat([x.narrow(dim, piece.slot, length) for piece in pieces]) for x in tensors]
         runs = [piece.run for piece in pieces]
         state = (states[runs].flatten(0, 1), before[runs].flatten(0, 1)) if continues else None
@@ -89,19 +90,19 @@ def _scaled_recurrence(
     return padded(whole, slots, dim)
 
 
-def _greatest_before(near: Neighbours, decay: Tensor, greatest: Tensor) -> Tensor:
+def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> Tensor:
     """Return m before each own run [R, ...]; 0 where no state comes.
 
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
     """
-    count = len(near.runs.starts)
-    own = torch.from_numpy(near.runs.of_rank(near.mesh.sequence_rank)).to(decay.device)
+    count = len(context.runs.starts)
+    own = torch.from_numpy(context.runs.of_rank(context.mesh.sequence_rank)).to(decay.device)
     told = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
     places = F.one_hot(own, count).to(decay.dtype)
     places = places.view(*places.shape, *[1] * (told.dim() - 1))
     slots = places * told[:, None]  # [R, N, 3, ...]
     keep = torch.ones_like(slots[:, :1, :1].flatten(1)[:, :1]).view(-1, *[1] * (slots.dim() - 1))
-    is_there, decays, maxima = scan_op(keep, slots, False, near.handle).unbind(2)  # [R, N, ...]
+    is_there, decays, maxima = scan_op(keep, slots, False, context.handle).unbind(2)  # [R, N, ...]
     later = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], dim=1).flip(1).cumsum(1).flip(1)
     found = torch.where(is_there > 0, maxima + later, -torch.inf).amax(dim=1)
     return torch.where(is_there.sum(dim=1) > 0, found, 0.0)
@@ -143,7 +144,10 @@ def wkv(
         return out if state is None else out[:, 1:]
 
     return by_rows(
-        sharding, lambda near, *tensors: _scaled_recurrence(near, tensors, summarise, call, dim=1), key, value
+        sharding,
+        lambda context, *tensors: _scaled_recurrence(context, tensors, summarise, call, dim=1),
+        key,
+        value,
     ), None
 
 
@@ -178,8 +182,8 @@ def mlstm(
         out: Tensor = original(layer, *tensors, *(first or (None,) * 3), mode="inference")[0]
         return out
 
-    def run(near: Neighbours, *tensors: Tensor) -> Tensor:
-        return _scaled_recurrence(near, tensors, summarise, call, dim=2)
+    def run(context: ScanContext, *tensors: Tensor) -> Tensor:
+        return _scaled_recurrence(context, tensors, summarise, call, dim=2)
 
     return by_rows(sharding, run, query, key, value, igate, fgate), None
 
@@ -273,9 +277,12 @@ def compressed_convolution(
     before, groups = layer.conv_kernel_size, layer.num_key_value_groups
     query, key = layer.q_proj(hidden_states), layer.k_proj(hidden_states)
 
-    def run(near: Neighbours, x: Tensor) -> Tensor:
+    def run(context: ScanContext, x: Tensor) -> Tensor:
         return with_halo(
-            near, x, before, lambda x: F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0))
+            context,
+            x,
+            before,
+            lambda x: F.pad(layer.conv_qk_grouped(layer.conv_qk_depthwise(x)), (before, 0)),
         )
 
     mixed = by_rows(sharding, run, torch.cat([query, key], dim=-1).transpose(1, 2)).transpose(1, 2)
@@ -285,7 +292,7 @@ def compressed_convolution(
     mean = (query.unflatten(2, heads) + of_heads) * 0.5
     first = layer.v_proj_delayed(hidden_states.new_zeros(1, 1, layer.hidden_size))[0, 0]
     delayed = by_rows(
-        sharding, lambda near, x: token_before(near, x, first), layer.v_proj_delayed(hidden_states)
+        sharding, lambda context, x: token_before(context, x, first), layer.v_proj_delayed(hidden_states)
     )
     value = torch.cat([layer.v_proj_current(hidden_states), delayed], dim=-1).unflatten(2, heads)
     return of_query + mean, of_key + mean.unflatten(2, (-1, groups)).mean(dim=3), value
@@ -297,7 +304,7 @@ def token_shift(original: Original, x: Tensor) -> Tensor:
     if sharding is None:
         found: Tensor = original(x)
         return found
-    return by_rows(sharding, lambda near, x: token_before(near, x, x.new_zeros(x.shape[2])), x)
+    return by_rows(sharding, lambda context, x: token_before(context, x, x.new_zeros(x.shape[2])), x)
 
 
 def convolution_module(original: Original, x: Tensor) -> Tensor:
@@ -312,12 +319,12 @@ def convolution_module(original: Original, x: Tensor) -> Tensor:
     module: nn.Conv1d = original.__self__  # type: ignore[attr-defined]
     before = module.dilation[0] * (module.kernel_size[0] - 1)
     if module.padding[0]:
-        return by_rows(sharding, lambda near, x: with_halo(near, x, before, original), x)
+        return by_rows(sharding, lambda context, x: with_halo(context, x, before, original), x)
 
     def convolve(x: Tensor) -> Tensor:
         return F.pad(original(x), (before, 0))
 
-    return by_rows(sharding, lambda near, x: with_halo(near, x, before, convolve), x[:, :, before:])
+    return by_rows(sharding, lambda context, x: with_halo(context, x, before, convolve), x[:, :, before:])
 
 
 def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -335,8 +342,8 @@ def ngrams(original: Original, layer: Any, *args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = original(layer, tokens, None)
         return out.transpose(1, 2)
 
-    def run(near: Neighbours, ids: Tensor) -> Tensor:
-        kinds_of(near)
-        return with_halo(near, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
+    def run(context: ScanContext, ids: Tensor) -> Tensor:
+        kinds_of(context)
+        return with_halo(context, ids[:, None] + 1, layer.context_len, embed).transpose(1, 2)
 
     return by_rows(sharding, run, input_ids.long())

@@ -1,0 +1,241 @@
+"""Make a call on all ranks of a sequence together, so that an error of one rank reaches every rank.
+
+Owns the context manager `collective` and the header that ranks compare before the first payload of a call.
+`exchange.py` sends it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.waiting import Task
+from ds_ring.errors import RingError, RingMismatchError, RingPeerError
+
+# The header has a digest of the report. If any digest differs, all ranks send each other their reports, so
+# that the error says which rank differs in what.
+#
+# [Note: a header on every call]
+# The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
+# at once. If the header went to the next rank only, two ranks would see a difference, and the others would
+# wait for their deadline. The comparison costs one small message a round.
+
+_OPERATION, _REFUSAL = "operation", "refused"
+_VALUE_CHARACTERS = 300  # of a value in a report
+_REPORT_BYTES = 1 << 15
+_NAMED_RANKS = 4
+
+
+class Agreement(NamedTuple):
+    """The fields that all ranks of a sequence compare, as texts by name, and their digest.
+
+    The report of a rank that refuses has the reason instead of the fields.
+    """
+
+    report: dict[str, str]
+    digest: int
+
+    @classmethod
+    def on(cls, operation: str, fields: Mapping[str, object]) -> Agreement:
+        """Return the agreement on an operation, "attention forward" say, with these fields."""
+        report = {_OPERATION: operation, **{name: str(value) for name, value in fields.items()}}
+        digest = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).digest()
+        return cls(report, int.from_bytes(digest[:8], "big", signed=True))
+
+
+# [Note: refusals]
+# A rank that refuses its own input still sends its header, so that the others raise instead of waiting for
+# it. Headers go over the whole sequence group, ring and Ulysses ranks alike: every rank that would wait for
+# the refusing rank, directly or through another rank, learns of it. Nothing else was sent, so all ranks can
+# use the mesh afterwards. An error after the header is a failure: other ranks may be waiting for payload of
+# this rank, so the failure detector tells them, and the mesh is broken.
+class collective:  # noqa: N801 - reads as contextlib's own
+    """Surround a call that all ranks of a sequence make together; see [Note: refusals].
+
+        with collective(mesh, "halo") as call:
+            check(x)  # a RingError that is raised here is a refusal: every rank raises
+            call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
+            send_and_compute(call.exchange)  # an error that is raised here is a failure: the others are told
+
+    Calls within it, of the same thread, are part of it. A block that never agrees sends nothing unless it
+    raises.
+
+    Args:
+        mesh: the ranks.
+        name: of the operation; ranks compare it.
+        exchange: sends the headers; None makes one when it is needed.
+        alone: tell nobody: the tensors are fake. A sequence of one rank has nobody to tell.
+
+    Raises:
+        RingMeshError: the mesh is closed, another process's, or in use by another thread.
+    """
+
+    __slots__ = ("_agreement_began", "_exchange", "_is_outermost", "alone", "mesh", "name")
+
+    def __init__(
+        self, mesh: RingMesh, name: str, exchange: Exchange | None = None, alone: bool = False
+    ) -> None:
+        self.mesh, self.name, self._exchange = mesh, name, exchange
+        self.alone = alone or mesh.sequence_size == 1
+        self._agreement_began = False
+
+    @property
+    def exchange(self) -> Exchange:
+        """Return the exchange of the call."""
+        if self._exchange is None:
+            self._exchange = Exchange(self.mesh)
+        return self._exchange
+
+    def use(self, exchange: Exchange | None) -> None:
+        """Send by this exchange from here on."""
+        self._exchange = exchange or self._exchange
+
+    def __enter__(self) -> Self:
+        self._is_outermost = False
+        if torch.compiler.is_compiling():  # the operators of the graph make calls, when it runs
+            return self
+        state, thread = self.mesh.state, threading.get_ident()
+        if state.closed or os.getpid() != state.process:
+            state.check()
+        if state.thread != thread:  # else a call within one of this thread: only it can have written that
+            if not state.busy.acquire(blocking=False):
+                state.refuse_thread(self.mesh.detector)
+            state.thread, self._is_outermost = thread, True
+        return self
+
+    def agree(self, fields: Mapping[str, object], patience_s: float = 0.0) -> None:
+        """Check that all ranks of the sequence make the same call. Only headers are sent, if all agree.
+
+        Args:
+            fields: what must be equal on all ranks, by the name that messages use; compared as texts.
+            patience_s: least seconds of the deadline of every wait of the call; the longest of all ranks is
+                set on the mesh ([Note: compile skew] in `ops/options.py`). 0: the exchange's own.
+
+        Raises:
+            RingMismatchError: another rank refused its input, or fields differ; names ranks and fields.
+            RingPeerError: another rank did not take part before the deadline.
+        """
+        if not self.alone:
+            self.compare_headers(Agreement.on(self.name, fields), patience_s)
+
+    def compare_headers_meanwhile(self, agreement: Agreement, patience_s: float = 0.0) -> Callable[[], None]:
+        """Compare headers in a thread, while the device computes.
+
+        Returns:
+            A function that waits for the comparison and raises what `agree` documents.
+        """
+        self._agreement_began = True  # before the thread runs: an error from here on is a failure
+        return Task(partial(self.compare_headers, agreement, patience_s)).start().result
+
+    def compare_headers(self, agreement: Agreement, patience_s: float = 0.0) -> None:
+        """Count the call, compare its header with those of all ranks, and raise what `agree` documents.
+
+        No payload is sent before it has returned.
+        """
+        self._agreement_began = True
+        exchange, state = self._exchange or self.exchange, self.mesh.state
+        exchange.call = number = next(self.mesh.calls)
+        # Never reduce the patience here: headers of the last call may be in flight, or a rank may compile.
+        state.patience_s = max(state.patience_s, patience_s)
+        # Headers are compared lexicographically: if the first two integers are the same on all ranks, the
+        # greatest header has the longest patience of all ranks.
+        header = torch.tensor([0, agreement.digest ^ number, math.ceil(patience_s)])
+        least, greatest = exchange.spread(header).tolist()
+        if least[:2] != greatest[:2]:
+            # Every rank sees the same least and greatest, so all of them send their reports, or none.
+            reports = _all_reports(exchange, agreement.report, number)
+            error = RingMismatchError(_describe(self.mesh, reports))
+            error.peers_know = True
+            raise error
+        state.patience_s = float(greatest[2])
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None and not self.alone and not getattr(error, "peers_know", False):
+                self._tell(error)
+        finally:
+            if self._is_outermost:
+                self.mesh.state.thread = None
+                self.mesh.state.busy.release()
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell the other ranks that this one refuses or has failed."""
+        if isinstance(error, RingError):
+            error.peers_know = True
+        if self._agreement_began:
+            self.exchange.failed(error)
+        elif isinstance(error, RingError):
+            self._refuse(error)
+
+    def _refuse(self, error: RingError) -> None:
+        exchange = self.exchange
+        # Refused calls count as well: ranks that go on after one must still have equal numbers.
+        exchange.call = number = next(self.mesh.calls)
+        try:
+            # The 1 is in no header of a rank that agrees.
+            least, _ = exchange.spread(torch.tensor([1, 0, 0])).tolist()
+            if least[0] == 0:  # some rank does not refuse, and gathers the reports
+                _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: str(error)}, number)
+        except RingPeerError as unheard:  # nobody to tell: the own fault is still the better message
+            raise error from unheard
+
+
+def _all_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
+    """Return every rank's report, by sequence rank."""
+    mine = {_OPERATION: report[_OPERATION], "number of the call": str(number), **report}
+    text = json.dumps({name: value[:_VALUE_CHARACTERS] for name, value in mine.items()})
+    return [json.loads(row) for row in gather_texts(exchange, text)]
+
+
+def gather_texts(exchange: Exchange, text: str) -> list[str]:
+    """Return the texts of all ranks of the sequence, by sequence rank, padded with spaces to one size."""
+    data = text.encode().ljust(_REPORT_BYTES)  # an all-gather takes equal sizes only
+    assert len(data) == _REPORT_BYTES, f"a report of {len(data)} bytes, there is room for {_REPORT_BYTES}"
+    mesh = exchange.mesh
+    # A bytearray, since torch warns of memory that it cannot write to.
+    row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
+    return [bytes(row.tolist()).decode() for row in rows]
+
+
+def _describe(mesh: RingMesh, reports: list[dict[str, str]]) -> str:
+    """Return the message for reports that differ."""
+    refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
+    if refusing:
+        return (
+            f"{_names(mesh, refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
+            " this sequence sent anything; all can go on once that is mended"
+        )
+    operations = {report[_OPERATION] for report in reports}
+    names = [_OPERATION] if len(operations) > 1 else list(reports[0])  # elsewhere fields mean other things
+    different = []
+    for name in names:
+        by_value: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            by_value.setdefault(report[name], []).append(rank)
+        if len(by_value) > 1:
+            who = [f"{_names(mesh, ranks)} has {value}" for value, ranks in by_value.items()]
+            different.append(f"{name}: {', '.join(who)}")
+    return (
+        "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
+        + "; ".join(different)
+        + ". Give every rank of a sequence the same model, configuration and batch shape"
+    )
+
+
+def _names(mesh: RingMesh, ranks: list[int]) -> str:
+    named = " and ".join(mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
+    return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"

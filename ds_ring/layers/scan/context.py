@@ -1,0 +1,146 @@
+"""The state of the calls of one layout: which runs this rank has, and the exchange between neighbours.
+
+Owns `ScanContext`, which a mesh caches, and the integer by which the operators of this folder find it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.errors import RingPatternError
+from ds_ring.layers.scan.sequence_runs import Piece, SequenceRuns, pieces, sequence_runs
+from ds_ring.masks.catalog import Documents
+from ds_ring.ops.context import cached_context, check_layout
+from ds_ring.ops.handles import constant_in_graphs, new_handle, number_of
+from ds_ring.schedule.layout import Layout
+
+ByRank = dict[int, Tensor]  # by rank of the sequence
+
+
+@dataclass(eq=False)
+class ScanContext:
+    """The runs of a layout, and which of them this rank has.
+
+    Attributes:
+        layout, documents, mesh: of a call; without documents a state passes through the whole sequence.
+        hop_timeout_s: seconds that the messages of one round may take.
+        in_a_graph: True if a compiled graph carries the handle.
+        handle: the integer by which the operators find this object.
+        exchange: sends and receives; None if the sequence has one rank.
+        pieces: this rank's pieces in slot order.
+        own_runs: number of this rank's runs.
+    """
+
+    layout: Layout
+    documents: Documents | None
+    mesh: RingMesh
+    hop_timeout_s: float = 60.0
+    in_a_graph: bool = False
+    handle: int = field(init=False)
+    exchange: Exchange | None = None
+    pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
+    own_runs: int = field(init=False, default=0)
+    _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
+    _exists: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.mesh.sequence_size > 1:
+            self.exchange = Exchange(self.mesh, self.hop_timeout_s)
+        rank = self.mesh.sequence_rank
+        # Attributes, which torch.compile reads and need not trace.
+        self.pieces = pieces(self.layout, self.mesh.ulysses_size, rank, self.documents)
+        self.own_runs = len(self.runs.of_rank(rank))
+        self.handle = new_handle(self)
+
+    @property
+    def runs(self) -> SequenceRuns:
+        """Return the runs of all ranks of the sequence."""
+        return sequence_runs(self.layout, self.mesh.ulysses_size)
+
+    def masks(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return 1 for runs in which no document begins, and 1 for runs whose first token begins none.
+
+        Both are [R, 1, ...] with the dimensions of `like`, and 0 for the other runs.
+        """
+        key = like.dtype, like.device
+        if key not in self._masks:  # they are the same for all layers of a batch
+            self._masks[key] = self._new_masks(*key)
+        through, continues = self._masks[key].view(2, -1, *[1] * (like.dim() - 1))
+        return through, continues
+
+    @outside_inference_mode
+    def _new_masks(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        rows = torch.ones(2, self.own_runs)
+        if self.documents is not None:
+            rows.zero_()
+            for piece in self.pieces:
+                rows[0, piece.run] += piece.continues and piece.is_last
+                rows[1, piece.run] += piece.continues
+        return rows.to(device, dtype)
+
+    @outside_inference_mode
+    def exists(self, offset: int, device: torch.device) -> Tensor:
+        """Return for each slot whether there is a token `offset` positions behind it in its document, [S]."""
+        if (offset, device) in self._exists:
+            return self._exists[offset, device]
+        parts, rank = self.mesh.ulysses_size, self.mesh.sequence_rank
+        slots = self.layout.part_slots(parts)
+        first = rank % parts * slots
+        mine = self.layout.positions(rank // parts)[first : first + slots]
+        other = mine + offset
+        found = (mine >= 0) & (other >= 0) & (other < self.layout.tokens)
+        if self.documents is not None:
+            a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
+            found &= a == b
+        return self._exists.setdefault((offset, device), torch.from_numpy(found).to(device))
+
+    def agree(self, call: collective, **fields: object) -> None:
+        """Compare the layout, the documents and these fields on all ranks."""
+        call.agree({"layout": self.layout, "documents": self.documents, **fields})
+
+    def swap(self, sends: ByRank, receives: ByRank) -> None:
+        """Send and receive contiguous tensors, and wait for them."""
+        if self.exchange is not None and (sends or receives):
+            self.exchange.post_in_sequence([*sends.items()], [*receives.items()]).wait()
+
+
+def scan_context(
+    layout: Layout, mesh: RingMesh, documents: Documents | None = None, hop_timeout_s: float = 60.0
+) -> ScanContext:
+    """Return the context of a call; made on first use, and dropped with its mesh.
+
+    Raises:
+        RingLayoutError, RingPatternError: a layout whose runs have gaps or that is for another ring, or
+            documents of another length; raised on every rank.
+    """
+    check_mesh(mesh)
+
+    def make() -> ScanContext:
+        check_layout(layout, mesh)
+        if documents is not None and documents.tokens != layout.tokens:
+            raise RingPatternError(
+                f"documents: expected ids for {layout.tokens} tokens (the layout's), got {documents.tokens};"
+                " build both for one length"
+            )
+        return ScanContext(layout, documents, mesh, hop_timeout_s)
+
+    with collective(mesh, "scan"):
+        found: ScanContext = cached_context(mesh, (ScanContext, layout, documents, hop_timeout_s), make)
+    return found
+
+
+@constant_in_graphs
+def handle_of(layout: Layout, mesh: RingMesh, documents: Documents | None, hop_timeout_s: Any) -> int:
+    """Return the integer by which the operators find the context of a call."""
+    found = scan_context(layout, mesh, documents, number_of(hop_timeout_s))
+    found.in_a_graph = True
+    return found.handle

@@ -1,0 +1,201 @@
+"""Copy the few tokens beside each run of a shard: `halo`, and `shift_sequence`, which is made of it.
+
+Owns the operator `ds_ring::halo`. The gradient of a copy is added at the token's owner.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.errors import RingShapeError, whole_number
+from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
+from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
+from ds_ring.masks.catalog import Documents
+from ds_ring.masks.tiles import IntArray
+from ds_ring.ops.checks import check_operand
+from ds_ring.ops.context import count_forward_pass
+from ds_ring.ops.handles import constant, never_traced, object_of, operator
+from ds_ring.schedule.layout import Layout
+
+Indices = dict[int, IntArray]  # by rank of the sequence
+
+
+def halo(
+    x: Tensor, before: int, after: int = 0, *, dim: int, layout: Layout, mesh: RingMesh,
+    documents: Documents | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the tokens beside each run of this rank's shard. Differentiable.
+
+    Args:
+        x: local shard, any dtype, with S slots in `dim`: layout.local_tokens over the Ulysses size.
+        before, after: how many tokens in front of each run, and behind it; their sum at least 1.
+        dim: the token dimension.
+        layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
+        mesh: this process's place; every rank of the sequence must call.
+        documents: tokens of another document are zeros, as are those outside the sequence.
+        hop_timeout_s: seconds after which a message that has not arrived raises.
+
+    Returns:
+        The shape of x with [R, before + after] in place of S, for the R runs of this rank in slot order
+        (`layout.runs`, cut where Ulysses ranks share a shard). The gradient of a copy is added at its owner.
+        Use the copies on every rank, even where they are zeros: each rank takes part in the backward pass.
+
+    Raises:
+        RingShapeError: a length that is not the layout's, or `before` and `after` are not whole numbers.
+        RingLayoutError: a layout whose runs have gaps (striped, residue), or for another ring.
+        RingPatternError: documents of another length.
+        RingMismatchError: ranks that call with different arguments; nothing was sent.
+        RingPeerError: another rank failed or was too late.
+    """
+    handle = handle_of(layout, mesh, documents, constant(hop_timeout_s))
+    if isinstance(x, Tensor) and isinstance(dim, int) and -x.dim() <= dim < 0:
+        dim += x.dim()
+    return halo_op(x, dim, before, after, handle)
+
+
+@never_traced
+def shift_sequence(
+    x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh, documents: Documents | None = None,
+    fill: float = 0, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return for each token of this rank's shard the one `offset` positions behind it. Differentiable.
+
+    A sharded sequence cannot be shifted by slicing: what follows a run lies on another rank. For labels, for
+    the embeddings and labels of multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2), and with
+    a negative offset for token shifts (RWKV).
+
+    Args:
+        x: local shard, any dtype, with S slots in `dim`.
+        offset: how many positions, not 0; negative for tokens in front.
+        dim, layout, mesh, documents, hop_timeout_s: see `halo`.
+        fill: value where there is no such token: outside the sequence, in another document, in padding.
+
+    Returns:
+        The shape of x.
+
+    Raises:
+        RingShapeError: offset is 0 or no whole number; and what `halo` raises.
+    """
+    if offset:
+        whole_number(abs(offset), "shift_sequence: offset", RingShapeError)
+    before, after = max(-offset, 0), max(offset, 0)
+    named: dict[str, Any] = {"layout": layout, "mesh": mesh, "documents": documents}
+    named["hop_timeout_s"] = hop_timeout_s
+    copies = halo(x, before, after, dim=dim, **named)
+    context, dim = scan_context(**named), dim % x.dim()
+    # Also a rank without tokens takes part in the backward pass.
+    parts, runs = [x.narrow(dim, 0, 0) + copies.flatten()[:0].sum().to(x.dtype)], context.runs
+    for number, run in enumerate(runs.of_rank(mesh.sequence_rank).tolist()):
+        own, beside = x.narrow(dim, int(runs.slots[run]), int(runs.lengths[run])), copies.select(dim, number)
+        both = torch.cat([own, beside] if offset > 0 else [beside, own], dim=dim)
+        parts.append(both.narrow(dim, after, own.shape[dim]))
+    padding = x.shape[dim] - sum(part.shape[dim] for part in parts)
+    shifted = torch.cat([*parts, x.narrow(dim, 0, padding)], dim=dim)
+    exists = context.exists(offset, x.device).view(-1, *[1] * (x.dim() - 1 - dim))
+    return torch.where(exists, shifted, torch.full_like(shifted, fill))
+
+
+def _clear_other_documents(context: ScanContext, before: int, after: int, copies: Tensor) -> None:
+    """Set the copies [R * (before + after), ...] of tokens of another document to 0."""
+    if context.documents is not None:
+        parts, rank = context.mesh.ulysses_size, context.mesh.sequence_rank
+        index = other_documents(context.layout, parts, rank, before, after, context.documents)
+        copies.index_fill_(0, torch.from_numpy(index).to(copies.device), 0)
+
+
+def _swapped(
+    context: ScanContext, rows: Tensor, sends: Indices, receives: Indices
+) -> list[tuple[Tensor, Tensor]]:
+    """Send rows to other ranks; return what each of them sent, beside the index of its place here."""
+    index_of = {peer: torch.from_numpy(index).to(rows.device) for peer, index in receives.items()}
+    arrived = {peer: rows.new_empty((len(index), *rows.shape[1:])) for peer, index in index_of.items()}
+    context.swap(
+        {peer: rows[torch.from_numpy(index).to(rows.device)] for peer, index in sends.items()}, arrived
+    )
+    return [(index, arrived[peer]) for peer, index in index_of.items()]
+
+
+@operator("ds_ring::halo")
+def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor:
+    """Return the copies of `halo`: [..., R, before + after, ...]."""
+    context = object_of(handle, ScanContext)
+    mesh, rank = context.mesh, context.mesh.sequence_rank
+    with collective(mesh, "halo", context.exchange) as call:
+        _check_halo(x, dim, before, after, context)
+        shape = tuple(x.shape)
+        context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=x.dtype)
+        count_forward_pass()
+        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after)
+        rows = x.movedim(dim, 0)
+        count = context.own_runs
+        copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
+        slots, places = (torch.from_numpy(index).to(x.device) for index in messages.own)
+        copies[places] = rows[slots]
+        for index, received in _swapped(context, rows, messages.sends, messages.receives):
+            copies[index] = received
+        _clear_other_documents(context, before, after, copies)
+        return copies.unflatten(0, (count, before + after)).movedim((0, 1), (dim, dim + 1)).contiguous()
+
+
+def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanContext) -> None:
+    check_operand("halo: x", x)
+    for name, value in (("before", before), ("after", after)):
+        if value:
+            whole_number(value, f"halo: {name}", RingShapeError)
+    if not before and not after:
+        raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
+    slots = context.runs.local_tokens
+    if not 0 <= dim < x.dim() or x.shape[dim] != slots:
+        raise RingShapeError(
+            f"halo: expected {slots} slots (this rank's part of the layout) in dim {dim}, got shape"
+            f" {tuple(x.shape)}; pass this rank's shard and its layout"
+        )
+
+
+@operator("ds_ring::halo_backward")
+def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int, handle: int) -> Tensor:
+    """Return dx [..., S, ...] of the gradient of the copies [..., R, before + after, ...]."""
+    context = object_of(handle, ScanContext)
+    mesh, rank = context.mesh, context.mesh.sequence_rank
+    shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
+    with collective(mesh, "halo backward", context.exchange) as call:
+        context.agree(call, shape=shape, dtype=grad.dtype)
+        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after)
+        rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
+        _clear_other_documents(context, before, after, rows)
+        dx = grad.new_zeros((slots, *rows.shape[1:]))
+        own_slots, places = (torch.from_numpy(index).to(grad.device) for index in messages.own)
+        dx.index_add_(0, own_slots, rows[places])
+        for index, received in _swapped(context, rows, messages.receives, messages.sends):
+            dx.index_add_(0, index, received)
+        return dx.movedim(0, dim).contiguous()
+
+
+halo_op.register_fake(
+    lambda x, dim, before, after, handle: x.new_empty(
+        (*x.shape[:dim], object_of(handle, ScanContext).own_runs, before + after, *x.shape[dim + 1 :])
+    )
+)
+halo_backward_op.register_fake(
+    lambda grad, dim, before, after, slots, handle: grad.new_empty(
+        (*grad.shape[:dim], slots, *grad.shape[dim + 2 :])
+    )
+)
+
+
+def _setup_halo(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.dim, ctx.before, ctx.after, handle = inputs
+    ctx.slots, ctx.context = x.shape[ctx.dim], object_of(handle, ScanContext)  # alive until the backward pass
+
+
+def _backward_halo(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    dx = halo_backward_op(grad, ctx.dim, ctx.before, ctx.after, ctx.slots, ctx.context.handle)
+    return dx, None, None, None, None
+
+
+halo_op.register_autograd(_backward_halo, setup_context=_setup_halo)

@@ -1,0 +1,63 @@
+"""The largest score of each head over the whole sequence: `max_logits`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.errors import RingShapeError
+from ds_ring.layers.selection.select import best_keys
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.checks import check_operand
+from ds_ring.ops.handles import never_traced
+from ds_ring.ring.merge import accumulator_dtype
+from ds_ring.schedule.layout import Layout
+
+
+@never_traced
+def max_logits(
+    q: Tensor, k: Tensor, *, layout: Layout, mesh: RingMesh, pattern: Pattern | None = None,
+    scale: float | None = None, hop_timeout_s: float = 60.0,
+) -> Tensor:  # fmt: skip
+    """Return the largest score of each head over the whole sequence, the same on all ranks of the ring.
+
+    MuonClip rescales the projections of heads whose largest score is above a bound (Kimi Team 2025, "Kimi
+    K2", arXiv 2507.20534, section 2.1). Keys travel once more, without values, and the scores of one tile
+    exist at a time.
+
+    Args:
+        q, k: local queries [B, H, S, D] and keys [B, G, S, D]; H a multiple of G.
+        layout, mesh, hop_timeout_s: see `ring_select`.
+        pattern: which query attends to which key, the same for all heads; None is `Causal()`.
+        scale: factor of the scores; None is 1 / sqrt(D).
+
+    Returns:
+        [H], float32 (float64 for float64), without a gradient; -inf for a head that sees no key.
+
+    Raises:
+        as `ring_select`.
+    """
+    check_mesh(mesh)
+    with collective(mesh, "max_logits", Exchange(mesh, hop_timeout_s)) as call:
+        check_operand("q", q)
+        check_operand("k", k)
+        fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
+        if not fits or q.shape[1] % k.shape[1]:
+            raise RingShapeError(
+                "max_logits: expected q [B, H, S, D] and k [B, G, S, D] with H a multiple of G, got"
+                f" {[tuple(q.shape), tuple(k.shape)]}; pass this rank's shards"
+            )
+        factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, accumulator_dtype(q.dtype)
+
+        def scores(rows: slice, keys: Tensor) -> Tensor:  # of keys [B, n, G, D]
+            grouped = q[:, :, rows].unflatten(1, (k.shape[1], -1)).to(dtype)
+            return torch.einsum("bgrqd,bngd->bgrqn", grouped, keys.to(dtype)).flatten(1, 2) * factor
+
+        keys = k.detach().transpose(1, 2).contiguous()
+        best = best_keys(scores, 1, keys, layout, mesh, pattern, None, 0, False, hop_timeout_s)
+        found = best.scores.amax(dim=(0, 2, 3))
+        call.agree({"heads": len(found)})
+        return torch.stack(call.exchange.all_gather(found, mesh.ring_group, mesh.ring_size)).amax(0)

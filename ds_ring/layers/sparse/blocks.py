@@ -1,0 +1,136 @@
+"""Blocks of tokens on shards: gather the tokens of a block, and attend to chosen blocks.
+
+Layers of transformers models that choose blocks of tokens gather them as MoBA and NSA do: the tokens of a
+block may lie on two ranks or more, and its owner gets them. Nothing here holds the keys of all ranks.
+
+Shapes: B samples, H query heads, G key/value heads, S local tokens, N local blocks, L tokens of a block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.errors import RingConfigError
+from ds_ring.layers.scan.context import ScanContext, scan_context
+from ds_ring.layers.scan.halo import halo_op
+from ds_ring.layers.selection.attention import selected_attention
+from ds_ring.masks.tiles import IntArray
+from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
+from ds_ring.ops.context import check_layout
+from ds_ring.schedule.layout import BlockLayout, Layout
+
+
+def tokens_of_blocks(
+    x: Tensor, blocks: BlockLayout, mesh: RingMesh, hop_timeout_s: float
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of this rank's blocks [B, N, L, ...] of x [B, S, ...], and first slots [N].
+
+    The owner of a block has its first token, and gets the others by `halo`. A block at the end of a document
+    has its last token again in place of those that it lacks.
+    """
+    layout, after = blocks.of, blocks.size - 1
+    index, source = _index(blocks, mesh.ring_rank), x
+    if after:
+        context = scan_context(layout, mesh, None, hop_timeout_s)
+        source = torch.cat([x, halo_op(x.contiguous(), 1, 0, after, context.handle).flatten(1, 2)], dim=1)
+    padded = np.zeros((blocks.local_tokens, blocks.size), dtype=np.int64)
+    padded[: len(index)] = index
+    places = torch.from_numpy(padded).to(x.device)
+    return source[:, places.flatten()].unflatten(1, places.shape), places[:, 0]
+
+
+def _index(blocks: BlockLayout, rank: int) -> IntArray:
+    """Return where tokens of blocks stand, [n, L]: in the shard, or behind it in the halos of runs."""
+    after, slots = blocks.size - 1, blocks.of.local_tokens
+    own = blocks.positions(rank)[: blocks.valid_tokens(rank)]
+    tokens = blocks.starts[own, None] + np.arange(blocks.size)
+    tokens = np.minimum(tokens, blocks.ends[own, None] - 1)
+    found = np.empty_like(tokens)
+    first = 0
+    for run, (start, _, length) in enumerate(blocks.of.runs(rank).tolist()):
+        mine = (tokens[:, 0] >= start) & (tokens[:, 0] < start + length)
+        behind = tokens[mine] - start - length
+        found[mine] = np.where(behind < 0, first + length + behind, slots + run * after + behind)
+        first += length
+    return found
+
+
+def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int = 1) -> Tensor:
+    """Return `before` + step + `after` neighbours of each group of `step` slots: [B, n, that, ...].
+
+    Slots in front of the sequence and behind it are zeros. Differentiable; each rank takes part.
+
+    Args:
+        x: [B, S, ...], where the layout of `context` has S slots.
+        context: of a layout whose runs are whole groups; the end of the sequence may cut one.
+        before, after: slots in front of a group and behind it.
+        step: slots of a group.
+    """
+    size, parts = before + step + after, []
+    beside = halo_op(x.contiguous(), 1, before, after, context.handle) if before + after else None
+    for piece in context.pieces:
+        own = x[:, piece.slot : piece.slot + piece.length]
+        rest = own.new_zeros((len(own), -piece.length % step, *own.shape[2:]))
+        whole = torch.cat([own, rest], dim=1)
+        if beside is not None:
+            front, behind = beside[:, piece.run].split([before, after], dim=1)
+            whole = torch.cat([front, whole, behind], dim=1)
+        parts.append(whole.unfold(1, size, step).movedim(-1, 2))
+    if parts:
+        return torch.cat(parts, dim=1)
+    none = x.new_zeros((len(x), 0, size, *x.shape[2:]))
+    # Also without slots, every rank takes part in the backward pass of the halo.
+    return none if beside is None else none + beside.flatten()[:0].sum()
+
+
+def attend_to_blocks(
+    q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, blocks: BlockLayout, mesh: RingMesh,
+    scale: float | None, hop_timeout_s: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return (out, lse) of attention to the tokens of chosen blocks up to the query."""
+    starts = torch.from_numpy(np.append(blocks.starts, -1)).to(q.device)  # number -1 is that of no block
+    found: tuple[Tensor, Tensor] = selected_attention(
+        q, k, v, starts[chosen], layout=blocks.of, mesh=mesh, scale=scale, return_lse=True,
+        block_size=blocks.size, hop_timeout_s=hop_timeout_s,
+    )  # fmt: skip
+    return found
+
+
+def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, Any]) -> None:
+    """Raise for tensors that do not fit each other or the layout, and for a mesh with Ulysses ranks."""
+    if mesh.ulysses_size > 1:
+        raise RingConfigError(
+            f"{name}: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
+            f" {mesh.sequence_size} for attention over chosen blocks"
+        )
+    check_layout(layout, mesh)
+    for what, x in named:
+        check_operand(what, x)
+    q, k, v = (x for _, x in named)
+    check_tensors(q, k, v)
+    check_heads(q.shape[1], k.shape[1], 1)
+    for x in (q, k):
+        check_keys(x.shape[2], layout.local_tokens)
+
+
+def without_padding(x: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
+    """Return x [B, heads, S, ...] with zeros in slots of padding, whatever they hold."""
+    valid = layout.valid_tokens(mesh.ring_rank)
+    if valid == x.shape[2]:
+        return x
+    is_padding = torch.arange(x.shape[2], device=x.device) >= valid
+    return x.masked_fill(is_padding[:, None], 0)
+
+
+def padded(x: Tensor, slots: int, dim: int = 1) -> Tensor:
+    """Append zeros to a dimension, or cut it off, so that it has so many slots."""
+    if x.shape[dim] >= slots:
+        return x.narrow(dim, 0, slots)
+    shape = list(x.shape)
+    shape[dim] = slots - x.shape[dim]
+    return torch.cat([x, x.new_zeros(shape)], dim=dim)
