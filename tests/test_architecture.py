@@ -329,7 +329,7 @@ def test_every_pattern_is_public() -> None:
         "BoundPattern",
         "Intersection",
         "Union",
-        "HeadsOfPart",
+        "HeadShard",
         "FirstQueries",  # of a pass that is computed again
         "Band",  # of the distances with one bias of T5
         "Before",  # of queries that see an entry for each block of tokens

@@ -1,6 +1,6 @@
 """Write what is wrong with a configuration as sentences: where, expected, got, what to do.
 
-`Section` is the strict base model of pydantic; what a field accepts stands beside the field, as an `Accepts`.
+`Section` is the strict base model of pydantic; an `Accepted` in a field's annotation says what it takes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_LETTERS = 1200
 
 
 @dataclass(frozen=True)
-class Accepts:
+class Accepted:
     """Describe what a field accepts, and what to do when it got something else. Annotated onto the field."""
 
     # `outside` marks a field whose key stands at the top level of the JSON, beside the section.
@@ -128,7 +128,7 @@ def as_int(value: Any) -> Any:
     return value if isinstance(value, bool) or not isinstance(value, Integral) else operator.index(value)
 
 
-SWITCH = Accepts('"auto", true or false', "write true or false, without quotes")
+SWITCH = Accepted('"auto", true or false', "write true or false, without quotes")
 
 
 def _switch(value: object) -> Literal["auto"] | bool:
@@ -137,7 +137,7 @@ def _switch(value: object) -> Literal["auto"] | bool:
     raise Refused(sentence(SWITCH.what, shown(value), SWITCH.advice))
 
 
-FLAG_OR_PART = Accepts(
+FLAG_OR_PART = Accepted(
     "true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"
 )
 
@@ -149,15 +149,15 @@ def _flag_or_part(value: object) -> bool | float:
 
 
 ONE_UP = "a whole number of at least 1"
-WORD = Accepts("a word", "write one of these in double quotes")
+WORD = Accepted("a word", "write one of these in double quotes")
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
 AtLeastOne = Annotated[int, BeforeValidator(as_int), Field(ge=1, le=MOST_TOKENS)]
-Flag = Annotated[bool, Accepts("true or false", "write true or false, without quotes")]
+Flag = Annotated[bool, Accepted("true or false", "write true or false, without quotes")]
 Switch = Annotated[Literal["auto"] | bool, PlainValidator(_switch), SWITCH]
 Timeout = Annotated[
     float,
     Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False),
-    Accepts("a number of seconds above 0", "use 10 or 60, say"),
+    Accepted("a number of seconds above 0", "use 10 or 60, say"),
 ]
 FlagOrPart = Annotated[bool | float, PlainValidator(_flag_or_part), FLAG_OR_PART]
 
@@ -173,7 +173,7 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> 
 class Section(BaseModel):
     """Forbid unknown keys and conversions, freeze, and let no raw pydantic error out of its call."""
 
-    # Every field of a subclass bears a `Accepts`.
+    # Every field of a subclass has an `Accepted`.
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
 
@@ -229,10 +229,10 @@ def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
     return (prefix + "".join(parts)).removeprefix(".")
 
 
-def accepted_by(field: FieldInfo) -> Accepts:
+def accepted_by(field: FieldInfo) -> Accepted:
     """Return what a field of a `Section` accepts."""
-    found = [note for note in field.metadata if isinstance(note, Accepts)]
-    assert found, f"the field {field!r} needs a Accepts, or nothing can be said about its errors"
+    found = [note for note in field.metadata if isinstance(note, Accepted)]
+    assert found, f"the field {field!r} needs an Accepted, or nothing can be said about its errors"
     return found[0]
 
 

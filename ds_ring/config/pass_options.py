@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, field_val
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
-    Accepts,
+    Accepted,
     AtLeastOne,
     Flag,
     FlagOrPart,
@@ -29,7 +29,7 @@ from ds_ring.config.messages import (
 from ds_ring.limits import MOST_BLOCK, MOST_BYTES, Timeouts
 from ds_ring.registry import KERNELS, PASSES
 
-_STAGE = Accepts('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
+_STAGE = Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
 
 
 def _stage(value: object) -> Literal["auto"] | int:
@@ -40,10 +40,10 @@ def _stage(value: object) -> Literal["auto"] | int:
 
 
 BlockSize = Annotated[
-    int, Field(le=MOST_BLOCK), Accepts("a whole number that is a power of two and at least 16", "use 128")
+    int, Field(le=MOST_BLOCK), Accepted("a whole number that is a power of two and at least 16", "use 128")
 ]
-KernelOptions = Annotated[JsonObject, Accepts("an object of JSON values", "use {} for no options")]
-ChunkBytes = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP} (bytes), or null", "use null for the default")]
+KernelOptions = Annotated[JsonObject, Accepted("an object of JSON values", "use {} for no options")]
+ChunkBytes = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP} (bytes), or null", "use null for the default")]
 StageBytes = Annotated[Literal["auto"] | int, PlainValidator(_stage), _STAGE]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     KernelName = str

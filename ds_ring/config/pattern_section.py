@@ -20,7 +20,7 @@ from pydantic import (
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
-    Accepts,
+    Accepted,
     AtLeastOne,
     Flag,
     Refused,
@@ -35,15 +35,15 @@ from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import PUBLIC, load
 
-BRANCHES = Accepts(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
-Window = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for no window")]
-Beside = Annotated[AtLeastOne | None, Accepts(f"{ONE_UP}, or null", "use null for none")]
-DilationStep = Annotated[AtLeastOne, Accepts(ONE_UP, "use 1 for every token")]
+BRANCHES = Accepted(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
+Window = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for no window")]
+Beside = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for none")]
+DilationStep = Annotated[AtLeastOne, Accepted(ONE_UP, "use 1 for every token")]
 _SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal" or "bi-causal"]'
 SliceList = Annotated[
     tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
     BeforeValidator(lambda value: None if value is None else _checked_slices(value)),
-    Accepts(f"a list, each item {_SLICE}", "use null for no slices"),
+    Accepted(f"a list, each item {_SLICE}", "use null for no slices"),
 ]
 Branches = Annotated[
     tuple[AtLeastOne, ...] | None,
@@ -199,7 +199,7 @@ def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
 LayerList = Annotated[
     tuple[tuple[int, Any], ...] | None,
     BeforeValidator(_by_number),
-    Accepts(
+    Accepted(
         'an object of layer numbers and pattern keys, {"0-4, 6": {"window": 512}}, or null',
         "use null for one pattern",
     ),

@@ -22,7 +22,7 @@ from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
-    Accepts,
+    Accepted,
     Flag,
     Refused,
     Section,
@@ -45,7 +45,7 @@ from ds_ring.registry import LAYOUTS
 
 TileChoice = Literal["auto"] | bool | int
 
-_TILE = Accepts('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
+_TILE = Accepted('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
 
 _MIB = 1 << 20
 _LEAST_TOKENS = 64
@@ -106,7 +106,7 @@ def _from_word(value: Any) -> Any:
 LongSequence = Annotated[
     LongSequenceConfig,
     BeforeValidator(_from_word),
-    Accepts('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
+    Accepted('"off", "auto", or an object of its keys', 'write "auto" for all that the model allows'),
 ]
 
 
@@ -127,13 +127,13 @@ _OPEN: Any = None  # filled in or refused by the validators: no finished model h
 _AUTO: Any = "auto"
 
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-RingSize = Annotated[Ranks, Accepts(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
-UlyssesSize = Annotated[Ranks, Accepts(ONE_UP, "use 1 to leave the heads together")]
+RingSize = Annotated[Ranks, Accepted(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
+UlyssesSize = Annotated[Ranks, Accepted(ONE_UP, "use 1 to leave the heads together")]
 SequenceRanks = Annotated[
-    Ranks, Accepts(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
+    Ranks, Accepted(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 TokenCount = Annotated[
-    int, Field(ge=0, le=MOST_TOKENS), Accepts("a whole number of tokens, 0 or more", "use 0 to shard all")
+    int, Field(ge=0, le=MOST_TOKENS), Accepted("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
@@ -141,7 +141,7 @@ else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
 RankSpeeds = Annotated[
     Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
-    Accepts(
+    Accepted(
         '"measured", a list of numbers above 0 (one for each rank of the ring), or null', 'use "measured"'
     ),
 ]
@@ -173,9 +173,9 @@ class RingKeys(Section):
         "take (CPU ranks only); a list gives the speeds, relative to each other; null: equal ones. Shards "
         "keep their lengths, so causal patterns and documents gain, and a full pattern does not",
     )
-    pattern: Annotated[PatternConfig, Accepts("an object of pattern keys", 'write {"causal": true}, say')] = (
-        Field(default=PatternConfig(), description="which query sees which key")
-    )
+    pattern: Annotated[
+        PatternConfig, Accepted("an object of pattern keys", 'write {"causal": true}, say')
+    ] = Field(default=PatternConfig(), description="which query sees which key")
     attention: AttentionName = Field(
         default="ring",
         description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "

@@ -76,7 +76,7 @@ class Rows(NamedTuple):
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
-class InsideTile(NamedTuple):
+class TilePredicate(NamedTuple):
     """What differs from pair to pair inside a tile, and the positions that it depends on.
 
     Attributes:
@@ -92,7 +92,7 @@ class InsideTile(NamedTuple):
     k_first: int
     k_step: int
 
-    def part(self, q_first: int, k_first: int) -> InsideTile:
+    def part(self, q_first: int, k_first: int) -> TilePredicate:
         """Return the same for the part from query q_first and key k_first on.
 
         Parts with equal weights are equal.
@@ -143,7 +143,7 @@ class Tile(NamedTuple):
     high: int
     head_in_group: int
     bias: float
-    inside: InsideTile | None = None
+    inside: TilePredicate | None = None
     q_at: tuple[int, int] = (0, 1)
     k_at: tuple[int, int] = (0, 1)
 
@@ -169,7 +169,7 @@ class Tile(NamedTuple):
         return q, k
 
     def visible(self, samples: int, device: torch.device) -> Tensor:
-        """Return which pairs are attended: bool [queries, keys] or as `InsideTile.visible`."""
+        """Return which pairs are attended: bool [queries, keys] or as `TilePredicate.visible`."""
         queries, keys = self.q_rows.length, self.k_rows.length
         if self.inside is not None and self.inside.mask is not None:
             return self.inside.visible(samples, queries, keys, device)
@@ -214,11 +214,11 @@ def each_tile(tiles: Tiles) -> Iterator[Tile]:
         yield Tile(q_rows, k_rows, low, high, head, math.log(times), inside, *places)
 
 
-def _inside(tiles: Tiles, row: int) -> InsideTile:
+def _inside(tiles: Tiles, row: int) -> TilePredicate:
     q, k, weight, mask = tiles.q, tiles.k, int(tiles.weight[row]), int(tiles.mask[row])
     places = (q.position[row], q.position_step[row], k.position[row], k.position_step[row])
     # Part (0, 0) reduces the positions by the period of the weights, as every other part does.
-    return InsideTile(
+    return TilePredicate(
         tiles.masks[mask] if mask >= 0 else None,
         tiles.weights[weight] if weight >= 0 else None,
         *(int(place) for place in places),

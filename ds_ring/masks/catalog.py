@@ -510,7 +510,7 @@ def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class HeadsOfPart(Pattern):
+class HeadShard(Pattern):
     """The pattern of the heads that a Ulysses rank has, numbered from 0 there.
 
     [Note: numbers of heads]

@@ -34,7 +34,7 @@ from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
 from ds_ring.layers.latents.kernel import LatentKernel, check_same_for_heads
-from ds_ring.masks.catalog import HeadsOfPart
+from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import (
@@ -376,7 +376,7 @@ class RingContext:
                     " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
                 )  # fmt: skip
         if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
-            pattern = HeadsOfPart(pattern, mesh.ulysses_rank, mesh.ulysses_size)
+            pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
         return build_plan(
             pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
             prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,

@@ -14,7 +14,7 @@ from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.messages import Accepts, Refused, Switch, sentence, shown
+from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.registry import PASSES, PassRow
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 else:  # the class is loaded with the first score_mod
     ScoreModOrNone = Any
 
-_SCALE = Accepts("a finite number", "use None for 1 / sqrt(head_dim)")
+_SCALE = Accepted("a finite number", "use None for 1 / sqrt(head_dim)")
 
 
 def _scale(value: Any) -> float | None:
@@ -53,7 +53,7 @@ class Options(PassOptions):
 
     scale: Annotated[float | None, PlainValidator(_scale), _SCALE] = Field(default=None)
     offload_attention: Switch = Field(default=False)
-    score_mod: Annotated[ScoreModOrNone, Accepts("a ScoreMod", "use ScoreMod.lookup(function)")] = Field(
+    score_mod: Annotated[ScoreModOrNone, Accepted("a ScoreMod", "use ScoreMod.lookup(function)")] = Field(
         default=None
     )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from ds_ring.config.messages import Accepts, Refused, Section, sentence, shown
+from ds_ring.config.messages import Accepted, Refused, Section, sentence, shown
 
 from ..engines.engine import Engine
 from ..engines.engines import ENGINES
@@ -30,27 +30,29 @@ if TYPE_CHECKING:
     _EngineName = str
 else:  # mypy knows no Literal of a table
     _EngineName = Literal[tuple(ENGINES)]
-_FILE = Accepts("the path of a file", "write it relative to the folder of this YAML, or absolute")
-_WORD = Accepts("a word", "write one of these words")
-_WORDS = Accepts("a list", "write ['--steps', 100], or one '- item' on each line")
-_VARIABLES = Accepts("a mapping of names to values", "write 'NAME: value' lines")
-_NAMES = Accepts(
+_FILE = Accepted("the path of a file", "write it relative to the folder of this YAML, or absolute")
+_WORD = Accepted("a word", "write one of these words")
+_WORDS = Accepted("a list", "write ['--steps', 100], or one '- item' on each line")
+_VARIABLES = Accepted("a mapping of names to values", "write 'NAME: value' lines")
+_NAMES = Accepted(
     "a list of names of the caller's environment variables",
     "write [MY_TOKEN, 'MY_*'], and NAME: value lines under environment",
 )
-_NAME = Accepts("a host name or address", "write letters, digits, dots, dashes and colons only")
-_HOSTS = Accepts(
+_NAME = Accepted("a host name or address", "write letters, digits, dots, dashes and colons only")
+_HOSTS = Accepted(
     "'local' or a list of hosts", "write 'local' and slots: 2, or '- {name: node-0, slots: 8}' lines"
 )
-_SLOTS = Accepts("a whole number of at least 1", "slots are the processes of one host, one for each device")
-_YES_NO = Accepts("true or false", "write true or false, without quotes")
-_PORT = Accepts("a port from 1024 to 65535", "leave it out and a free one is taken")
-_SSH_PORT = Accepts("a port from 1 to 65535", "leave it out where it is ssh's own")
-_FOLDER = Accepts("the path of a folder", "write it relative to the folder of this YAML, or absolute")
-_ATTEMPTS = Accepts("a whole number from 1 to 1000", "1 starts the job once")
-_SECONDS = Accepts("a number of seconds from 0 to 86400", "write 10, or leave it out")
-_RING = Accepts("a whole number of at least 1", "write the smallest ring that the memory of its ranks allows")
-_RELAUNCH = Accepts("a mapping", "write 'relaunch: {checkpoints: FOLDER}', or leave it out")
+_SLOTS = Accepted("a whole number of at least 1", "slots are the processes of one host, one for each device")
+_YES_NO = Accepted("true or false", "write true or false, without quotes")
+_PORT = Accepted("a port from 1024 to 65535", "leave it out and a free one is taken")
+_SSH_PORT = Accepted("a port from 1 to 65535", "leave it out where it is ssh's own")
+_FOLDER = Accepted("the path of a folder", "write it relative to the folder of this YAML, or absolute")
+_ATTEMPTS = Accepted("a whole number from 1 to 1000", "1 starts the job once")
+_SECONDS = Accepted("a number of seconds from 0 to 86400", "write 10, or leave it out")
+_RING = Accepted(
+    "a whole number of at least 1", "write the smallest ring that the memory of its ranks allows"
+)
+_RELAUNCH = Accepted("a mapping", "write 'relaunch: {checkpoints: FOLDER}', or leave it out")
 
 
 def _path(value: object, info: ValidationInfo) -> Path:

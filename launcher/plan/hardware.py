@@ -13,7 +13,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ds_ring.config.messages import Accepts, Section, config_error, did_you_mean, problems_of, sentence, shown
+from ds_ring.config.messages import (
+    Accepted,
+    Section,
+    config_error,
+    did_you_mean,
+    problems_of,
+    sentence,
+    shown,
+)
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS, unmeasured
 
@@ -25,35 +33,37 @@ _RATE = "a number of at least 1 and at most 1e+30"
 _FRACTION = "a number of at least 1e-06 and at most 1"
 _WAIT = "a number of seconds, 0 or more and at most 1e+06"
 
-Name = Annotated[str, Field(min_length=1), Accepts("a word", "write the name of the device")]
-DeviceKind = Annotated[Literal["cuda", "cpu"], Accepts("a word", "write one of these in the YAML")]
+Name = Annotated[str, Field(min_length=1), Accepted("a word", "write the name of the device")]
+DeviceKind = Annotated[Literal["cuda", "cpu"], Accepted("a word", "write one of these in the YAML")]
 Bytes = Annotated[
-    int, Field(ge=1, le=2**60), Accepts("a whole number of bytes above 0", "write 80_000_000_000, say")
+    int, Field(ge=1, le=2**60), Accepted("a whole number of bytes above 0", "write 80_000_000_000, say")
 ]
-Count = Annotated[int, Field(ge=1, le=2**20), Accepts("a whole number of at least 1", "write 8, say")]
-Rate = Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False), Accepts(_RATE, "write 3.12e+14, say")]
+Count = Annotated[int, Field(ge=1, le=2**20), Accepted("a whole number of at least 1", "write 8, say")]
+Rate = Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False), Accepted(_RATE, "write 3.12e+14, say")]
 RateOrNone = Annotated[
     Annotated[float, Field(ge=1, le=1e30, allow_inf_nan=False)] | None,
-    Accepts(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
+    Accepted(f"{_RATE}, or null", "write 3.12e+14, say, or leave it out"),
 ]
 BytesOrNone = Annotated[
     Annotated[int, Field(ge=1, le=2**60)] | None,
-    Accepts("a whole number of bytes above 0, or null", "write 2_000_000_000_000, say, or leave it out"),
+    Accepted("a whole number of bytes above 0, or null", "write 2_000_000_000_000, say, or leave it out"),
 ]
 Fraction = Annotated[
-    float, Field(ge=1e-6, le=1, allow_inf_nan=False), Accepts(_FRACTION, "write 0.5 for half of the peak")
+    float, Field(ge=1e-6, le=1, allow_inf_nan=False), Accepted(_FRACTION, "write 0.5 for half of the peak")
 ]
-WaitSeconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False), Accepts(_WAIT, "write 1.0e-05, say")]
+WaitSeconds = Annotated[
+    float, Field(ge=0, le=1e6, allow_inf_nan=False), Accepted(_WAIT, "write 1.0e-05, say")
+]
 WaitSecondsOrNone = Annotated[
     Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] | None,
-    Accepts(f"{_WAIT}, or null", "write 1.0e-05, say, or leave it out"),
+    Accepted(f"{_WAIT}, or null", "write 1.0e-05, say, or leave it out"),
 ]
 ShareOrNone = Annotated[
     Annotated[float, Field(ge=0, le=0.9, allow_inf_nan=False)] | None,
-    Accepts("a number of at least 0 and at most 0.9, or null", "write 0.25 for a quarter of the device"),
+    Accepted("a number of at least 0 and at most 0.9, or null", "write 0.25 for a quarter of the device"),
 ]
 Sources = Annotated[
-    dict[str, str], Accepts("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
+    dict[str, str], Accepted("a mapping of keys to sentences", "write 'memory_bytes: ...' lines")
 ]
 
 
@@ -73,11 +83,11 @@ class AttentionEfficiency(Section):
 
 
 KernelOrNone = Annotated[
-    Literal["cpu", "flex", "flash"] | None, Accepts("the name of a kernel, or null", "write flash, say")
+    Literal["cpu", "flex", "flash"] | None, Accepted("the name of a kernel, or null", "write flash, say")
 ]
 ByKernel = Annotated[
     dict[Literal["cpu", "flex", "flash"], AttentionEfficiency] | None,
-    Accepts("a mapping of kernels to efficiencies, or null", "write 'flash: {forward: 0.5, backward: 0.4}'"),
+    Accepted("a mapping of kernels to efficiencies, or null", "write 'flash: {forward: 0.5, backward: 0.4}'"),
 ]
 
 
@@ -89,10 +99,10 @@ class Hardware(Section):
     memory_bytes: Bytes = Field(description="of one device (for kind cpu: that one process may use)")
     devices_per_node: Count = Field(description="devices that intra_node_bytes_per_s connects")
     peak_flops: Annotated[
-        PeakFlops, Accepts("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")
+        PeakFlops, Accepted("a mapping of dtypes to rates", "write 'bfloat16: 9.89e+14'")
     ] = Field(description="of one device")
     attention_efficiency: Annotated[
-        AttentionEfficiency, Accepts("a mapping with forward and backward", "write 'forward: 0.5'")
+        AttentionEfficiency, Accepted("a mapping with forward and backward", "write 'forward: 0.5'")
     ] = Field(description="fractions of peak_flops")
     kernel: KernelOrNone = Field(
         default=None, description="whose attention_efficiency it is; without it what auto takes on this kind"

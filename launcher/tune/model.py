@@ -10,7 +10,7 @@ import statistics
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ds_ring.masks.catalog import HeadsOfPart
+from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
@@ -122,7 +122,7 @@ def plan_of(candidate: TuningCandidate, request: TuningRequest, tokens: int, pat
     """Build a pattern's plan of the candidate's first Ulysses rank; the others' work is alike."""
     ring, size = candidate.ring_size, candidate.ulysses_size
     return build_plan(
-        pattern if size == 1 else HeadsOfPart(pattern, 0, size),
+        pattern if size == 1 else HeadShard(pattern, 0, size),
         layout_of(request, candidate.layout, ring, size, tokens),
         query_heads=request.heads // size,
         kv_heads=request.kv_heads // size,

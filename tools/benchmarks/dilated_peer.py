@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.contestants import lend_xformers
 from benchmarks.measuring import Attend, ResultRow, forward_and_backward, measure_here, timed_pass
 from ds_ring import Dilated, RingMesh, make_layout, ring_attention
-from ds_ring.masks.catalog import HeadsOfPart
+from ds_ring.masks.catalog import HeadShard
 
 HEADS_PER_BRANCH = 2
 OPTIONS = {"tokens": [16384], "head_dim": 64, "rounds": 5}
@@ -50,7 +50,7 @@ def ours(tokens: int, causal: bool) -> Attend:
     parts = len(lengths)
     patterns = [
         # the offset of every head of group i is i mod r_i: that of head i where each part has one head
-        HeadsOfPart(Dilated((length,), (rate,), causal, "paper"), part, parts)
+        HeadShard(Dilated((length,), (rate,), causal, "paper"), part, parts)
         for part, (length, rate) in enumerate(zip(lengths, rates, strict=True))
     ]
 

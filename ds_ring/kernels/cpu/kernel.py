@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
-from ds_ring.kernels.interface import InsideTile, PartialGrads, PartialOut, Rows, Tile, each_tile
+from ds_ring.kernels.interface import PartialGrads, PartialOut, Rows, Tile, TilePredicate, each_tile
 from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
 
@@ -322,7 +322,7 @@ class Biases:
         return bias
 
     def _log_weights(
-        self, inside: InsideTile, queries: int, keys: int, dtype: torch.dtype, mode: Mode
+        self, inside: TilePredicate, queries: int, keys: int, dtype: torch.dtype, mode: Mode
     ) -> Tensor:
         """Return log m of each pair; calls of any size with the same first positions share one square."""
         most = max(queries, keys)
@@ -341,7 +341,7 @@ def _corners(queries: int, keys: int, low: int, high: int, dtype: torch.dtype, m
 
 
 @outside_inference_mode
-def _square_of_weights(inside: InsideTile, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
+def _square_of_weights(inside: TilePredicate, side: int, dtype: torch.dtype, mode: Mode) -> Tensor:
     return inside.bias(side, side, dtype, torch.device("cpu"))
 
 

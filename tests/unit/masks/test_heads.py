@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_ring.masks.catalog import Causal, Dilated, HeadsOfPart
+from ds_ring.masks.catalog import Causal, Dilated, HeadShard
 
 HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
 
@@ -16,7 +16,7 @@ def test_a_part_of_the_heads_is_a_part_of_the_pattern(parts, offsets):
     whole = Dilated((16, 64), (2, 4), True, offsets)
     heads, kv_heads = HEADS // parts, KV_HEADS // parts
     for part in range(parts):
-        pattern = HeadsOfPart(whole, part, parts)
+        pattern = HeadShard(whole, part, parts)
         for head in range(heads):
             got = pattern.mask(POSITIONS, POSITIONS, head, heads, kv_heads)
             assert np.array_equal(got, whole.mask(POSITIONS, POSITIONS, part * heads + head, HEADS, KV_HEADS))
@@ -25,4 +25,4 @@ def test_a_part_of_the_heads_is_a_part_of_the_pattern(parts, offsets):
 
 
 def test_a_pattern_that_knows_no_heads_stays():
-    assert HeadsOfPart(Causal(), 1, 2).bind((0,), 1, 1) == Causal().bind((0,), 1, 1)
+    assert HeadShard(Causal(), 1, 2).bind((0,), 1, 1) == Causal().bind((0,), 1, 1)
