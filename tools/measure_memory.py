@@ -21,6 +21,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ from ds_ring.ops.ring_op import run_backward, run_forward
 from ds_ring_launcher.run.local_ranks import run_ranks
 
 # one call per tile: the smallest number of fake operators, and the largest workspace a kernel could have
-WHOLE_TILES = {"block": 1 << 40, "triangle": 1 << 40}
+WHOLE_TILES: dict[str, Any] = {"block": 1 << 40, "triangle": 1 << 40}
 
 
 def real_rank(options: argparse.Namespace, transport: str) -> int:

@@ -65,7 +65,11 @@ class Options(PassOptions):
 
     def replaced(self, **changes: Any) -> Options:
         """Return options with other values of some fields."""
-        return Options(**dict(self) | changes)
+        return Options(**self._fields() | changes)
+
+    def _fields(self) -> dict[str, Any]:
+        """Return the fields by name; `dict(self)` would have cached properties, too."""
+        return {name: getattr(self, name) for name in Options.model_fields}
 
     @cached_property
     def kernel_pairs(self) -> tuple[tuple[str, Any], ...]:
@@ -74,7 +78,7 @@ class Options(PassOptions):
 
     @cached_property
     def _hash(self) -> int:
-        values = dict(self) | {"kernel_options": self.kernel_pairs}
+        values = self._fields() | {"kernel_options": self.kernel_pairs}
         return hash(tuple(values.values()))
 
     def __hash__(self) -> int:

@@ -23,7 +23,7 @@ from streamed.long_run import LongRun
 
 HEADS = 4
 # few and large calls: each fake operator costs milliseconds; the workspace is the larger for it
-FEW_CALLS = {"block": 1 << 17, "triangle": 128}
+FEW_CALLS: dict[str, Any] = {"block": 1 << 17, "triangle": 128}
 KINDS = {"PARAM": "parameters", "GRAD": "their gradients", "ACT": "activations", "TEMP": "backward"}
 
 

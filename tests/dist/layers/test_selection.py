@@ -366,8 +366,8 @@ def wrong(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("k is 0", "RingConfigError", "k: expected a number of keys, at least 1, got 0"),
-        ("k is no number", "RingConfigError", "k: expected a number of keys, at least 1, got 2.0"),
+        ("k is 0", "RingConfigError", "k: expected a positive integer, got 0"),
+        ("k is no number", "RingConfigError", "k: expected a positive integer, got 2.0"),
         ("k differs", "RingMismatchError", "k: ring rank 0 has 5, ring rank 1 has 6"),
         ("keys on rank 1", "RingShapeError", "keys: expected this rank's [batch, 32, ...]"),
         ("scores raise on rank 1", "RingConfigError", "scores_fn: expected scores of query slots"),
