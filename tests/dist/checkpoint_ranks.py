@@ -260,7 +260,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
             return False
 
         work = SimpleNamespace(is_completed=lambda: True, wait=lambda: True)
-        batch = Pending([work], [(0,)], mesh, CallSite(9, 1), 30.0, [], [], detector=work_watchdog)
+        batch = Pending([work], [(0,)], mesh, CallSite(9, 1), 30.0, [], [], watchdog=work_watchdog)
         batch.arrived = fails
         work_watchdog.add(batch)
     else:  # whose own messages were all right: it hears of the fault
