@@ -58,6 +58,12 @@ CAPABILITIES = {
     "transport all_gather": Capability(
         ("transports.all_gather",), words=r"\bGatherPass|transports\.all_gather"
     ),
+    "cross attention": Capability(
+        ("layers.cross",),
+        ("dist/layers/test_cross_attention.py",),
+        ("diffusers",),
+        words=r"\bcross_attention|\bCrossAttention|layers\.cross",
+    ),
     "selected keys": Capability(
         (
             "layers.selection",

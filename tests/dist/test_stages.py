@@ -26,10 +26,10 @@ BESIDE: list[dict[str, Any]] = [
     {},
     {"chunk_bytes": 1},
     {"overlap": False, "check_finite": True},
-    {"offload": True, "chunk_bytes": 1},
+    {"offload_attention": True, "chunk_bytes": 1},
     {"prune": False},
     {"gradient_payload": "bfloat16"},
-    {"recompute": 0.5},
+    {"recompute_attention": 0.5},
 ]
 
 
