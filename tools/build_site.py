@@ -51,6 +51,8 @@ TEXTS = {
 # `ds_ring` has a section for every public name. The others hold what these names take and return.
 MODULES = (
     "ds_ring",
+    "ds_ring.config.section",  # RingKeys: keys that RingConfig inherits
+    "ds_ring.config.pass_options",  # PassOptions: the others
     "ds_ring.integrations.deepspeed.session",  # RingSession: engine.ring
     "ds_ring.masks.pattern",  # Pattern: what all patterns have in common
     "ds_ring.api",  # AttentionResult

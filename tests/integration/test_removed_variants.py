@@ -73,7 +73,7 @@ def without(name: str, folder: Path) -> Path:
     return folder
 
 
-def tests_of(name: str) -> list[Path]:
+def files_of_tests(name: str) -> list[Path]:
     """Return the files of tests that go with a variant."""
     names = (
         f"tests/unit/integrations/transformers/variants/test_{name}.py",
@@ -99,8 +99,8 @@ def test_each_row_of_the_table_has_a_file_and_a_case() -> None:
     files = {path.stem for path in (ROOT / FOLDER / "variants").iterdir() if path.stem[0] != "_"}
     assert files == {*names, "variant"}
     tests = {path.relative_to(ROOT) for path in ROOT.glob("tests/*/**/variants/test_*.py")}
-    assert tests == {path for name in names for path in tests_of(name)}
-    assert all(map(tests_of, names)), "a variant without tests of its own"
+    assert tests == {path for name in names for path in files_of_tests(name)}
+    assert all(map(files_of_tests, names)), "a variant without tests of its own"
 
 
 def test_no_file_of_the_core_names_a_variant() -> None:
@@ -137,7 +137,7 @@ def test_the_other_tests_of_the_adapter_pass_without_it(name: str, tmp_path: Pat
     folder = without(name, tmp_path)
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    for path in tests_of(name):
+    for path in files_of_tests(name):
         (folder / path).unlink()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

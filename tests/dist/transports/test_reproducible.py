@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +74,7 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
             for name in LAYOUTS:
                 layout = make_layout(name, tokens=tokens, ring_size=size, pattern=pattern)
                 layout = in_whole_blocks(layout, BLOCK)
-                context = context_for(pattern, layout, mesh, replace(OPTIONS, transport=transport))
+                context = context_for(pattern, layout, mesh, OPTIONS.replaced(transport=transport))
                 local = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, k, v, grad, grad_lse)]
                 leaves = [x.requires_grad_() for x in local[:3]]
                 out, lse = attend(*leaves, context, None, True)

@@ -186,7 +186,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
         {"pattern": {"documents": True}},
         {},
         RingPatternError,
-        "and documents: an encoder-decoder",
+        "got Causal() and documents; leave",
     ),
     "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
     "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
