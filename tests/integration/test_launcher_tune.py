@@ -48,7 +48,7 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
             ["--output", "no/such/folder/x.json"],
             ["--output no/such/folder/x.json: expected", "got no folder"],
         ),
-        (["--output", "."], ["--output .: expected the name of a file", "got a folder"]),
+        (["--output", "."], ["--output .: expected a file in a folder", "got a folder"]),
         (["--hardware-output", "no/folder/x.yaml"], ["--hardware-output no/folder/x.yaml: expected"]),
         (["--config", "missing.json"], ["missing.json: the file does not exist"]),
         (["--dtype", "int8"], ["dtype: expected one of float32, bfloat16, float16, got 'int8'"]),

@@ -244,9 +244,12 @@ class FailureDetector:
     def late_ranks(self, now: float) -> dict[int, LateRank]:
         """Return the ranks for which others have waited for a tenth of the limit and longer."""
         found: dict[int, LateRank] = {}
+        in_circles: dict[tuple[int, ...], int | None] = {}
         for waiting, wait in self._waits.of.items():
             end = self._waits.end_of(waiting)
-            late = self._behind(end.circle, wait.group) if end.circle else end.rank
+            if end.circle and end.circle not in in_circles:
+                in_circles[end.circle] = self._behind(end.circle, wait.group)
+            late = in_circles[end.circle] if end.circle else end.rank
             if late is None or late in self._left:
                 continue
             limit_s, key = self._limit(wait, late)

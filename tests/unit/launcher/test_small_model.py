@@ -43,7 +43,7 @@ def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word that is wrong": (lambda _: read_config("lama"), "did you mean 'llama'"),
-    "a script": (lambda _: read_config(__file__), "no code from elsewhere is run"),
+    "a script": (lambda _: read_config(__file__), "no code is run"),
     "an unknown type": (
         lambda f: read_config(written(f, model_type="lama")), "that the installed transformers knows",
     ),
@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a drafting model": (lambda _: read_config("gemma4_assistant"), "drafts tokens from the keys of another"),
     "one configuration for text and images": (
-        lambda _: shrink(read_config("llama"), 61, images=True), "one for both, which is not made small",
+        lambda _: shrink(read_config("llama"), 61, images=True), "got one for both",
     ),
     "several texts": (lambda _: shrink(_TwoTexts(), 61), "Multiple valid text configs"),
     "a head that is none": (lambda _: small("llama", "tail"), "head: expected one of causal-lm"),
@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: build(read_config("llama"), "causal-lm", 0), r"it would still have [\d,]+ parameters",
     ),
     "no vision": (lambda _: shrink_images(read_config("llama"), {"hidden_size": 64}), "got no parts"),
-    "no features of images": (lambda _: add_images({}, small("llama"), 0), "reads images otherwise"),
+    "no features of images": (lambda _: add_images({}, small("llama"), 0), "a model that replaces image tokens by features of images"),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images that fit 6 tokens"),
 }  # fmt: skip

@@ -509,7 +509,7 @@ CONTRADICTIONS: dict[str, tuple[Any, Any, str]] = {
     "chunks in documents": (
         "Llama 4",
         {"documents": True},
-        'expected no documents beside chunks.*"documents": false',
+        'whose chunks begin with each document.*"documents": false',
     ),
 }
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.attach import check_model
@@ -20,10 +21,10 @@ from tests.unit.integrations.transformers.test_attention import FAMILIES, GROUPE
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no tokens for a state": (
         lambda: scan.kinds_of(
-            SimpleNamespace(pieces=[], layout="contiguous", mesh=SimpleNamespace(sequence_rank=1))  # type: ignore[arg-type]
+            SimpleNamespace(pieces=[], layout="contiguous", mesh=RingMesh.single())  # type: ignore[arg-type]
         ),
         RingConfigError,
-        "got none on rank 1",
+        "got none on rank 0",
     ),
     "a state that is passed on": (
         lambda: scan.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
