@@ -64,7 +64,9 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: build(read_config("llama"), "causal-lm", 0), r"it would still have [\d,]+ parameters",
     ),
     "no vision": (lambda _: shrink_images(read_config("llama"), {"hidden_size": 64}), "got no parts"),
-    "no features of images": (lambda _: add_images({}, small("llama"), 0), "that replaces image tokens by features"),
+    "no features of images": (
+        lambda _: add_images({}, small("llama"), 0), "that replaces image tokens by features",
+    ),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images that fit 6 tokens"),
 }  # fmt: skip
