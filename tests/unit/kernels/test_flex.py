@@ -201,7 +201,7 @@ def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pyt
         assert hop_mask(tiles, 16, CPU) is hop_mask(tiles, 16, CPU)
     assert len(measured) == 50
     assert 1 < len(kept) < 50 and kept.nbytes <= 40_000
-    assert kept.nbytes == sum(nbytes(value.tensors) for value, _ in kept._found.values())
+    assert kept.nbytes == sum(nbytes(value.tensors) for value, _ in kept._entries.values())
     assert KEPT_TABLE_BYTES == 64 << 20
 
 
