@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -49,3 +50,8 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
 def test_ulysses_ranks_are_refused() -> None:
     with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got ulysses_size 2"):
         mesh_module.make_sub_rings(RingMesh(Grid(4, 2, 2), 0))
+
+
+def test_a_mesh_has_few_fields() -> None:
+    """What calls and caches need has owners of its own (`comm/owners.py`)."""
+    assert len(fields(RingMesh)) <= 12
