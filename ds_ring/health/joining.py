@@ -260,8 +260,7 @@ class Arrival:
 
         Rank 0 decides which rank that is, as long as it lives; after all have come, the monitor decides.
         """
-        # One query for all keys, because a thousand ranks query one store.
-        fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
+        fault = self._judge()
         if fault is not None:
             return fault
         for _ in range(min(len(self._unknown), NEWCOMERS)):
@@ -273,7 +272,7 @@ class Arrival:
         for rank, other in self._known.items():
             if not self._lives(other):
                 # It may have ended because it saw a fault, which it wrote after the query above.
-                fault = self._judge() if self.store.check([f"{self.name}/alarm"]) else None
+                fault = self._judge()
                 if fault is not None or 0 in (rank, self.rank):
                     return fault or Fault(rank, ENDED)
                 self._write("dead", str(rank))
@@ -283,6 +282,9 @@ class Arrival:
 
     def _judge(self) -> Fault | None:
         """Return the rank that failed first, if the deaths written to the store tell."""
+        # One query for all keys, because a thousand ranks query one store.
+        if not self.store.check([f"{self.name}/alarm"]):
+            return None
         if self.store.check([f"{self.name}/fault"]):
             return Fault(*json.loads(self.store.get(f"{self.name}/fault")))
         if self.rank == 0 and self.store.check([f"{self.name}/dead"]):
