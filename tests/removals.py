@@ -189,16 +189,22 @@ def import_only_from(folder: Path) -> None:
     (folder / "sitecustomize.py").write_text(_SITE)
 
 
+def remove_variants(folder: Path, *names: str) -> None:
+    """Remove the rows of attention variants of the transformers adapter, one each."""
+    table = folder / "ds_ring/integrations/transformers/variants/__init__.py"
+    lines = table.read_text().splitlines(keepends=True)
+    rows = [line for line in lines if line.startswith(tuple(f'    "{name}.' for name in names))]
+    assert len(rows) == len(names), f"expected a row for each of {names}, got {rows}"
+    table.write_text("".join(line for line in lines if line not in rows))
+
+
 def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     """Remove the rows that name a module of these places."""
     named = re.compile("|".join(rf"\bds_ring\.{re.escape(place)}\b" for place in places))
     for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
         lines = (folder / file).read_text().splitlines()
         (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
-    variants = folder / "ds_ring/integrations/transformers/variants/__init__.py"
-    rows = tuple(f'    "{place.rpartition(".")[2]}.' for place in places if ".variants." in place)
-    lines = variants.read_text().splitlines()
-    variants.write_text("\n".join(line for line in lines if not line.startswith(rows)) + "\n")
+    remove_variants(folder, *(place.rpartition(".")[2] for place in places if ".variants." in place))
     registry = folder / "ds_ring/registry.py"
     text = registry.read_text()
     lines = text.splitlines()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ds_ring.integrations.transformers.variants import TABLE, variants
-from tests.removals import import_only_from
+from tests.removals import import_only_from, remove_variants
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("ds_ring/integrations/transformers")
@@ -66,10 +66,7 @@ def without(name: str, folder: Path) -> Path:
         shutil.rmtree(variant)
     else:
         variant.with_suffix(".py").unlink()
-    table = variant.parent / "__init__.py"
-    lines = table.read_text().splitlines(keepends=True)
-    (row,) = (number for number, line in enumerate(lines) if line.startswith(f'    "{name}.'))
-    table.write_text("".join(lines[:row] + lines[row + 1 :]))
+    remove_variants(folder, name)
     return folder
 
 
