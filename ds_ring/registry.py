@@ -120,6 +120,58 @@ class PassRow(NamedTuple):
     shares_memory: bool = False
 
 
+class CodecRow(NamedTuple):
+    """Describe how tensors are written while they travel, without importing the code that writes them.
+
+    Attributes:
+        meaning: for the help of the key in the JSON.
+        home: class that encodes K and V (`Codec` in `ring/pair.py`); None: they are cast, if at all.
+        element_bytes: bytes of an element in a message; None: those of the tensors.
+        row_bytes: further bytes for each row of K and of V, that is, for one token of one head.
+        exact: what arrives equals what was sent.
+    """
+
+    meaning: str = ""
+    home: str | None = None
+    element_bytes: int | None = None
+    row_bytes: int = 0
+    exact: bool = True
+
+    def bytes_each(self, own: int) -> int:
+        """Return the bytes of an element in a message; `own` of the tensors themselves."""
+        return own if self.element_bytes is None else self.element_bytes
+
+    def pair_bytes(self, elements: int, own: int) -> int:
+        """Return the bytes of a row of K and of V in a message, which have so many elements together."""
+        return elements * self.bytes_each(own) + 2 * self.row_bytes
+
+
+# The values of "kv_payload" and of "gradient_payload". Gradients are added in the accumulators' dtype,
+# whatever they travel in: [Note: where gradients are added] in `schedule/head_class.py`.
+KV_PAYLOADS = {
+    "as_is": CodecRow(),
+    "float8": CodecRow(
+        "e4m3 with a scale for each row, half the bytes of bfloat16; rounds the K and V of other ranks, so"
+        " attention is not exact (random inputs: 2 to 13 % of the norms of out and gradients); for rings"
+        " between nodes whose links are the bottleneck; rows that a learned selection fetches keep their"
+        " dtype",
+        "ds_ring.codecs.float8.Float8Rows",
+        element_bytes=1,
+        row_bytes=1,
+        exact=False,
+    ),
+}
+GRADIENT_PAYLOADS = {
+    "float32": CodecRow(),
+    "bfloat16": CodecRow(
+        "half the bytes; rounds each rank's part once and adds in float32: 1.3 times the error of one rank in"
+        " rings of 64",
+        element_bytes=2,
+        exact=False,
+    ),
+}
+
+
 # What keeps tensors of a pass for its gradient (`ops/saved_tensors.py`): (out, lse) of checkpointed regions,
 # and q, k, v, out, lse on the host.
 SAVED_TENSORS = {

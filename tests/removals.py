@@ -94,6 +94,9 @@ CAPABILITIES = {
         ("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"), words=r"\bring_flash_attn"
     ),
     "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),
+    "codec float8": Capability(
+        ("codecs.float8",), ("gpu/test_float8.py",), words=r"(?i)\bfloat8|\bcodecs\.float8"
+    ),
 }
 
 

@@ -51,7 +51,17 @@ CORE = [
     ["api"],
 ]
 CAPABILITIES = [
-    ["kernels.cpu", "kernels.flash", "transports", "layers", "decode", "memory", "measure", "simulation"],
+    [
+        "codecs",
+        "kernels.cpu",
+        "kernels.flash",
+        "transports",
+        "layers",
+        "decode",
+        "memory",
+        "measure",
+        "simulation",
+    ],
     ["integrations"],
     ["contrib"],
 ]

@@ -14,6 +14,7 @@ from dataclasses import replace
 from common import parser_of
 
 from ds_ring import Causal
+from ds_ring.registry import KV_PAYLOADS
 from ds_ring_launcher.plan.hardware import read_hardware
 from ds_ring_launcher.plan.layer_passes import slowest_passes, total_cost
 from ds_ring_launcher.plan.model_file import ModelShape
@@ -36,7 +37,8 @@ def main() -> None:
     # the layer around attention is not looked at
     model = ModelShape(1, HEADS * HEAD_DIM, HEADS, options.kv_heads, HEAD_DIM, 1, 1)
     print(
-        "tokens a rank, then one ring and two levels: plain, bfloat16 gradients, and float8 keys beside them"
+        "tokens a rank, then one ring and two levels: plain, then bfloat16 gradients with keys in",
+        *KV_PAYLOADS,
     )
     for local in options.local_tokens:
         setting = TrainingSetting(
@@ -44,7 +46,7 @@ def main() -> None:
         )
         settings = [
             replace(setting, gradient_payload=gradients, kv_payload=keys, ring_ranks_per_node=node)
-            for gradients, keys in (("float32", "as_is"), ("bfloat16", "as_is"), ("bfloat16", "float8"))
+            for gradients, keys in (("float32", "as_is"), *(("bfloat16", name) for name in KV_PAYLOADS))
             for node in (0, None)
         ]
         # of both passes of a layer on the slowest rank looked at

@@ -32,6 +32,8 @@ from benchmarks.gpu_rates import Shape, flex_rates, host_seconds, kernel_rates, 
 from benchmarks.measuring import ResultRow, markdown
 from common import ROOT, parser_of, provenance
 
+from ds_ring.registry import KV_PAYLOADS
+
 sys.path.insert(0, str(ROOT))
 from self_ring import self_group, self_ring_row  # needs tests.reference
 
@@ -47,7 +49,7 @@ def ring_rows(shape: Shape, tokens: int, sizes: list[int], kernels: list[str]) -
     """Return the errors of self-sending rings."""
     with self_group(shape.device):
         way = "NCCL" if shape.device == "cuda" else "copies in this process: gloo cannot send to itself"
-        kinds = [(most, payload) for payload in ("as_is", "float8") for most in (0, 1 << 40)]
+        kinds = [(most, payload) for payload in KV_PAYLOADS for most in (0, 1 << 40)]
         ways = [(size, kernel, *kind) for size in sizes for kernel in kernels for kind in kinds]
         rows = [self_ring_row(shape, tokens, *way) for way in ways]
     return [row._replace(case={"messages_by": way, **row.case}) for row in rows]

@@ -31,6 +31,7 @@ from ds_ring.comm.exchange import Exchange, start_batch
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.registry import KV_PAYLOADS
 from ds_ring.schedule.grid import Grid
 from tests.reference import dense_attention, relative_error
 
@@ -126,7 +127,7 @@ def self_ring_row(
     case = {"ring_size": ring_size, "kernel": kernel, "local_tokens": local_tokens}
     case |= {"keys_travel": "in stages" if stage_bytes else "hop by hop", "kv_payload": kv_payload}
     errors = {name: relative_error(got.cpu(), expected) for name, (got, expected) in parts.items()}
-    limit = 0.15 if kv_payload != "as_is" else 2e-2 if shape.dtype.itemsize == 2 else 1e-5
+    limit = 0.15 if not KV_PAYLOADS[kv_payload].exact else 2e-2 if shape.dtype.itemsize == 2 else 1e-5
     wrong = f"expected errors below {limit:g}" if max(errors.values()) >= limit else ""
     results = {f"error_{name}": f"{error:.1e}" for name, error in errors.items()}
     return ResultRow(case, results | {"first_pass_s": round(seconds, 2)}, wrong)

@@ -6,6 +6,7 @@ Python: each value is checked here alone. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, field_validator
@@ -27,7 +28,7 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.limits import MOST_BLOCK, MOST_BYTES, Timeouts
-from ds_ring.registry import KERNELS, PASSES
+from ds_ring.registry import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
 
 _STAGE = Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
 
@@ -52,8 +53,8 @@ if TYPE_CHECKING:  # a type checker cannot read the words of a table
     KVPayload = str
 else:
     TransportName = Annotated[Literal[tuple(PASSES)], WORD]
-    GradientPayload = Annotated[Literal["float32", "bfloat16"], WORD]
-    KVPayload = Annotated[Literal["as_is", "float8"], WORD]
+    GradientPayload = Annotated[Literal[tuple(GRADIENT_PAYLOADS)], WORD]
+    KVPayload = Annotated[Literal[tuple(KV_PAYLOADS)], WORD]
     KernelName = Annotated[Literal["auto", *KERNELS], WORD]
 
 
@@ -66,14 +67,18 @@ def refuse_without_hops(model: type[BaseModel], value: Any, info: ValidationInfo
     return value
 
 
+def _meanings(table: Mapping[str, Any]) -> str:
+    """Return what the words of a table mean, for a help text."""
+    return "".join(f"; {name}: {row.meaning}" for name, row in table.items() if row.meaning)
+
+
 class PassOptions(Section):
     """Describe how a pass is carried out."""
 
     # The order matters: a validator sees the values of the fields above its own.
     transport: TransportName = Field(
         default="ring",
-        description="how K/V move"
-        + "".join(f"; {name}: {row.meaning}" for name, row in PASSES.items() if row.meaning),
+        description="how K/V move" + _meanings(PASSES),
     )
     kernel: KernelName = Field(
         default="auto",
@@ -95,15 +100,11 @@ class PassOptions(Section):
     prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
     gradient_payload: GradientPayload = Field(
         default="float32",
-        description="dtype in which dK and dV travel; bfloat16 halves their bytes, rounds each rank's part "
-        "once and adds in float32: 1.3 times the error of one rank in rings of 64",
+        description="dtype in which dK and dV travel" + _meanings(GRADIENT_PAYLOADS),
     )
     kv_payload: KVPayload = Field(
         default="as_is",
-        description="dtype in which K and V travel; float8 (e4m3, a scale for each row) halves the bytes of "
-        "bfloat16 and rounds the K and V of other ranks: attention is not exact then (random inputs: 2 to "
-        "13 % of the norms of out and gradients); for rings between nodes whose links are the bottleneck; "
-        "rows that a learned selection fetches keep their dtype",
+        description="dtype in which K and V travel" + _meanings(KV_PAYLOADS),
     )
     chunk_bytes: ChunkBytes = Field(
         default=None,

@@ -15,10 +15,11 @@ from ds_ring.comm.device_tables import slot_index
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import stream_of
 from ds_ring.kernels.interface import ALL_HEADS, Rows
+from ds_ring.registry import load
 from ds_ring.ring.accumulator import Accumulator
-from ds_ring.ring.float8_rows import ROWS_AT_ONCE, pack_scaled, unpack_scaled
 from ds_ring.ring.pair import (
     BufferKinds,
+    Codec,
     Pair,
     keys_apart,
     kind_of,
@@ -38,6 +39,7 @@ from ds_ring.schedule.steps import (
 )
 
 FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
+ROWS_AT_ONCE = 2048  # slots that are gathered to be encoded: what that takes stays small beside a message
 
 
 def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = False) -> None:
@@ -69,19 +71,19 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
             offset += count
 
 
-def _pack(rows: Tensor, keys: Pair, step: Send | Accumulate) -> None:
-    """Round the slots of the shard that a step names, one after the other."""
+def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate) -> None:
+    """Encode the slots of the shard that a step names, one after the other."""
     first, second, _ = keys
     if len(step.ranges) > FEW_RANGES:
         index = slot_index(step.part, rows.device)
         for some, into in zip(index.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True):
-            pack_scaled(first.index_select(2, some), second.index_select(2, some), into)
+            codec.encode(first.index_select(2, some), second.index_select(2, some), into)
         return
     offset = 0
     for start, end in step.ranges:
         count = end - start
         given = first.narrow(2, start, count), second.narrow(2, start, count)
-        pack_scaled(*given, rows.narrow(0, offset, count))
+        codec.encode(*given, rows.narrow(0, offset, count))
         offset += count
 
 
@@ -189,7 +191,9 @@ class RingBuffers:
         shard, kind = self._pairs[SHARD], self._kinds.get(buffer)
         if kind is None:
             apart = payload in self._apart
-            kind = self._kinds[buffer] = kind_of(shard, slots, payload, self._dtypes[payload], apart)
+            kind = self._kinds[buffer] = kind_of(
+                shard, slots, payload, self._dtypes[payload], apart, self.chunk.steps.codec
+            )
         # Fake tensors use no memory, and a tensor of one FakeTensorMode cannot be used in another.
         if kind.fake:
             taken = kind.pair(shard.k.new_empty(math.prod(kind.shape), dtype=kind.dtype))
@@ -201,8 +205,15 @@ class RingBuffers:
         self._pairs[buffer] = taken
         return taken
 
+    @property
+    def _codec(self) -> Codec:
+        row = self.chunk.steps.codec
+        assert row is not None and row.home is not None, "a schedule of encoded keys has their codec"
+        codec: Codec = load(row.home)
+        return codec
+
     def _packed(self, step: Send) -> Sequence[Tensor]:
-        """Return what to send: copies if the slots are in several ranges, rounded, or those of the shard.
+        """Return what to send: copies if the slots are in several ranges, converted, or those of the shard.
 
         Those of the shard are sent in place if keys travel apart.
         """
@@ -216,8 +227,8 @@ class RingBuffers:
                 return (pair.memory[0].narrow(0, start, end - start),)
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
-        if step.payload is Payload.SCALED and step.kept is Payload.KEYS:
-            _pack(packed.memory[0], pair, step)
+        if step.payload is Payload.ENCODED and step.kept is Payload.KEYS:
+            _encode(self._codec, packed.memory[0], pair, step)
         else:
             _move(packed, pair, step)
         return packed.memory
@@ -231,10 +242,10 @@ class RingBuffers:
         # Keys from several ranks may fill one buffer: the first part allocates it.
         kept, payload = (self.chunk.steps.buffers[one].payload for one in (step.source, step.buffer))
         source, target = self._pairs[step.source], self.pair(step.buffer)
-        if kept is Payload.KEYS and payload is Payload.SCALED:
-            _pack(target.memory[0], source, step)
-        elif kept is Payload.SCALED and payload is Payload.KEYS:
-            unpack_scaled(source.memory[0], target.k, target.v)
+        if kept is Payload.KEYS and payload is Payload.ENCODED:
+            _encode(self._codec, target.memory[0], source, step)
+        elif kept is Payload.ENCODED and payload is Payload.KEYS:
+            self._codec.decode(source.memory[0], target.k, target.v)
         else:
             _move(target, source, step, add=payload is Payload.GRADIENTS)
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.fake_tensors import is_fake
-from ds_ring.schedule.steps import (
-    Payload,
-)
+from ds_ring.registry import CodecRow
+from ds_ring.schedule.steps import Payload
 
 ALIGNMENT = 64  # bytes; a tensor begins at a multiple of it
 
@@ -34,6 +33,23 @@ class Pair(NamedTuple):
     k: Tensor
     v: Tensor
     memory: tuple[Tensor, ...] = ()
+
+
+class Codec(Protocol):
+    """Write K and V as bytes while they travel; `CodecRow` says how many bytes a row takes.
+
+    `decode` writes the same K and V wherever the same bytes arrive. Rows are independent of each other.
+    """
+
+    @staticmethod
+    def encode(k: Tensor, v: Tensor, rows: Tensor) -> None:
+        """Write [B, G, slots, D] and [B, G, slots, E] to rows, uint8 [slots, B, G, bytes]."""
+        ...
+
+    @staticmethod
+    def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write to k and v, of the dtype that was encoded, what rows hold."""
+        ...
 
 
 def halves(both: Tensor, head_dim: int) -> Pair:
@@ -52,7 +68,7 @@ class BufferKind(NamedTuple):
     """Describe a buffer of two tensors that travel together.
 
     Attributes:
-        shape: [slots, B, G, D + E], or [slots, B, G, D + E + 2] of bytes for `Payload.SCALED`.
+        shape: [slots, B, G, D + E]; of `Payload.ENCODED` the last dimension counts bytes.
         head_dim: D.
         dtype, device: of both.
         nbytes: a multiple of ALIGNMENT.
@@ -99,7 +115,7 @@ def payload_dtypes(
 
     A forward pass has no `sums` and no `parts`.
     """
-    found = {Payload.KEYS: keys, Payload.SCALED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
+    found = {Payload.KEYS: keys, Payload.ENCODED: torch.uint8, Payload.ROUNDED: torch.bfloat16}
     backward = {Payload.GRADIENTS: sums, Payload.PARTS: parts}
     return found | {payload: dtype for payload, dtype in backward.items() if dtype is not None}
 
@@ -114,15 +130,19 @@ def keys_apart(like: Pair) -> bool:
 
 
 def kind_of(
-    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None
-) -> BufferKind:
+    like: Pair, slots: int, payload: Payload, dtype: torch.dtype, apart: bool | None = None,
+    codec: CodecRow | None = None,
+) -> BufferKind:  # fmt: skip
     """Return the kind of buffers with B, G, the two head dimensions and the device of others.
 
-    `apart` is whether its two tensors are messages of their own; None: of PARTS alone.
+    `apart` is whether its two tensors are messages of their own; None: of PARTS alone. `codec` is that of
+    ENCODED.
     """
     batch, heads, _, head_dim = like.k.shape
-    scales = 2 if payload is Payload.SCALED else 0
-    shape = (slots, batch, heads, head_dim + like.v.shape[3] + scales)
+    width = head_dim + like.v.shape[3]
+    if payload is Payload.ENCODED and codec is not None:
+        width = codec.pair_bytes(width, like.k.element_size())
+    shape = (slots, batch, heads, width)
     nbytes = -(-math.prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
     apart = payload is Payload.PARTS if apart is None else apart
     return BufferKind(shape, head_dim, dtype, like.k.device, nbytes, is_fake(like.k), apart)

@@ -48,6 +48,7 @@ from ds_ring.masks.tiles import (
     ranges_of_progressions,
     subtract_slots,
 )
+from ds_ring.registry import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (
     Direction,
@@ -198,7 +199,7 @@ class HeadClass:
     directions: tuple[Direction, ...]
     prune: bool = True
     rounded: bool = False  # dK and dV return in bfloat16; [Note: where gradients are added]
-    scaled: bool = False  # K and V travel in float8; [Note: scaled keys] in `lowering.py`
+    codec: CodecRow | None = None  # writes K and V that travel; [Note: encoded keys] in `lowering.py`
 
     @property
     def pattern(self) -> Pattern:
@@ -310,7 +311,7 @@ class HeadClass:
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
         messages = tuple(direct_sends), tuple(gradient_returns)
-        return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.scaled)
+        return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.codec)
 
     def _hop_plan(self, ring_rank: int, direction: Direction, hop: int) -> HopPlan | None:
         size, inner = self.reads.layout.ring_size, direction.ranks_per_node

@@ -11,12 +11,11 @@ s is computed. Where a token's keys travel no further, its accumulator returns t
 K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py` says
 which sums are passed on.)
 
-[Note: scaled keys]
-K and V may travel in float8 (e4m3) with a power of two for each row of K and of V: half the bytes of
-bfloat16. The owner rounds them when it packs them. A rank that they reach passes them on as they came, and
-expands them into a buffer of the inputs' dtype, which its kernel reads. The owner itself computes with exact
-ones. The backward pass sends the same bits, so it differentiates what the forward pass computed; the rounding
-itself counts as the identity.
+[Note: encoded keys]
+K and V may travel as a codec writes them (`KV_PAYLOADS` in `registry.py`). The owner encodes them when it
+packs them. A rank that they reach passes them on as they came, and decodes them into a buffer of the inputs'
+dtype, which its kernel reads. The owner itself computes with its own K and V. The backward pass sends the
+same bits, so it differentiates what the forward pass computed; the codec itself counts as the identity.
 
 [Note: head chunks]
 A backward pass in one direction, on one level, needs up to twelve shard-sized tensors besides copies for
@@ -201,7 +200,7 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     for direction in directions:  # the keys that are left at the end of the pass
         arrived += [Free(keys) for keys in direction.left]
     rounds.append(Round((*arrived, Free(RESULTS))))
-    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds))
+    plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds), plan.directions[0].codec)
     return steps
 
 
@@ -373,10 +372,10 @@ class _Direction:
             for one, part in parts:
                 steps += [Accumulate(self.keys, one, part, self.came[one]), Free(one)]
         self.read = self.keys
-        if self.plan.scaled:
-            expand = _expand(self.buffers, self.keys, self.came[self.keys])
-            steps.append(expand)
-            self.read = expand.buffer
+        if self.plan.codec is not None:
+            decoded = _decode(self.buffers, self.keys, self.came[self.keys])
+            steps.append(decoded)
+            self.read = decoded.buffer
             self.came[self.read] = self.came[self.keys]
         return steps
 
@@ -406,14 +405,14 @@ def _new_buffer(buffers: list[Buffer], payload: Payload, slots: int) -> int:
 
 
 def _keys_payload(plan: DirectionPlan) -> Payload:
-    """Return what keys that travel are."""
-    return Payload.SCALED if plan.scaled else Payload.KEYS
+    """Return the payload of K/V messages."""
+    return Payload.KEYS if plan.codec is None else Payload.ENCODED
 
 
-def _expand(buffers: list[Buffer], scaled: int, needs: int) -> Accumulate:
-    """Return the step that writes the keys of a SCALED buffer to a new one, which the kernel reads."""
-    slots = buffers[scaled].slots
-    return Accumulate(_new_buffer(buffers, Payload.KEYS, slots), scaled, np.array([[0, slots]]), needs)
+def _decode(buffers: list[Buffer], encoded: int, needs: int) -> Accumulate:
+    """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
+    slots = buffers[encoded].slots
+    return Accumulate(_new_buffer(buffers, Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
 
 
 class _Stages:
@@ -500,10 +499,10 @@ class _Stages:
         if self.keys not in (None, SHARD):
             steps.append(Free(self.keys))
         self.keys, self.coming = self.coming, None
-        if self.plan.scaled and self.keys is not None:
-            expand = _expand(self.buffers, self.keys, number)
-            steps += [expand, Free(self.keys)]
-            self.keys = expand.buffer
+        if self.plan.codec is not None and self.keys is not None:
+            decoded = _decode(self.buffers, self.keys, number)
+            steps += [decoded, Free(self.keys)]
+            self.keys = decoded.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
         steps += [Free(buffer) for buffer in [*(buffer for buffer, _ in self.returns), *self.leaving]]
         if number == self.sent_until and self.shard != SHARD:

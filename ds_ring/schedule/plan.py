@@ -31,13 +31,12 @@ from ds_ring.masks.branches import Table
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, Tiles, count_slots
+from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
-GRADIENT_PAYLOADS = ("float32", "bfloat16")
-KV_PAYLOADS = ("as_is", "float8")
 STAGE_GROWTH = 4  # a stage has at most so many times the shards of the one before: they arrive meanwhile
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
@@ -228,9 +227,9 @@ def build_plan(
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only the tokens that the receiver reads.
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
-        gradient_payload: dtype in which dK and dV return, "float32" or "bfloat16"; they are added in the
-            accumulators' dtype in both cases.
-        kv_payload: "as_is", or "float8" for K and V that travel in float8; [Note: scaled keys].
+        gradient_payload: dtype in which dK and dV return, a name of `registry.GRADIENT_PAYLOADS`; they are
+            added in the accumulators' dtype.
+        kv_payload: how K and V travel, a name of `registry.KV_PAYLOADS`; [Note: encoded keys].
         ranks_per_node: number of neighbours on the ring that share a node, a divisor of the ring size; None
             if unknown. If it is known, a pattern that sends much between nodes travels on two levels.
         stage_shards: most shards of other ranks that are computed with at once; [Note: stages]. All ranks
@@ -285,8 +284,9 @@ def build_plan(
                 " each owner sends to every reader, so leave one of the two out"
             )
         directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
-    rounded, scaled = gradient_payload == "bfloat16", kv_payload == "float8"
-    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, scaled, nodes)
+    rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
+    codec = row if row.home is not None else None
+    return _built(pattern, layout, query_heads, kv_heads, prune, directions, rounded, codec, nodes)
 
 
 @lru_cache(maxsize=64)
@@ -298,7 +298,7 @@ def _built(
     prune: bool,
     directions: tuple[Direction, ...] | None,
     rounded: bool,
-    scaled: bool,
+    codec: CodecRow | None,
     ranks_per_node: int,
 ) -> Plan:
     if query_heads % kv_heads:
@@ -316,7 +316,7 @@ def _built(
     elif directions is None:
         size = layout.ring_size
         directions = two_levels(size, ranks_per_node) if ranks_per_node else one_way(size)
-    classes = tuple(HeadClass(reads, heads, directions, prune, rounded, scaled) for heads, reads in bound)
+    classes = tuple(HeadClass(reads, heads, directions, prune, rounded, codec) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)
 
 

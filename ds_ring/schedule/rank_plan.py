@@ -44,6 +44,7 @@ from ds_ring.masks.tiles import (
     no_slots,
     subtract_slots,
 )
+from ds_ring.registry import CodecRow
 
 
 class Direction(NamedTuple):
@@ -185,7 +186,7 @@ class DirectionPlan:
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ALONE
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
-    scaled: bool = False  # keys and values travel in float8 with a scale for each row
+    codec: CodecRow | None = None  # writes K and V that travel; None: they travel as they are
 
     def at(self, hop: int) -> HopPlan | None:
         """Return the plan of a hop; None if nothing happens."""

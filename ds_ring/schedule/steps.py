@@ -26,13 +26,14 @@ from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 from ds_ring.masks.tiles import SlotRanges, Tiles, count_slots
+from ds_ring.registry import CodecRow
 
 
 class Payload(Enum):
-    """What a message carries: two tensors, side by side for each token, and those of SCALED with scales."""
+    """What a message carries: two tensors, side by side for each token."""
 
     KEYS = "keys"  # in the dtype of the inputs
-    SCALED = "scaled keys"  # in float8 with a scale for each row while in flight
+    ENCODED = "encoded keys"  # bytes, as a codec writes them while in flight
     GRADIENTS = "gradients"  # in the accumulators' dtype
     PARTS = "gradients of one rank"  # in the dtype in which the kernel returns them; [Note: stages]
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
@@ -45,7 +46,7 @@ class Payload(Enum):
     @property
     def names(self) -> str:
         """Return the names of both tensors, in the order in which they lie."""
-        return "K/V" if self in (Payload.KEYS, Payload.SCALED) else "dK/dV"
+        return "K/V" if self in (Payload.KEYS, Payload.ENCODED) else "dK/dV"
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
@@ -58,7 +59,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]; SCALED has D + E + 2 bytes."""
+    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]; ENCODED has bytes."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -68,7 +69,7 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # ROUNDED of a buffer that has GRADIENTS, SCALED of one that has KEYS: packing rounds
+    payload: Payload  # ROUNDED of a buffer that has GRADIENTS, ENCODED of one that has KEYS: packing converts
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
@@ -131,7 +132,7 @@ class Compute:
 class Accumulate:
     """Add received gradients to a buffer, or copy keys that were received (or those of SHARD) into one.
 
-    A copy from KEYS to SCALED or back converts.
+    A copy from KEYS to ENCODED or back converts.
     """
 
     buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
@@ -188,6 +189,7 @@ class ChunkSteps(NamedTuple):
 
     buffers: tuple[Buffer, ...]  # indexed by the buffer numbers of the steps
     rounds: tuple[Round, ...]  # by batch from the chunk's start; the last one posts and computes nothing
+    codec: CodecRow | None = None  # of buffers that are ENCODED
 
 
 class HeadChunk(NamedTuple):

@@ -33,6 +33,7 @@ from ds_ring.integrations.deepspeed.first_batch import (
 )
 from ds_ring.integrations.deepspeed.initialize import initialize
 from ds_ring.layers.selection.total_order import TotalOrder
+from ds_ring.registry import KV_PAYLOADS
 
 from .rounding import in_float64, moved_rounding, rounding_of
 from .small_images import add_images
@@ -217,7 +218,8 @@ def _compared(
             return [*reports, ModelReport(**about, result="WRONG", reason=reason)]
         found = compare(on_ring[number], expected)
         run = partial(_alone, given=given, head=head)
-        rounding = rounding_of(untouched, run, expected, section.get("kv_payload") == "float8")
+        keys_rounded = not KV_PAYLOADS[section.get("kv_payload", "as_is")].exact
+        rounding = rounding_of(untouched, run, expected, keys_rounded)
         beyond = wrong = rounding.beyond(found)
         if beyond and next(alone.parameters()).dtype == torch.float32:
             wrong = moved_rounding(untouched, run, expected, rounding).jumps(beyond)

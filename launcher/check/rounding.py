@@ -40,12 +40,12 @@ class Rounding:
     Attributes:
         measured: how.
         found: the error of everything that was compared.
-        in_float8: whether keys and values travel in float8, which rounds more.
+        keys_rounded: whether keys and values are rounded while they travel.
     """
 
     measured: RoundingMeasure
     found: tuple[Difference, ...]
-    in_float8: bool = False
+    keys_rounded: bool = False
 
     def beyond(self, found: Iterable[Difference]) -> list[Difference]:
         """Return the differences that rounding does not explain, in their order."""
@@ -67,7 +67,7 @@ class Rounding:
         for one in found:
             error = max(own.get((one.kind, one.name), 0.0), typical.get(one.kind, 0.0), _LEAST)
             allowed = TIMES * min(error, most)
-            if self.in_float8:
+            if self.keys_rounded:
                 allowed += more.get(one.kind, tolerance.outputs)
             if not one.error <= allowed:
                 wrong.append(one)
@@ -83,29 +83,29 @@ def in_float64(model: Model) -> Model:
     return copied
 
 
-def rounding_of(model: nn.Module, run: Alone, expected: Numbers, in_float8: bool) -> Rounding:
+def rounding_of(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
     """Measure a model's rounding by float64; by moved weights where it cannot run in float64.
 
     Args:
         model: in float32.
         run: what a model on one process computes of the batch.
         expected: what `model` does.
-        in_float8: whether keys and values travel in float8.
+        keys_rounded: whether keys and values are rounded while they travel.
     """
     try:
-        return Rounding("float64", tuple(compare(expected, run(in_float64(model)))), in_float8)
+        return Rounding("float64", tuple(compare(expected, run(in_float64(model)))), keys_rounded)
     except Exception:  # of an operator without float64
-        return _moved_rounding(model, run, expected, in_float8)
+        return _moved_rounding(model, run, expected, keys_rounded)
 
 
 def moved_rounding(model: nn.Module, run: Alone, expected: Numbers, known: Rounding) -> Rounding:
     """Measure a model's rounding by moved weights, unless `known` was measured so."""
     if known.measured == "moved weights":
         return known
-    return _moved_rounding(model, run, expected, known.in_float8)
+    return _moved_rounding(model, run, expected, known.keys_rounded)
 
 
-def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, in_float8: bool) -> Rounding:
+def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, keys_rounded: bool) -> Rounding:
     worst: dict[tuple[str, str], Difference] = {}
     for number in range(_MOVED_RUNS):
         moved = copy.deepcopy(model)
@@ -113,7 +113,7 @@ def _moved_rounding(model: nn.Module, run: Alone, expected: Numbers, in_float8: 
         for one in compare(run(moved), expected):
             key = (one.kind, one.name)
             worst[key] = max(worst.get(key, one), one, key=lambda one: one.error)
-    return Rounding("moved weights", tuple(worst.values()), in_float8)
+    return Rounding("moved weights", tuple(worst.values()), keys_rounded)
 
 
 @torch.no_grad()

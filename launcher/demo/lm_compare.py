@@ -21,6 +21,7 @@ from ds_ring.integrations.deepspeed.first_batch import Tolerance, compare_gradie
 from ds_ring.masks.catalog import Causal, Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
+from ds_ring.registry import KV_PAYLOADS
 
 MIB = 2**20
 
@@ -77,7 +78,7 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     alone = _alone(plain, {name: x.to(engine.ring.device) for name, x in whole.items()}, pattern)
     ring = _on_the_ring(engine, whole)
     worst = largest(compare_gradients(ring.gradients, alone.gradients))["gradient"]
-    tolerance = Tolerance.of(parameters[0].dtype, engine.ring.config.kv_payload == "float8")
+    tolerance = Tolerance.of(parameters[0].dtype, not KV_PAYLOADS[engine.ring.config.kv_payload].exact)
     loss_error = abs(ring.loss - alone.loss) / max(abs(alone.loss), 1e-6)
     exact = worst.error <= tolerance.gradients and loss_error <= tolerance.loss  # not if one is NaN
     ranks: list[Any] = [None] * dist.get_world_size()

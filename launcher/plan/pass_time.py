@@ -104,7 +104,7 @@ def work_of(
                 row[:3] += heads * int(tiles.pairs.sum()), heads * executed(tiles), len(tiles)
         for post in steps_now.posted:
             if isinstance(post, Recv):
-                size = post.count * shape.bytes_of(post.payload)
+                size = post.count * shape.bytes_of(post.payload, steps.codec)
                 row[4 if is_inside(post.peer) else 3] += size
     return work
 
@@ -213,7 +213,8 @@ def _sent(schedule: Schedule, shape: PassShape) -> int:
     for chunk in schedule.chunks:
         if id(chunk.steps) not in slots:
             posted = (post for steps in chunk.steps.rounds for post in steps.posted if isinstance(post, Send))
-            sizes = (post.count * shape.bytes_of(post.payload) for post in posted)
+            codec = chunk.steps.codec
+            sizes = (post.count * shape.bytes_of(post.payload, codec) for post in posted)
             slots[id(chunk.steps)] = sum(sizes)
     heads = sum(count_heads(chunk.kv_heads) * slots[id(chunk.steps)] for chunk in schedule.chunks)
     return shape.batch * heads

@@ -377,10 +377,10 @@ WRONG = {
     "rotary key wider than queries": Wrong(
         latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)
     ),
-    "keys in float8 for replicated queries": Wrong(
-        lambda arguments: arguments.update(queries="replicated", kv_payload="float8"),
+    "payloads of replicated queries": Wrong(
+        lambda arguments: arguments.update(queries="replicated", gradient_payload="bfloat16"),
         "RingConfigError",
-        ("sends neither K/V nor", "kv_payload \"as_is\", got 'float32' and 'float8'"),
+        ("sends neither K/V nor", "kv_payload \"as_is\", got 'bfloat16' and 'as_is'"),
     ),
     "latents for replicated queries": Wrong(
         lambda arguments: (latents()(arguments), arguments.update(queries="replicated")),

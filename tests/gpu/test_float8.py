@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ds_ring.ring.float8_rows import pack_scaled, unpack_scaled
+from ds_ring.codecs.float8 import Float8Rows
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -16,8 +16,8 @@ def test_rows_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
     for device in ("cpu", "cuda"):
         k, v = (x.to(device) for x in given)
         rows = torch.empty(5000, 1, 2, 128 + 64 + 2, dtype=torch.uint8, device=device)
-        pack_scaled(k, v, rows)
+        Float8Rows.encode(k, v, rows)
         back = torch.empty_like(k), torch.empty_like(v)
-        unpack_scaled(rows, *back)
+        Float8Rows.decode(rows, *back)
         found.append([x.cpu() for x in (rows, *back)])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

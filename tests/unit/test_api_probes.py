@@ -20,6 +20,7 @@ from torch import Tensor
 import ds_ring
 from ds_ring import Causal, Documents, Full, RingConfig, RingError, RingMesh
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
+from ds_ring.registry import KV_PAYLOADS
 
 SECONDS = 1.0
 NO_FILE = ("file does not exist", "give the path of a file")  # what a text that is no path gets
@@ -341,7 +342,7 @@ CALLS: dict[str, Call] = {
             "hop_timeout_s": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
             "check_finite": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
-            "kv_payload": Argument(NO_NAME, ("as_is", "float8")),
+            "kv_payload": Argument(NO_NAME, tuple(KV_PAYLOADS)),
             "queries": Argument(NO_NAME, ("sharded",)),
             "up_projection": Argument((0.5, "x", Hostile(), Q, Q[0, 0], Q.to("meta")), (None,)),
             "q_positions": Argument(([0], 3, "x", Hostile()), (None,)),

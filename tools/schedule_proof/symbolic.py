@@ -98,7 +98,7 @@ class SymbolicRank:
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
         # sums are rounded in the copy alone; what is one rank's part may be rounded from the start
-        rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.SCALED, Payload.KEYS)
+        rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.ENCODED, Payload.KEYS)
         same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
         if step.payload is not kinds[1] or not same:
             self.refuse(f"{step.payload.value}", f"a buffer of the other kind, {name_of(step.buffer)}")
@@ -175,7 +175,7 @@ class SymbolicRank:
         source = self._read(index, step.source, step.needs)
         given = self._chunk(index).steps.buffers[step.source].payload
         # rounded is what travels alone: sums are never rounded; keys may change between both of their kinds
-        keys, payload = (Payload.KEYS, Payload.SCALED), Payload.GRADIENTS
+        keys, payload = (Payload.KEYS, Payload.ENCODED), Payload.GRADIENTS
         if given in keys:
             into = self._chunk(index).steps.buffers[step.buffer].payload
             payload = into if into in keys else given

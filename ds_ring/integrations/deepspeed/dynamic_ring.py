@@ -35,6 +35,7 @@ from ds_ring.masks.tiles import Tiles, count_slots
 from ds_ring.ops.context import RingContext, block_side, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
+from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS
 from ds_ring.schedule.grid import BatchLengths as Lengths
 from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout
@@ -145,9 +146,9 @@ class SampleTimes:
                 tokens[hop.hop] += kv_heads * count_slots(hop.held) if hop.hop else 0
         busy_s += np.where(tokens > 0, self.rates.hop_s, 0.0)
         seconds = tokens * 2 * self.sizes.head_dim / self.rates.link_bytes_per_s  # of K and V, for each byte
-        gradient_bytes = 4 if self.config.gradient_payload == "float32" else 2
+        gradient_bytes = GRADIENT_PAYLOADS[self.config.gradient_payload].bytes_each(4)
         # While a hop computes, K/V of the next one arrive, and backward the gradients of the last one leave.
-        key_bytes = self._element_bytes if self.config.kv_payload == "as_is" else 1
+        key_bytes = KV_PAYLOADS[self.config.kv_payload].bytes_each(self._element_bytes)
         moves_s = np.tile(np.append(seconds[1:], 0.0) * key_bytes, (2, 1))
         moves_s[1, 1:] += seconds[:-1] * gradient_bytes
         both = np.maximum(busy_s, moves_s) if self.config.overlap else busy_s + moves_s

@@ -32,6 +32,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.shard import gather_sequence
+from ds_ring.registry import KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
 
 log = logging.getLogger(__name__)
@@ -70,12 +71,12 @@ class Tolerance:
     gradients: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, in_float8: bool = False) -> Tolerance:
+    def of(cls, dtype: torch.dtype, keys_rounded: bool = False) -> Tolerance:
         """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64).
 
-        If K and V of other ranks travel in float8, bfloat16's tolerance is added once more.
+        If K and V of other ranks are rounded (`KV_PAYLOADS`), bfloat16's tolerance is added once more.
         """
-        if in_float8:
+        if keys_rounded:
             pairs = zip(astuple(cls.of(dtype)), astuple(cls.of(torch.bfloat16)), strict=True)
             return cls(*(sum(pair) for pair in pairs))
         return {
@@ -485,8 +486,8 @@ class FirstBatch:
             found += self._forward_alone(alone, parts, mean)
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
         found += compare_gradients(gradients, expected)
-        in_float8 = self.session.config.kv_payload == "float8" and self.session.mesh.ring_size > 1
-        wrong = beyond(found, Tolerance.of(dtype, in_float8))
+        exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
+        wrong = beyond(found, Tolerance.of(dtype, not exact))
         if wrong:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             return "; ".join(str(one) for one in wrong[:_NAMED]) + more

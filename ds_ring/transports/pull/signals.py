@@ -214,7 +214,8 @@ def kind_in_pass(
     sums = accumulator_dtype(q.dtype)
     parts = k.dtype if parts_wait(kernel, q.dtype, sums) else sums
     first, second = some_heads(chunk.kv_heads, k, v)
-    return kind_of(Pair(first, second), slots, payload, payload_dtypes(k.dtype, sums, parts)[payload])
+    dtype = payload_dtypes(k.dtype, sums, parts)[payload]
+    return kind_of(Pair(first, second), slots, payload, dtype, codec=chunk.steps.codec)
 
 
 def give_places(

@@ -17,6 +17,7 @@ from ds_ring import Causal, RingError, RingMesh, make_layout, ring_attention, sh
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.registry import KV_PAYLOADS
 from ds_ring.ring.pool import Buffers
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull
@@ -39,7 +40,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"stage_bytes": 1 << 20},
     {"overlap": False, "prune": False, "chunk_bytes": 1},
     {"gradient_payload": "bfloat16", "stage_bytes": 1 << 20},
-    {"kv_payload": "float8"},
+    {"kv_payload": list(KV_PAYLOADS)[-1]},
 )
 
 

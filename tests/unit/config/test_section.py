@@ -144,7 +144,7 @@ def test_every_key_can_be_set() -> None:
         "overlap": False,
         "prune": False,
         "gradient_payload": "bfloat16",
-        "kv_payload": "float8",
+        "kv_payload": list(registry.KV_PAYLOADS)[-1],
         "chunk_bytes": 1 << 22,
         "stage_bytes": 1 << 28,
         "latents": True,

@@ -83,8 +83,10 @@ def in_a_graph(**wrong: Any) -> Any:
 
 
 ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
-    "float8 without hops": (
-        lambda: Options(transport="all_gather", kv_payload="float8"), RingConfigError, "which has no hops"
+    "payloads without hops": (
+        lambda: Options(transport="all_gather", gradient_payload="bfloat16"),
+        RingConfigError,
+        "which has no hops",
     ),
     "stages without hops": (
         lambda: Options(transport="reproducible", stage_bytes=1 << 20), RingConfigError, "passes nothing on"

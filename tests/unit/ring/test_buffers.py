@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from ds_ring.comm import device_tables as device
-from ds_ring.ring import buffers as module
 from ds_ring.ring.buffers import some_heads
-from ds_ring.ring.float8_rows import pack_scaled, unpack_scaled
 from ds_ring.ring.pair import ALIGNMENT, BufferKind, Pair, kind_of
 from ds_ring.ring.pool import Block, Buffers
 from ds_ring.schedule.steps import Payload
@@ -27,41 +24,6 @@ def kind(slots: int = 8, dtype: torch.dtype = torch.float32) -> BufferKind:
 
 def take(buffers: Buffers, slots: int = 8) -> Block:
     return buffers.take(kind(slots), 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 1/16 of an element, or 2^-10 of the row's power of two; any magnitude, zeros, odd widths."""
-    monkeypatch.setattr(module, "ROWS_AT_ONCE", 7)
-    magnitudes = torch.tensor([1.0, 1e-7, 1e4, 448.0, 0.0], dtype=torch.float64).view(5, 1)
-    k, v = (
-        (torch.randn(2, 3, 5, width, generator=torch.Generator().manual_seed(width)) * magnitudes).to(dtype)
-        for width in (7, 20)
-    )
-    k[0, 0, 3, 0] = 448.0  # the largest one of float8
-    k[0, 0, 0, :3] = torch.tensor([1.0, 1.5 * 2**-18, 0.0])  # the second one is below the least of float8
-    k[0, 0, 0, 3:] = 0.0
-    k[1, 0, 2, 0] = 65000.0  # rounds to 65536, which float16 does not have
-    rows = torch.full((5, 2, 3, 7 + 20 + 2), 99, dtype=torch.uint8)
-    pack_scaled(k, v, rows)
-    found = torch.empty_like(k), torch.empty_like(v)
-    unpack_scaled(rows, *found)
-    most = torch.finfo(dtype).max
-    for x, got in zip((k, v), found, strict=True):
-        x, got = x.double(), got.double()
-        power = 2.0 ** torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448))
-        want = (x / power).nan_to_num().float().to(torch.float8_e4m3fn).double() * power
-        assert torch.equal(got, want.clamp(-most, most).to(dtype).double())
-        ulp = torch.finfo(torch.float16).smallest_normal * 2**-10 if dtype == torch.float16 else 0.0
-        assert ((x - got).abs() <= torch.maximum(x.abs() / 16, power * 2**-10) + ulp).all()
-        assert (got == 0)[:, :, 4].all() and not torch.equal(x, got)
-    assert found[0][0, 0, 0, :3].tolist() == [1.0, 2**-17, 0.0], "rounded to 2^-9 of the power 2^-8"
-    assert found[0][0, 0, 3, 0] == 448.0 and found[0].isfinite().all()
-    v[1, 1, 1, 1], k[0, 1, 2, 3] = torch.inf, torch.nan
-    pack_scaled(k, v, rows)
-    unpack_scaled(rows, *found)
-    assert not found[1][1, 1, 1].isfinite().any() and not found[0][0, 1, 2].isfinite().any()
-    assert found[1][1, 1, 0].isfinite().all()
 
 
 def test_a_pair_has_its_shapes_and_dtype_and_its_own_memory() -> None:

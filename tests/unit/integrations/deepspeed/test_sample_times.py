@@ -7,6 +7,7 @@ import pytest
 from ds_ring.config.section import RingConfig
 from ds_ring.integrations.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
 from ds_ring.kernels.select import get_kernel
+from ds_ring.registry import KV_PAYLOADS
 
 SIZES = ModelSizes(layers=3, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=256)
 RATES = MeasuredRates(
@@ -33,9 +34,9 @@ def test_seconds_on_one_rank(tokens: int) -> None:
     assert times.fixed(1) + times.sample(tokens, 1) == pytest.approx(whole_on_one(tokens), rel=1e-9)
 
 
-@pytest.mark.parametrize(("payload", "element"), [("as_is", 4), ("float8", 1)])
-def test_hops_and_messages_of_a_ring(payload: str, element: int) -> None:
-    tokens, gradient = 1024, 4
+@pytest.mark.parametrize("payload", KV_PAYLOADS)
+def test_hops_and_messages_of_a_ring(payload: str) -> None:
+    tokens, element, gradient = 1024, KV_PAYLOADS[payload].bytes_each(4), 4
     shard = 2 * SIZES.kv_heads * SIZES.head_dim * tokens // 4  # elements of K and V
     whole = whole_on_one(tokens) / 4
     free = times_on(RATES._replace(link_bytes_per_s=1e30, hop_s=0.0), pattern={"causal": False})
