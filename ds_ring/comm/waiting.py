@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingPeerError
 from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, peer_error, verdict
-from ds_ring.health.failure_detector.verdicts import Fault
+from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import MOST_SECONDS, Limit
 
 _HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"

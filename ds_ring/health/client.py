@@ -29,7 +29,7 @@ from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
 from ds_ring.errors import RingError, RingPeerError, compiled_in, is_inside
-from ds_ring.health.failure_detector.verdicts import GRACE_S, Fault, ranges_of
+from ds_ring.health.failure_detector.wire import GRACE_S, Fault, ranges_of
 from ds_ring.health.whereabouts import collective_calls, default_group_id, names_of, where_is
 from ds_ring.limits import Limit
 from ds_ring.schedule.grid import Grid

@@ -6,7 +6,6 @@ In order: what ranks write to the process group's store (`RankPresence`), waitin
 
 from __future__ import annotations
 
-import datetime
 import ipaddress
 import json
 import logging
@@ -21,14 +20,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import psutil
 
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPeerError
 from ds_ring.health.client import LINGER_S, DetectorClient, keep_for_ever, peer_error
-from ds_ring.health.failure_detector import handshake, verdicts
-from ds_ring.health.failure_detector.verdicts import Fault
+from ds_ring.health.failure_detector import handshake
+from ds_ring.health.failure_detector.wire import WARNED_PART, Fault
 from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -142,7 +141,6 @@ ENDED = "its process ended while the ranks were starting (killed, or crashed)"
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-WARNED_PART = verdicts.WARNED_PART
 START = Limit(Timeouts().start, "timeout_s")
 
 
@@ -328,97 +326,6 @@ class Arrival:
         return PeerLost(fault)
 
 
-class Rendezvous(NamedTuple):
-    """Where the store of the default process group will be, and who this rank is.
-
-    `hosts`: this rank hosts the store. `attempt` is another one after a restart by torchrun, whose store
-    stays.
-    """
-
-    rank: int
-    world_size: int
-    host: str
-    port: int
-    hosts: bool
-    attempt: str
-
-
-def loopback_listener(host: str, port: int) -> dict[str, Any]:
-    """Return what makes a TCPStore of one host listen on loopback alone; torch's own listens everywhere.
-
-    Nothing for an address of another kind, and where the port is taken, which torch says.
-    """
-    family = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}.get(host)
-    if family is None:
-        return {}
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError:
-        listener.close()
-        return {}
-    return {"master_listen_fd": listener.detach()}  # the store's from here on
-
-
-# [Note: before the process group]
-# torch waits in `init_process_group` without saying for whom, and does not hear of a rank that has ended. So
-# ranks announce themselves before, in the very store that torch will use: a server of the same process and
-# port is shared.
-def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
-    """Wait until every rank has come, before the default process group is made.
-
-    Returns:
-        The store, to be kept until the group is made; None where this rank cannot host it, which torch says.
-
-    Raises:
-        RingPeerError: a rank did not come in time, or has died meanwhile; names it.
-    """
-    import torch.distributed as dist
-
-    def connect(seconds: float) -> Store:
-        timeout = datetime.timedelta(seconds=seconds)
-        more = loopback_listener(where.host, where.port) if where.hosts else {}
-        return dist.TCPStore(  # type: ignore[attr-defined]  # a name of torch's extension
-            where.host,
-            where.port,
-            None,
-            where.hosts,
-            timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-            **more,
-        )
-
-    warned_s = WARNED_PART * limit.seconds
-    try:
-        try:
-            store = connect(warned_s)
-        except RuntimeError:  # not there so far
-            if where.hosts:
-                return None
-            log.warning(
-                "rank 0 is late: %.1f s without an answer of the store at %s:%d; it counts as failed after"
-                " %g s (%s)", warned_s, where.host, where.port, limit.seconds, limit.key,
-            )  # fmt: skip
-            store = connect(limit.seconds - warned_s)
-        arrival = Arrival(store, f"ds_ring/start/{where.attempt}", where.rank, where.world_size, limit, None)
-        arrival.announce()
-        arrival.wait_for_all()
-    except PeerLost as lost:
-        raise peer_error(_line(where.world_size), where.rank, None, lost.fault) from lost
-    except RuntimeError as error:
-        fault = Fault(0, f"its store did not answer within {limit.seconds:g} s ({limit.key})")
-        raise peer_error(_line(where.world_size), where.rank, None, fault) from error
-    return store
-
-
-def _line(world_size: int) -> Grid:
-    """Return the numbering of a world before the sizes of its rings are known to all."""
-    return Grid(world_size, world_size)
-
-
 CONNECT_S = 2.0  # for one address of the monitor
 HANDSHAKE_S = 5.0
 JOIN_S = 60.0  # tries of all addresses together
@@ -506,7 +413,7 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
         host: the address to listen at; "" for every one.
         world_size, heartbeat_timeout_s, secret: of `join`.
     """
-    command = [sys.executable, "-I", "-S", str(Path(verdicts.__file__).parent)]
+    command = [sys.executable, "-I", "-S", str(Path(handshake.__file__).parent)]
     settings = {"host": host, "world_size": world_size, "secret": secret}
     settings |= {"heartbeat_timeout_s": heartbeat_timeout_s}
     done = subprocess.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ds_ring.health.failure_detector.collective_calls import NOT_COMPARED
+from ds_ring.health.failure_detector.wire import NOT_COMPARED
 
 MOST_GROUPS = 256  # of which numbers are told
 _OF_OTHERS = (

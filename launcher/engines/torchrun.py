@@ -41,7 +41,7 @@ def main() -> None:
     from torch.distributed import run
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as rendezvous
 
-    from ds_ring.health.joining import loopback_listener
+    from ds_ring.health.rendezvous import loopback_listener
 
     name = "TCPStore"
     store = getattr(rendezvous, name)

@@ -49,7 +49,7 @@ for _name in getattr(sys.modules.get("ds_ring"), "__all__", ()):  # it imports t
         getattr(sys.modules["ds_ring"], _name)
 with contextlib.suppress(ImportError):
     joining = importlib.import_module("ds_ring.health.joining")
-    folder = str(Path(joining.verdicts.__file__).parent)
+    folder = str(Path(joining.handshake.__file__).parent)
     setattr(joining, "start_monitor", Monitors(folder, joining.start_monitor).start)  # noqa: B010
 gc.collect()
 gc.freeze()  # a collection in a rank would write to, and so copy, every page that it shares with the server

@@ -2,7 +2,8 @@
 
 Standard library only: the process is started by this folder's path (`__main__.py`), without torch and without
 the packages that are installed, so that it is there in milliseconds. `server.py` has its sockets,
-`verdicts.py` who waits for whom and the decision, `handshake.py` who may speak to it.
+`verdicts.py` who waits for whom and the decision, `handshake.py` who may speak to it, `wire.py` what ranks
+need of it.
 
 [Note: why a process]
 Nothing tells a rank in time that another rank is gone: gloo is silent about a peer that is stopped, or that

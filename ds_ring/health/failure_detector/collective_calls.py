@@ -22,8 +22,9 @@ from collections import defaultdict, deque
 from itertools import pairwise
 from typing import NamedTuple
 
+from .wire import NOT_COMPARED
+
 MOST_STAGES = 32  # that are remembered of a rank
-NOT_COMPARED = "~"  # begins the name of a group whose ranks have different numbers
 
 
 class RankStage(NamedTuple):

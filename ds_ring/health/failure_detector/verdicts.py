@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .collective_calls import CollectiveCalls, RankStage
+from .wire import GRACE_S, WARNED_PART, Fault, merged, ranks_of
 
 CallAndHop = tuple[int, int]  # number of the call, hop
-Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
 
 
 # [Note: who is to blame]
@@ -24,28 +22,6 @@ Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both i
 # knows every wait that lasts longer than a moment, follows them to their end and names the rank that waits
 # for nobody. Where ranks wait for each other in a circle, the one that is at another place than most is
 # named.
-def ranges_of(ranks: Iterable[int]) -> Ranges:
-    """Write ranks as ranges: a thousand that wait for a thousand would send megabytes otherwise."""
-    return merged([rank, rank] for rank in ranks)
-
-
-def merged(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """Put ranges in order, in the one form that equal sets have."""
-    result: list[tuple[int, int]] = []
-    for first, last in sorted((one[0], one[1]) for one in ranges):
-        if result and result[-1][1] >= first - 1:
-            result[-1] = (result[-1][0], max(last, result[-1][1]))
-        else:
-            result.append((first, last))
-    return tuple(result)
-
-
-@lru_cache(maxsize=4096)
-def ranks_of(ranges: Ranges) -> frozenset[int]:
-    """Return the ranks of some ranges; ranks of one group share one set."""
-    return frozenset(rank for first, last in ranges for rank in range(first, last + 1))
-
-
 @dataclass(frozen=True)
 class ReportedWait:
     """Describe a wait under way."""
@@ -117,19 +93,10 @@ class Waits:
         return self._ends[rank]
 
 
-WARNED_PART = 0.1  # of a limit, after which a late rank is named in a warning
 CALLS_LOOK_S = 0.2  # between two looks at the numbers of collectives
-GRACE_S = 0.5  # a late or broken wait is judged after this: the deaths behind it are heard first
 LEFT_S = 1.0  # somebody still waits so long after a rank said goodbye: it left too early
 JOIN_S = 2.0  # all ranks join within this or the heartbeat timeout of the first one: they wait to be let in
 TEXT_CHARACTERS = 1000  # of a cause, or of the name of a place
-
-
-class Fault(NamedTuple):
-    """Name who failed, by world rank, and what was seen."""
-
-    rank: int
-    cause: str
 
 
 class LateRank(NamedTuple):

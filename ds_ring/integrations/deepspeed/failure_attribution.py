@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.health.client import DetectorClient, is_of_distributed, peer_error, verdict
-from ds_ring.health.failure_detector.verdicts import Fault
+from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.joining import join_detector
 from ds_ring.integrations.adapter import AppliedPatch, apply, patch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret

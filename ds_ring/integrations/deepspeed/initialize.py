@@ -27,7 +27,8 @@ from torch.utils.data import Dataset
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config, strip_section
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.health.joining import leave_on_error, wait_for_ranks
+from ds_ring.health.joining import leave_on_error
+from ds_ring.health.rendezvous import wait_for_ranks
 from ds_ring.integrations.adapter import apply, imports_of, patch
 from ds_ring.integrations.checkpoint.load import guard_checkpoints
 from ds_ring.integrations.checkpoint.manifest import attempt_in

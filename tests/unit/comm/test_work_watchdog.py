@@ -22,7 +22,7 @@ from ds_ring.comm.waiting import CallSite
 from ds_ring.comm.watchdog import WorkWatchdog
 from ds_ring.errors import RingConfigError, RingPeerError
 from ds_ring.health import client
-from ds_ring.health.failure_detector.verdicts import Fault
+from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import Timeouts
 from ds_ring.ops.checks import check_tensors
 from ds_ring.schedule.grid import Grid

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from ds_ring.health.failure_detector.verdicts import GRACE_S, JOIN_S, LEFT_S, FailureDetector, ranges_of
+from ds_ring.health.failure_detector.verdicts import JOIN_S, LEFT_S, FailureDetector
+from ds_ring.health.failure_detector.wire import GRACE_S, ranges_of
 
 TIMEOUT_S = 10.0
 
