@@ -6,7 +6,6 @@ in one process. A mesh of one rank needs no process group.
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import weakref
@@ -32,7 +31,7 @@ from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
-from ds_ring.schedule.grid import Grid, divisors
+from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
     from ds_ring.comm.watchdog import WorkWatchdog
@@ -410,47 +409,3 @@ def check_mesh(mesh: object) -> None:
             " rank, or RingMesh.single()"
         )
     mesh.state.check()
-
-
-# Smaller rings, for samples that do not need all ranks. `schedule/grid.py` decides which ranks form one.
-
-_FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
-
-
-def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
-    """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
-
-    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector and the owners
-    of `mesh` (buffers, host memory, observers), and are closed with it. Each has its own plans and its own
-    counter of calls. Only one is used at a time.
-
-    Raises:
-        RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
-        RingPeerError: another rank failed meanwhile.
-    """
-    if mesh.ulysses_size > 1:
-        raise RingMeshError(
-            f"make_sub_rings: expected no Ulysses ranks, got ulysses_size {mesh.ulysses_size}; set it to 1"
-        )
-    shared: dict[str, Any] = {
-        "detector": mesh.detector,
-        "state": mesh.state,
-        "timeouts": mesh.timeouts,
-    }
-    found = {mesh.ring_size: mesh}
-    for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
-        if size == 1:
-            found[1] = RingMesh(Grid(1, 1), 0, owners=mesh.owners.derived(), **shared | {"detector": None})
-            continue
-        grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
-        what = f"the making of the process groups of rings of {size}"
-        make = functools.partial(make_groups, grid, NO_LIMIT)
-        groups = call_guarded(make, mesh.detector, grid, what, step, mesh.timeouts.limit("start"))
-        mesh.own(groups)
-        more: dict[str, Any] = {
-            **shared,
-            "ranks_per_node": mesh.ranks_per_node,
-            "owners": mesh.owners.derived(),
-        }
-        found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
-    return found

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import ds_ring
-from ds_ring.comm.mesh import make_sub_rings
 from ds_ring.integrations.deepspeed.loader import SampleOrder, padded
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.integrations.deepspeed.sub_rings import make_sub_rings
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,

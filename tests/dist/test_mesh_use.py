@@ -29,7 +29,8 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import destroy_dropped_groups, make_sub_rings
+from ds_ring.comm.mesh import destroy_dropped_groups
+from ds_ring.integrations.deepspeed.sub_rings import make_sub_rings
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments

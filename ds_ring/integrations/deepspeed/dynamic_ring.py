@@ -1,7 +1,7 @@
 """Give the samples of a batch to smaller rings of the same ranks: `"dynamic_ring": true`.
 
 Owns what samples take on rings of each size, which samples a rank reads of each batch, and how they become
-one batch of its ring. The division is `schedule/grid.py`'s, the path from there to the model the session's.
+one batch of its ring. The division is `sub_rings.py`'s, the path from there to the model the session's.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.comm.exchange import Exchange
-from ds_ring.comm.mesh import RingMesh, make_sub_rings
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
 from ds_ring.integrations.deepspeed.loader import SampleOrder, is_sliced, padded
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
+from ds_ring.integrations.deepspeed.sub_rings import BatchLengths as Lengths
+from ds_ring.integrations.deepspeed.sub_rings import SampleSeconds, SubRing, divide, make_sub_rings
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles, count_slots
@@ -36,8 +38,6 @@ from ds_ring.ops.context import RingContext, block_side, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS
-from ds_ring.schedule.grid import BatchLengths as Lengths
-from ds_ring.schedule.grid import SampleSeconds, SubRing, divide
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import count_heads
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins

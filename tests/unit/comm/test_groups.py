@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,3 +110,8 @@ def _fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def test_a_mesh_has_few_fields() -> None:
+    """What calls and caches need has owners of its own (`comm/owners.py`)."""
+    assert len(fields(RingMesh)) <= 12

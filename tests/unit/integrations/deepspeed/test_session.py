@@ -15,8 +15,8 @@ from ds_ring.integrations.deepspeed.batch import ImageNeeds
 from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.integrations.deepspeed.packing import DocumentPart
 from ds_ring.integrations.deepspeed.session import PREEMPTED, RingSession
+from ds_ring.integrations.deepspeed.sub_rings import SubRing
 from ds_ring.integrations.deepspeed.trees import TreeBatch, trees_of
-from ds_ring.schedule.grid import SubRing
 
 IDS = torch.arange(1, 9)
 

@@ -1,16 +1,31 @@
-"""Dividing a ring's ranks among samples: each sample once, blocks of ranks, tokens in bounds, by time."""
+"""Smaller rings: who is in them, what they share, and which samples each gets (in bounds, by time)."""
 
 from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.errors import RingConfigError
-from ds_ring.schedule.grid import BatchLengths, Division, _neighbours, divide
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.owners import CallCounter
+from ds_ring.errors import RingConfigError, RingMeshError
+from ds_ring.integrations.deepspeed import sub_rings
+from ds_ring.integrations.deepspeed.sub_rings import (
+    BatchLengths,
+    Division,
+    _neighbours,
+    divide,
+    make_sub_rings,
+)
+from ds_ring.memory.host_memory import HostMemory
+from ds_ring.ops.context import ContextCache
+from ds_ring.ring.observer import Observers
+from ds_ring.ring.pool import Buffers
+from ds_ring.schedule.grid import Grid
 
 RINGS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=24).map(tuple)
@@ -124,3 +139,37 @@ def test_samples_without_tokens_are_refused(lengths: tuple[int, ...]) -> None:
 
 def test_neighbours_merge_all_rings_of_a_size_too() -> None:
     assert (2, 2) in _neighbours((2, 1, 1), 4) and (4,) in _neighbours((2, 2), 4)
+
+
+def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two rings of four in an order of their own; checkpoints of small rings go to the host, too."""
+    asked: list[Grid] = []
+
+    def make_groups(grid: Grid, timeout: Any) -> tuple[Any, ...]:
+        asked.append(grid)
+        return ("ring", "ulysses", "sequence", "data", "cpu")
+
+    monkeypatch.setattr(sub_rings, "make_groups", make_groups)
+    order = (4, 5, 6, 7, 0, 1, 2, 3)
+    for rank in range(8):
+        mesh = RingMesh(Grid(8, 4, 1, order), rank, ranks_per_node=2)
+        found = make_sub_rings(mesh)
+        assert found.keys() == {1, 2, 4} and found[4] is mesh
+        for size, one in found.items():
+            assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
+            for name in ("state", "timeouts"):
+                assert getattr(one, name) is getattr(mesh, name), (size, name)
+            for kind in (Buffers, HostMemory, Observers):
+                assert one.owners[kind] is mesh.owners[kind], (size, kind)
+            for kind in (CallCounter, ContextCache):
+                assert (one.owners[kind] is mesh.owners[kind]) == (one is mesh), (size, kind)
+        assert found[2].ranks_per_node == 2 and found[2].ring_group == "ring"
+        assert found[1].ring_group is None and found[1].detector is None
+    assert set(asked) == {Grid(8, 2, 1, order)}
+
+
+def test_ulysses_ranks_are_refused() -> None:
+    with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got ulysses_size 2"):
+        make_sub_rings(RingMesh(Grid(4, 2, 2), 0))
