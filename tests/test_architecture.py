@@ -90,7 +90,7 @@ IMPORTERS = {
     "comm.collective": {"comm.exchange"},  # compares headers
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
     "layers.selection.select": {"kernels"},
-    "layers.selection.selected_pass": {"comm.exchange", "kernels", "ring.merge"},
+    "layers.selection.selected_pass": {"kernels", "ring.merge"},
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "kernels.flex": {"kernels.block_mask"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
@@ -98,6 +98,7 @@ IMPORTERS = {
     "memory.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "comm.groups": {"comm.exchange"},  # connects the ranks
+    "comm.owner_walk": {"comm.exchange"},  # a way to exchange
     "layers.scan.context": {"comm.exchange"},
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},

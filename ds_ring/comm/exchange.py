@@ -8,7 +8,8 @@ nothing of attention. `collective.py` says what ranks compare before the first p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
-from ds_ring.comm.watchdog import WorkWatchdog
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
+
+if TYPE_CHECKING:
+    from ds_ring.comm.watchdog import WorkWatchdog
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -83,7 +86,13 @@ class Exchange:
         self.call = 0  # number of the current call, for error messages
         self._latest: Pending | None = None
         self._header_routes: list[Route] | None = None
-        self._work_watchdog = WorkWatchdog.of(mesh)
+
+    @cached_property
+    def _work_watchdog(self) -> WorkWatchdog:
+        # Loaded for messages between GPUs alone: with gloo the host waits.
+        from ds_ring.comm.watchdog import WorkWatchdog
+
+        return WorkWatchdog.of(self.mesh)
 
     @property
     def deadline_s(self) -> float:
@@ -284,65 +293,6 @@ def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
     """Return an exchange for what ranks do together outside of passes: one may be reading data meanwhile."""
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))
-
-
-def walk_owners(
-    exchange: Exchange | None, ring_rank: int, ring_size: int, own: Sequence[Tensor],
-    sent_to: Callable[[int], Sequence[Tensor]], received_from: Callable[[int], Sequence[Tensor]],
-    compute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
-    returned_by: Callable[[int], Sequence[Tensor]],
-    add: Callable[[int, Sequence[Tensor]], None] | None,
-) -> None:  # fmt: skip
-    """Call `compute` with the keys of one owner after the other, at hop s with those of rank p - s.
-
-    Each owner sends directly to its readers, while the keys of the owner before are computed with. Lists of
-    tensors are K and V in turn.
-
-    Args:
-        exchange: of the ring; None for a ring of one.
-        ring_rank, ring_size: of this rank p.
-        own: its keys, as `compute` gets them.
-        sent_to: returns the keys for a reader.
-        received_from: returns empty tensors for those of an owner.
-        compute: takes an owner and its keys; what it returns goes back to the owner if there is `add`.
-        returned_by: returns empty tensors for what a reader returns.
-        add: takes a reader, first this rank, and what it returned; in the order of hops.
-    """
-    here: Sequence[Tensor] = own
-    gradients: Sequence[Tensor] = ()
-    for hop in range(ring_size + (add is not None and ring_size > 1)):
-        sends: list[Message] = []
-        receives: list[Message] = []
-        arriving: Sequence[Tensor] = ()
-        returned: Sequence[Tensor] = ()
-        if hop + 1 < ring_size:
-            reader, owner = (ring_rank + hop + 1) % ring_size, (ring_rank - hop - 1) % ring_size
-            arriving = received_from(owner)
-            sends += _in_turn(sent_to(reader), reader, ("K", "V"))
-            receives += _in_turn(arriving, owner, ("K", "V"))
-        # Gradients of the hop before: of rank p - hop + 1, and of this rank's keys at rank p + hop - 1.
-        reader, owner = (ring_rank + hop - 1) % ring_size, (ring_rank - hop + 1) % ring_size
-        if add is not None and hop > 1:
-            returned = returned_by(reader)
-            sends += _in_turn(gradients, owner, ("dK", "dV"))
-            receives += _in_turn(returned, reader, ("dK", "dV"))
-        pending = exchange.post(sends, receives, hop) if exchange is not None else None
-        if hop < ring_size:
-            gradients = compute((ring_rank - hop) % ring_size, here)
-            if add is not None and hop == 0:
-                add(ring_rank, gradients)
-        if pending is not None:
-            pending.wait()
-        if add is not None and hop > 1:
-            add(reader, returned)
-        here = arriving
-
-
-def _in_turn(tensors: Sequence[Tensor], peer: int, what: tuple[str, str]) -> list[Message]:
-    """Return the messages of tensors that are labelled in turn; none if they have no rows."""
-    if not tensors or not tensors[0].numel():
-        return []
-    return [Message(x.contiguous(), peer, what[i % 2]) for i, x in enumerate(tensors)]
 
 
 def start_batch(route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:

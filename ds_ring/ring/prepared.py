@@ -11,13 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.messages import PostedBatch
-from ds_ring.ring.pair import (
-    BufferKinds,
-)
-from ds_ring.schedule.steps import (
-    MessageKey,
-    Schedule,
-)
+from ds_ring.ring.pair import BufferKinds
+from ds_ring.schedule.steps import Schedule
 
 # [Note: what a pass finds out once]
 # The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
@@ -47,7 +42,7 @@ class PreparedPass:
 
     batches: dict[int, PreparedBatch] = field(default_factory=dict)
     kinds: defaultdict[int, BufferKinds] = field(default_factory=lambda: defaultdict(dict))
-    messages: dict[MessageKey, int] | None = None
+    messages: dict[Any, int] | None = None
     shared_bytes: int = 0
 
 

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.exchange import Exchange, walk_owners
+from ds_ring.comm.exchange import Exchange
+from ds_ring.comm.owner_walk import walk_owners
 from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import IntArray, Tiles

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import outside_inference_mode
-from ds_ring.comm.exchange import walk_owners
+from ds_ring.comm.owner_walk import walk_owners
 from ds_ring.kernels.reference import weights_of
 from ds_ring.ops.context import RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_

@@ -41,7 +41,8 @@ from ds_ring.ring.pair import BufferKind, Pair, kind_of, payload_dtypes
 from ds_ring.ring.pool import Block, Buffers
 from ds_ring.ring.prepared import PreparedPass, PreparedPasses
 from ds_ring.schedule.lowering import head_bytes, lower_rank
-from ds_ring.schedule.steps import BufferOffsets, HeadChunk, MessageKey, Payload, Schedule, place_buffers
+from ds_ring.schedule.steps import HeadChunk, Payload, Schedule
+from ds_ring.transports.pull.places import BufferOffsets, MessageKey, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
 
 MOST_BLOCKS = 1024  # places whose tensors are kept

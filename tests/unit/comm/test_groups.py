@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.comm import groups as process_groups
+from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingMeshError
 from ds_ring.schedule.grid import Grid
 

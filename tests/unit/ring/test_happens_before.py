@@ -33,7 +33,7 @@ from ds_ring.ring.pool import Block
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.plan import build_plan
-from ds_ring.schedule.steps import place_buffers
+from ds_ring.transports.pull.places import place_buffers
 from ds_ring.transports.pull.signals import SharedBuffers, give_places, kind_in_pass
 from tests.cases import PATTERNS, layout_for
 

@@ -17,17 +17,15 @@ from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
-    BufferOffsets,
     Free,
     HeadChunk,
-    MessageKey,
     Payload,
     Recv,
     Schedule,
     ScheduleStep,
     Send,
-    place_buffers,
 )
+from ds_ring.transports.pull.places import BufferOffsets, MessageKey, place_buffers
 from tests.cases import PATTERNS
 
 TOKENS, HEADS = 257, 4
