@@ -1,7 +1,7 @@
 """Turn one description of a cluster into the command line of an engine that exists already: `ds-ring`.
 
-Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It sits beside
-ds_ring, not below it: nothing in ds_ring imports it, and it is the only place that reads the environment.
+Installed as `ds_ring_launcher` (the folder's own name is too common for site-packages). It is a sibling of
+ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only place that reads the environment.
 
     cli.py       the command and its subcommands (commands/): options, and who does the work
     tables.py    tables that fit the terminal

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no CUDA device here; --device cpu runs the same code on CPU tensors, slowly")
     try:
         return report(name, getattr(module, benchmark.function)(options), options)
-    except ModuleNotFoundError as missing:  # of a peer: the help says how to install it
+    except ModuleNotFoundError as missing:  # of a peer: its help names the package to install
         parser.error(f"{missing}; see the help of {name}")
 
 

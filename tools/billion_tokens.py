@@ -1,8 +1,8 @@
 """2^30 tokens, really attended: causal LongNet over 1024 virtual ranks of 1 Mi tokens, on a small machine.
 
 Keys, queries and values are generated where they are read, ranks are walked in blocks of queries, checksums
-and some rows are kept; rows are compared with float64 by the definition. A run that was killed goes on where
-it was (--state); another --ranks must give the same checksums.
+and some rows are kept; rows are compared with float64 by the definition. A killed run continues from
+its last state (--state); another --ranks must give the same checksums.
 
 Example:
     python tools/billion_tokens.py --state runs/billion

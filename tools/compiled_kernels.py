@@ -87,7 +87,7 @@ class Captured(NamedTuple):
 
     @property
     def kernel(self) -> str:
-        """Return what it does."""
+        """Return the pass that it is part of, or "row sums"."""
         if "tem_fused" not in self.name:
             return "row sums"  # of grad_out * out, before the backward kernel
         return "backward" if "backward" in self.name else "forward"

@@ -1,7 +1,7 @@
 """Ranks are killed, stopped, crash, leave, sleep or send the wrong thing: does every survivor say who it was?
 
-Real processes over gloo: attention alone (and the start before it), a DeepSpeed training step, or what is
-outside the ring in a DeepSpeed run: step, backward's collectives, checkpoints, loader, start, at ZeRO 0 to 3
+Real processes over gloo: attention alone (and the start before it), a DeepSpeed training step, or parts of
+a DeepSpeed run outside the ring: step, backward's collectives, checkpoints, loader, start, at ZeRO 0 to 3
 (one stage a round). Mode "late" has a rank that sleeps, or leaves with status 0, at every place outside of
 a pass. A round is good if every survivor ends with a typed error that names the culprit, in
 time, or, where its collective is none of ours, with the culprit first (or last, where it ended itself) in

@@ -2,7 +2,7 @@
 
 Parts come in this order, the most important ones first: a ring of 4 and of 8 that sends to itself by NCCL
 through the production exchange, against float64; tests/gpu in parallel; rates of the kernels; the blocks of
-flex beside Inductor's; host time and merge; probes of CUDA; the longest sequence.
+flex against Inductor's; host time and merge; probes of CUDA; the longest sequence.
 Each part's rows are written to --output as soon as it ends. Called again, it does the parts that are missing
 or failed; --again does all. It ends with 1 if something failed or was not reached.
 

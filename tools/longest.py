@@ -1,8 +1,8 @@
 """Find the longest sequence that a device holds: bisection with real training steps.
 
 Each length is tried on ranks of its own: build the model, make two DeepSpeed steps. A length that runs out of
-memory is too long. On the CPU `--memory-gib` limits what each rank may allocate beyond what it has when it
-starts (RLIMIT_DATA); on a GPU its memory is the limit.
+memory is too long. On the CPU `--memory-gib` limits the memory that each rank may allocate after its
+start (RLIMIT_DATA); on a GPU its memory is the limit.
 
 Example:
     python tools/longest.py --memory-gib 2 --long-sequence off     # two CPU ranks of this machine

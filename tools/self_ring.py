@@ -1,7 +1,7 @@
 """A ring whose ranks are all this process: real messages of the production exchange on one GPU.
 
-All shards are equal, so what a rank of such a ring sends is what it would receive from the others: NCCL sends
-it to the same process, through the exchange's batches, buffers, streams and watch. The results are those of
+All shards are equal, so a rank of such a ring sends the tensors that it would receive from others: NCCL sends
+them to the same process, through the exchange's batches, buffers, streams and watch. The results are those of
 attention over one shard (a softmax over equal copies), the log-sum-exp is greater by log P. So a hop that is
 lost, or added twice, shows in the log-sum-exp and in the gradients of keys and values, and a buffer that is
 read too early as NaN. gloo cannot send to
@@ -58,7 +58,7 @@ class _Done:
 
 
 def copied(operations: list[Any]) -> list[Any]:
-    """Replace `batch_isend_irecv` to oneself: the n-th tensor sent goes into the n-th received."""
+    """Replace `batch_isend_irecv` to oneself: copy the n-th tensor sent into the n-th received."""
     sides = ([x.tensor for x in operations if x.op is act] for act in (dist.isend, dist.irecv))
     for sent, received in zip(*sides, strict=True):
         if (sent.shape, sent.dtype) != (received.shape, received.dtype):

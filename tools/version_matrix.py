@@ -1,4 +1,4 @@
-"""Try ds_ring with other versions of what it uses: an environment and a short suite for each combination.
+"""Run a short test suite with other versions of the dependencies, in an environment for each combination.
 
 Example:
     python tools/version_matrix.py --folder /tmp/matrix --python 3.11 3.13 --torch 2.13.0 2.15.0 --delete

@@ -24,7 +24,7 @@ from ds_ring.comm.waiting import Task
 from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 
 # The header has a digest of the report. If any digest differs, all ranks send each other their reports, so
-# that the error says which rank differs in what.
+# that the error can name the fields that differ and the ranks that have each value.
 #
 # [Note: a header on every call]
 # The least and the greatest header spread to all ranks in log2 P rounds, so every rank raises the same error
@@ -59,14 +59,14 @@ class Agreement(NamedTuple):
 # it. Headers go over the whole sequence group, ring and Ulysses ranks alike: every rank that would wait for
 # the refusing rank, directly or through another rank, learns of it. Nothing else was sent, so all ranks can
 # use the mesh afterwards. An error after the header is a failure: other ranks may be waiting for payload of
-# this rank, so the failure detector tells them, and the mesh is broken.
+# this rank, so it is reported to the failure detector, which notifies them, and the mesh is broken.
 class collective:  # noqa: N801 - reads as contextlib's own
     """Surround a call that all ranks of a sequence make together; see [Note: refusals].
 
         with collective(mesh, "halo") as call:
             check(x)  # a RingError that is raised here is a refusal: every rank raises
             call.agree({"shape": tuple(x.shape)})  # RingMismatchError on every rank if the fields differ
-            send_and_compute(call.exchange)  # an error that is raised here is a failure: the others are told
+            send_and_compute(call.exchange)  # an error that is raised here is a failure: peers are notified
 
     Calls within it, of the same thread, are part of it. A block that never agrees sends nothing unless it
     raises.
@@ -75,7 +75,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         mesh: the ranks.
         name: of the operation; ranks compare it.
         exchange: sends the headers; None makes one when it is needed.
-        alone: tell nobody: the tensors are fake. A sequence of one rank has nobody to tell.
+        alone: send no headers, because the tensors are fake. (A sequence of one rank sends none either.)
 
     Raises:
         RingMeshError: the mesh is closed, another process's, or in use by another thread.
@@ -189,7 +189,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
             least, _ = exchange.spread(torch.tensor([1, 0, 0])).tolist()
             if least[0] == 0:  # some rank does not refuse, and gathers the reports
                 _all_reports(exchange, {_OPERATION: self.name, _REFUSAL: str(error)}, number)
-        except RingPeerError as unheard:  # nobody to tell: the own fault is still the better message
+        except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
             raise error from unheard
 
 

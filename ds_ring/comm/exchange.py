@@ -2,7 +2,7 @@
 
 Owns the point-to-point messages of a hop and of headers, the all-gather (offered as a reference to measure
 the ring against), the Ulysses all-to-all, the deadlines on all of these, and the count of bytes sent. Knows
-nothing of attention. `collective.py` says what ranks compare before the first payload of a call.
+nothing of attention. `collective.py` has the comparison of ranks before the first payload of a call.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
-        outside: for what is no pass: what it is, and the key of the JSON that sets its time.
+        outside: of an operation that is not a pass: its name, and the JSON key of its time limit.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Exchange:
         try:
             works = (route.begin or start_batch)(route, sent, received)
         except RuntimeError as error:
-            if isinstance(error, RingError):  # a fault of this rank: the pass tells the others
+            if isinstance(error, RingError):  # a fault of this rank: `collective` notifies the peers
                 raise
             # Some messages of the batch may have been posted already, so their buffers must never be freed.
             keep_for_ever(sent, received)
@@ -204,7 +204,7 @@ class Exchange:
         """Return the least and the greatest header of all ranks of the sequence (ring x Ulysses).
 
         Uses dissemination (Hensgen, Finkel, Manber 1988): in round i a rank sends to the rank 2^i ahead and
-        receives from the rank 2^i behind. Minimum and maximum are idempotent, so ceil(log2 n) rounds suffice
+        receives from the rank 2^i before. Minimum and maximum are idempotent, so ceil(log2 n) rounds suffice
         for any n.
 
         Args:
@@ -290,7 +290,7 @@ class Exchange:
 
 
 def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
-    """Return an exchange for what ranks do together outside of passes: one may be reading data meanwhile."""
+    """Return an exchange for a collective outside of a pass; its limit allows for a peer that loads data."""
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))
 

@@ -47,7 +47,7 @@ def world_size_for(caller: str) -> int:
 
 
 def check_seconds(value: object, name: str) -> None:
-    """Refuse what is no number of seconds that a timer takes."""
+    """Raise RingMeshError unless `value` is a number of seconds above 0 that timers accept."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_SECONDS:
         raise RingMeshError(f"{name}: expected seconds above 0, at most {MOST_SECONDS:g}, got {shown(value)}")
 
@@ -75,7 +75,7 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
     # In the same order on every rank of the world: torch matches the calls of new_group by order.
     sequence = _my_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-    # What overlaps with attention goes first: persistent kernels would hold transfers up otherwise.
+    # Transfers that overlap with attention get a high priority: persistent kernels would delay them.
     ring = _my_group(grid.ring_groups(), timeout, None, urgent=True)
     ulysses = _my_group(grid.ulysses_groups(), timeout, None, urgent=True)
     data = _my_group(grid.data_groups(), timeout, None)

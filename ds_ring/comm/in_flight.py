@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """Hold a batch in flight. Its buffers must not be written, nor what it receives read, before `wait`.
+    """A batch of messages in flight. Before `wait`, do not write its buffers or read received tensors.
 
     Attributes:
         works, peers: the Works of torch, and for each the world ranks that it depends on.
@@ -66,7 +66,7 @@ class Pending:
 
     def __post_init__(self) -> None:
         self._versions = _versions(self.sent)
-        # From the post on, not from the wait: with overlap a hop's attention lies between them.
+        # The time counts from the post, not from the wait: with overlap a hop's attention runs in between.
         self.deadline = time.monotonic() + self.timeout_s
 
     def wait(self) -> None:
@@ -101,15 +101,15 @@ class Pending:
             )
 
     def hand_over(self) -> None:
-        """Let the watchdog complete a batch that nobody will wait for: the pass has failed."""
+        """Let the watchdog complete the batch of a pass that has failed, which nothing will wait for."""
         if self.watchdog is not None and not self._over:
             # torch may still read and write its tensors: their memory must not be used again.
             keep_for_ever(self.sent, self.received)
             self._over, self.sent, self.received = True, (), ()
-            self.watchdog.add(self)  # without marks: its works are asked themselves
+            self.watchdog.add(self)  # it has no marks, so its works are queried
 
     def _wait_on_device(self, watchdog: WorkWatchdog) -> None:
-        """Order the present stream behind the works, between two marks; does not block."""
+        """Make the current stream wait for the works, and record a mark before and after; does not block."""
         streams = self.streams
         assert streams is not None, "a watchdog without streams"
         self.came = partial(streams.reached, streams.mark())
@@ -122,13 +122,13 @@ class Pending:
             mesh, site, peers = self.mesh, self.site, self.peers[done]
             if isinstance(error, DEVICE_ERROR):
                 mesh.state.broken = own_fault(mesh, site, error)
-            else:  # it says that something failed, but not which rank: ask the monitor
+            else:  # the error does not name the failed rank: ask the monitor
                 cause = cause_of(error, site)
                 if mesh.detector is not None:
                     mesh.detector.report_wait(peers, site.key, str(site))
                     mesh.detector.report_timeout(peers, cause)
                 mesh.state.broken = blame(mesh, site.hop, peers, cause)
-            self.hand_over()  # the watchdog aborts what is stuck
+            self.hand_over()  # the watchdog aborts works that do not end
             raise mesh.state.broken from error
         self.arrived = partial(streams.reached, streams.mark())
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 # their tensors. A forked child would use its parent's sockets.
 #
 # [Note: several meshes]
-# Several meshes can work at the same time in different threads. What they share (caches) is filled with equal
-# values by whoever comes first, and needs no lock.
+# Several meshes can work at the same time in different threads. They share caches without a lock: two threads
+# that fill the same entry write equal values.
 
 
 class MeshState:
@@ -53,7 +53,7 @@ class MeshState:
         operations: kinds of passes so far; peers connect in a first one ([Note: compile skew]).
         patience_s: seconds that every wait may take at the least: some rank compiles; else 0.
         aborted: ids of the process groups that were aborted then.
-        work_watchdog: sees to the messages between GPUs; made by the first exchange on the mesh.
+        work_watchdog: completes messages between GPUs; made by the first exchange on the mesh.
         groups: process groups that were made for the mesh and its smaller rings.
         abandoned: a wait for a message was given up, so torch may be using a group for ever.
         process: the one that made the mesh.
@@ -113,10 +113,10 @@ class MeshState:
 
 
 # [Note: groups of a mesh that was dropped]
-# Destroying a group of gloo closes this rank's sockets and threads and asks nobody, so it may happen at
-# another time on each rank. It changes torch's tables of groups, and a garbage collection may come in the
-# middle of whatever torch does with them: so the groups wait for the next mesh, which is made outside of it.
-# NCCL's communicators are finalized by all ranks together, which garbage is not: `RingMesh.close` does that.
+# Destroying a gloo group closes this rank's sockets and threads without communication, so ranks may do it at
+# different times. It changes torch's tables of groups, and a garbage collection may interrupt torch while it
+# uses them. So dropped groups are destroyed when the next mesh is made, outside of garbage collection.
+# NCCL's communicators must be finalized by all ranks together: only `RingMesh.close` does that.
 _dropped: deque[list[ProcessGroup | None]] = deque()
 
 
@@ -135,7 +135,7 @@ def destroy_dropped_groups() -> None:
 
 
 class MeshOptions(TypedDict, total=False):
-    """The arguments that every constructor of a mesh takes beside its ranks; see `RingMesh.from_world`."""
+    """The arguments, other than ranks, of every constructor of a mesh; see `RingMesh.from_world`."""
 
     timeout_s: float
     heartbeat_timeout_s: float
@@ -254,7 +254,7 @@ class RingMesh(MeshCoordinates):
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
                 monitor process cannot be reached.
             RingMismatchError: ranks gave different sizes.
-            RingPeerError: another rank failed meanwhile; names it.
+            RingPeerError: another rank failed during the call; names it.
         """
         grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
         more = (exit_after_fault_s, secret, detector, ranks_per_node, timeouts)
@@ -270,7 +270,7 @@ class RingMesh(MeshCoordinates):
 
         Args:
             sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
-                length. Within a group ranks stand in the order ring_rank * ulysses_size + ulysses_rank.
+                length. Ranks of a group are in the order ring_rank * ulysses_size + ulysses_rank.
             ulysses_size: ranks that split heads by all-to-all.
             options: the other arguments of `from_world`, but for `detector`.
 
@@ -278,7 +278,7 @@ class RingMesh(MeshCoordinates):
             RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
                 not divide them; and as `from_world`.
             RingMismatchError: ranks gave different groups.
-            RingPeerError: another rank failed meanwhile; names it.
+            RingPeerError: another rank failed during the call; names it.
         """
         return cls._join(Grid.of_groups(world_size_for("from_groups"), sequences, ulysses_size), **options)
 
@@ -321,7 +321,7 @@ class RingMesh(MeshCoordinates):
         timeouts: Timeouts | None = None,
     ) -> RingMesh:
         """Join the failure detector and make the groups of a grid; see `from_world`."""
-        grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # or an error that says what it takes
+        grid.ring_ranks_per_node(dist.get_rank(), ranks_per_node)  # raises for a bad `ranks_per_node`
         for name, value in (("timeout_s", timeout_s), ("heartbeat_timeout_s", heartbeat_timeout_s)):
             check_seconds(value, name)
         if exit_after_fault_s is not None:
@@ -337,7 +337,7 @@ class RingMesh(MeshCoordinates):
             groups = call_guarded(lambda: make_groups(grid, NO_LIMIT), detector, grid, what, 2, start)
         mesh = cls(grid, dist.get_rank(), *groups, detector, ranks_per_node=ranks_per_node, timeouts=limits)
         mesh.own(groups)
-        # At exit the detector says goodbye by itself.
+        # At exit the detector sends its goodbye by itself.
         weakref.finalize(mesh.state, _drop, detector, mesh.state.groups).atexit = False
         return mesh
 
@@ -402,7 +402,7 @@ class RingMesh(MeshCoordinates):
 
 
 def check_mesh(mesh: object) -> None:
-    """Refuse by a RingMeshError what is no mesh, or one that cannot be used any more."""
+    """Raise RingMeshError unless `mesh` is a RingMesh that can still be used."""
     if not isinstance(mesh, RingMesh):
         raise RingMeshError(
             f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"

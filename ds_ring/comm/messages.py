@@ -29,7 +29,7 @@ class TokenRange(NamedTuple):
 
 
 class Label(NamedTuple):
-    """The ring rank at the other end of a message, and what the plan says about the message.
+    """The ring rank at the other end of a message, and the plan's data about the message.
 
     Attributes:
         peer: ring rank that receives or sends it.
@@ -67,7 +67,7 @@ def check_messages(messages: Sequence[Message]) -> None:
     """
     due = None  # the message that must come next, and its peer
     for tensor, peer, what, slots, dtype, _ in messages:
-        # NCCL sends contiguous memory from the first element on, whatever the strides.
+        # NCCL ignores strides: it sends contiguous memory from the first element on.
         if not tensor.is_contiguous():
             _refuse(what, peer, "a contiguous tensor", f"strides {tensor.stride()}")
         # A smaller message silently fills a part of the receiver's buffer; a larger one aborts its process.
@@ -107,7 +107,7 @@ class Counters:
 
 
 class BatchSizes(NamedTuple):
-    """What a batch adds to the counters: one batch unless it is empty, and what it sends."""
+    """The increments of the counters for one batch: 1 unless it is empty, messages sent, bytes sent."""
 
     is_one: bool
     sends: int
@@ -115,12 +115,12 @@ class BatchSizes(NamedTuple):
 
 
 def sizes_of(sends: Sequence[Message], receives: Sequence[Message]) -> BatchSizes:
-    """Return what a batch adds to the counters."""
+    """Return the increments of the counters for a batch."""
     return BatchSizes(bool(sends or receives), len(sends), sum(one.tensor.nbytes for one in sends))
 
 
 class MessageSize(NamedTuple):
-    """Describe a message of a batch: the ring rank it goes to or comes from, and its payload in bytes."""
+    """The ring rank at the other end of a message, and its payload in bytes."""
 
     peer: int
     payload_bytes: int

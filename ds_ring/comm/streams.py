@@ -1,11 +1,11 @@
-"""Order the streams of a device by events. Owns the calls of torch.cuda that do, and nothing that is ordered.
+"""Synchronize CUDA streams with events. Only this module records events and waits for them.
 
 [Note: three streams]
-A pass launches on the caller's stream. NCCL moves messages on a stream of its own, which begins behind what
-the stream that posts has launched so far, and a wait for its Work makes the present stream wait, not the
-host. The first hop needs no message, so it is launched before the ranks have compared their headers, and the
-messages of its batch are posted from a second stream that stands behind a mark made before that hop: they
-travel while it computes. `tests/unit/ring/test_happens_before.py` proves that this orders every access.
+A pass launches kernels on the caller's stream. NCCL transfers messages on a stream of its own, which waits
+for the work that the posting stream has launched so far. Waiting for a Work blocks the current stream, not
+the host. The first hop needs no message, so it is launched before the ranks have compared their headers. Its
+batch is posted from a second stream, which waits only for an event recorded before that hop: so the messages
+travel while the hop computes. `tests/unit/ring/test_happens_before.py` proves that this orders every access.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class Streams:
-    """Make and follow marks ([Note: three streams]). On the CPU everything is over when its call returns."""
+    """Record and query marks ([Note: three streams]). On the CPU a call returns when its work is done."""
 
     def mark(self) -> Any:
-        """Return a mark that is reached once all that was launched here so far has run; None for none."""
+        """Return a mark after the work that this stream has launched so far; None on the CPU."""
         return None
 
     def reached(self, mark: Any) -> bool:
-        """Return whether the device has come to a mark; never waits."""
+        """Return whether the device has reached a mark; never waits."""
         return True
 
     @contextmanager
     def behind(self, mark: Any) -> Iterator[None]:
-        """Return a context in which what is posted begins behind a mark, not behind what came after it."""
+        """Return a context in which messages wait for a mark only, not for work launched after it."""
         yield
 
     def prepare_thread(self) -> None:
-        """Let the present thread ask for marks that others have made."""
+        """Let the current thread query marks that other threads have made."""
 
 
 class CudaStreams(Streams):
-    """Order the present stream of a device and one beside it, from which messages are posted.
+    """Synchronize the current stream of a device with a second stream, from which messages are posted.
 
     (Written for CUDA, not run so far: no GPU was at hand.)
     """
@@ -89,11 +89,11 @@ class CudaStreams(Streams):
 
 # [Note: queries from another thread]
 # `Event.query` and `Work.is_completed` hold the interpreter's lock, and a query of an event can wait for
-# another thread that is inside CUDA (a comment of torch's ProcessGroupNCCL.cpp says so). Then no thread of
-# Python runs: heartbeats stop, and the monitor takes this rank for dead. So an event is queried through
-# CUDA's driver by ctypes, which releases the lock, at growing intervals (`waiting.poll`), and `is_completed`
-# is called once for a batch, after an event behind the batch was reached. (The last batch of a pass that
-# raised has no such event: there `is_completed` is asked at these intervals.)
+# another thread that is inside CUDA (source: a comment in torch's ProcessGroupNCCL.cpp). Then no Python
+# thread runs: heartbeats stop, and the monitor takes this rank for dead. So an event is queried with CUDA's
+# driver by ctypes, which releases the lock, at growing intervals (`waiting.poll`), and `is_completed` is
+# called once for a batch, after the event recorded after the batch has completed. (The last batch of a pass
+# that raised has no such event: there `is_completed` is called at these intervals.)
 # While a thread captures a CUDA graph in the mode "global", torch's default, a query by another thread is
 # refused and invalidates the capture. A thread that has set its own mode to "thread local" is exempt; torch's
 # and NCCL's own watchdogs do the same. A stream that is captured itself is refused by `checks.py`.
@@ -121,5 +121,5 @@ _streams_of_device = lru_cache(maxsize=64)(CudaStreams)  # more devices than a h
 
 
 def streams_of(tensor: Tensor) -> Streams:
-    """Return the streams of the device that a tensor lies on."""
+    """Return the streams of a tensor's device."""
     return _streams_of_device(tensor.device) if tensor.is_cuda and not is_fake(tensor) else HOST

@@ -34,7 +34,7 @@ DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(
 class CallSite(NamedTuple):
     """The place in the program at which a wait happens: the number of the call, and the hop.
 
-    `outside` is what it is outside of a pass, and the key of the JSON that sets its time.
+    `outside`, of an operation that is not a pass: its name, and the JSON key of its time limit.
     """
 
     call: int
@@ -327,13 +327,13 @@ def own_fault(mesh: RingMesh, site: CallSite, cause: str | BaseException) -> Rin
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says first; its type if it says nothing."""
+    """Return the first line of an error's message; its type if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def error_of(mesh: RingMesh, hop: int | None, fault: Fault) -> RingPeerError:
     """Return the monitor's verdict as an error of this rank."""
-    # The caller never sees what is raised in a waiting thread.
+    # The caller never sees an error that is raised in a waiting thread.
     if mesh.detector is not None and threading.current_thread() not in _waiters.threads:
         mesh.detector.noticed = True
     return peer_error(mesh.grid, mesh.global_rank, hop, fault)

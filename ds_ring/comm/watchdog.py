@@ -65,7 +65,7 @@ class WorkWatchdog:
 
     @classmethod
     def of(cls, mesh: RingMesh) -> WorkWatchdog:
-        """Return the watchdog of a mesh; made when first asked for."""
+        """Return the watchdog of a mesh, made at the first call."""
         if mesh.state.work_watchdog is None:
             mesh.state.work_watchdog = cls()
         return mesh.state.work_watchdog
@@ -118,7 +118,7 @@ class WorkWatchdog:
                         streams = one.streams
                     if not _is_over(one):
                         self._see_through(one)
-                except Exception as error:  # the device is lost, say; the batches behind it are looked at
+                except Exception as error:  # such as a lost device; go on with the next batches
                     one.mesh.state.broken = own_fault(one.mesh, one.site, error)
                 one.works = []
                 del one  # or its works would live on until the next one comes
@@ -126,7 +126,7 @@ class WorkWatchdog:
             self._hurried.clear()
 
     def _see_through(self, one: Pending) -> None:
-        """Look until a batch is over; mark the mesh as broken where it fails, and abort what is stuck."""
+        """Poll a batch until it ends. If it fails, mark the mesh as broken and abort unfinished works."""
         mesh = one.mesh
         try:
             if mesh.state.broken is None:
@@ -137,7 +137,7 @@ class WorkWatchdog:
         except RingPeerError as error:
             # Nobody has seen it yet: a host that is stuck is still ended (`DetectorClient._last_resort`).
             mesh.state.broken = error
-        # Whatever else was posted and does not end is stuck, too: nobody completes it any more.
+        # Other batches that were posted and have not ended cannot complete any more.
         others = [
             other
             for other in list(self._queue)
@@ -146,10 +146,10 @@ class WorkWatchdog:
         abort_groups((other.mesh, other.group) for other in (one, *others))
 
     def _wait_for_begin(self, one: Pending) -> None:
-        """Wait until the device comes to the wait: before, it is busy with something else.
+        """Wait until the device reaches the wait; earlier, it is busy with other work.
 
-        A RingPeerError that names this rank says that it failed, or did not come within
-        `step_timeout_seconds`: it may be in a step of the optimizer, say.
+        Raises a RingPeerError that names this rank if the device fails, or does not reach the wait within
+        `step_timeout_seconds` (it may be in a step of the optimizer, for example).
         """
         mesh = one.mesh
         limit = mesh.timeouts.limit("step")

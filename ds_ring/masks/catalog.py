@@ -224,8 +224,8 @@ class Documents(Pattern):
         object.__setattr__(self, "tokens", len(values))
 
     @cached_property
-    def _table(self) -> Table:  # cached, because the table caches what it derives from the ids
-        # Number each document by its first stretch: small labels, and ascending ones unless an id reappears.
+    def _table(self) -> Table:  # cached, because the table has caches of its own
+        # The label of a document is the number of its first run: small, and ascending unless an id reappears.
         ids = np.array(self.ids, dtype=np.int64)
         _, first, number = np.unique(ids, return_index=True, return_inverse=True)
         return Table(self.starts, tuple(np.where(ids < 0, -1, first[number]).tolist()), self.tokens)
@@ -264,16 +264,16 @@ def _one_sequence(values: Any, name: str = "Documents") -> IntArray:
 class Tree(Pattern):
     """Attend to the token's own node up to itself, and to all of the node's ancestors.
 
-    For rollouts that share prefixes: along each path from a root down, tokens see what they would see in a
-    causal sequence of their own, and a shared prefix is there once. Nodes lie one after the other, each
-    behind its parent. A forest has several roots. Distances along a path are not those in the sequence, so do
-    not combine a tree with windows.
+    For rollouts that share prefixes: the tokens of each path from a root to a leaf attend as in a causal
+    sequence of their own, and a shared prefix is stored once. Nodes are consecutive, each after its parent. A
+    forest has several roots. Distances along a path differ from distances in the sequence, so do not combine
+    a tree with windows.
 
     Attributes:
         parents: the number of each node's parent, below the node's own; -1 for a root.
         lengths: tokens of each node.
-        tokens: length T of the sequence; None is the sum of the lengths. Tokens behind the last node are
-            padding, which sees nothing.
+        tokens: length T of the sequence; None is the sum of the lengths. Tokens after the last node are
+            padding, which attends to nothing.
 
     Raises:
         RingPatternError: no node, other numbers of parents and lengths, a parent that does not come before
@@ -324,9 +324,9 @@ class Tree(Pattern):
     def _levels(self) -> tuple[Branch, ...]:
         # [Note: branches of a tree]
         # A branch has the keys of all nodes of one level. A query's label is its ancestor (or own node) on
-        # that level, a key's label is its node, and both are the number of the node's stretch. So there are
-        # as many branches as levels, however many nodes there are, and each pair is in one of them. A node
-        # that is the only child of the node in front of it goes on with its level.
+        # that level, and a key's label is its node. The label of a node is the number of its run. So the
+        # number of branches is the number of levels, not of nodes, and each pair is in one of them. A node
+        # that is the only child of the node before it has the level of its parent.
         level, nodes_above = list[int](), list[tuple[int, ...]]()
         children = np.bincount(np.array(self.parents) + 1)  # of no parent, of node 0, of node 1, ..
         for node, parent in enumerate(self.parents):
@@ -373,8 +373,8 @@ class Slices(Pattern):
     """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
 
     A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
-    all, "causal" to what lies on and left of the diagonal through the lower right corner, "inverse-causal" to
-    what lies on and right of the diagonal through the upper left corner, "bi-causal" to what lies between.
+    all pairs, "causal" to those on and left of the diagonal through the lower right corner, "inverse-causal"
+    to those on and right of the diagonal through the upper left corner, "bi-causal" to those of both.
 
     Attributes:
         slices: no pair of positions in two of them.
@@ -442,8 +442,8 @@ class Dilated(Pattern):
     LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
     log m added to the score, m the number of branches in which a pair takes part (`joins.py`).
 
-    A pair takes part in branch i if both lie in the same segment of length w_i and both stand at offset
-    o(h, i) modulo r_i inside it, and, if causal, the key is not after the query.
+    A pair takes part in branch i if both positions are in the same segment of length w_i, both have offset
+    o(h, i) modulo r_i in it, and, if causal, the key is not after the query.
 
     Attributes:
         segment_lengths: w_i in tokens, strictly increasing; longer than the sequence means all of it.

@@ -30,7 +30,7 @@ def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
     tiles = replace(tiles, least=np.maximum(tiles.least, least), most=np.minimum(tiles.most, most))
     nearest, farthest = tiles.distances
     whole = (nearest >= tiles.least) & (farthest <= tiles.most)
-    # what is neither whole nor cut lies outside the bounds and is dropped
+    # tiles that are neither whole nor cut are outside the bounds and are dropped
     cut = ~whole & (farthest >= tiles.least) & (nearest <= tiles.most)
     if not cut.any():
         return tiles if whole.all() else tiles.rows(whole)
@@ -69,7 +69,7 @@ def _equal_steps(tiles: Tiles) -> Tiles:
 def triangulated(tiles: Tiles) -> Tiles:
     """Return the pairs of `trimmed` tiles as full rectangles, square triangles and parallelograms.
 
-    See [Note: square triangles]. `Tiles.edges` tells them apart: 0, 1 and 2.
+    See [Note: square triangles]. Their values of `Tiles.edges` are 0, 1 and 2.
     """
     low, high = tiles.band
     lower, upper = low > 1 - tiles.k.length, high < tiles.q.length - 1
@@ -102,9 +102,9 @@ def triangulated(tiles: Tiles) -> Tiles:
 
 
 def _both_bounds(tiles: Tiles) -> list[Tiles]:
-    """Cut by both bounds: parallelograms of rows whose keys are all there, and what is around them."""
+    """Split tiles that both bounds cut: parallelograms, of rows with all keys of the band, and the rest."""
     low, high = tiles.band
-    # rows i whose keys i - high to i - low are all there
+    # rows i that have all keys i - high to i - low
     first, end = np.maximum(high, 0), np.minimum(tiles.q.length, tiles.k.length + low)
     # at least as many such rows as the band has keys in a row; otherwise strips
     is_long = end - first > high - low
@@ -209,7 +209,7 @@ def _union(row: IntArray, first: IntArray, end: IntArray) -> BlockIntervals:
     row, first, end = row[kept], first[kept], end[kept]
     order = np.lexsort([first, row])
     row, first = row[order], first[order]
-    # Of one row and those before it: rows stand so far apart that they never touch.
+    # The greatest end so far in the same row: `_FAR` separates the intervals of different rows.
     reach = np.maximum.accumulate(end[order] + row * _FAR)
     starts = np.flatnonzero(np.append(True, first[1:] + row[1:] * _FAR > reach[:-1])[: len(row)])
     lasts = np.append(starts[1:], len(row)) - 1 if len(row) else starts

@@ -134,7 +134,7 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
 
 
 def _same_segment(tiles: Tiles, length: int) -> Tiles:
-    """Return the part of every rectangle whose two sides lie in one segment."""
+    """Return the part of every rectangle whose queries and keys are in one segment."""
     # numbers of the first and the last segment that both sides reach
     first = np.maximum(tiles.q.position, tiles.k.position) // length
     last = np.minimum(tiles.q.last_position, tiles.k.last_position) // length
@@ -155,7 +155,7 @@ def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> lis
     outer = start // large * large
     tiles = tiles.rows(row)
     q = tiles.q.between(start, start + small)
-    # keys of the large segment before the small one; behind it unless the band drops them anyway
+    # keys of the large segment before the small one, and after it unless the band drops them
     parts = [tiles.sides(q, tiles.k.between(outer, start))]
     if not causal:
         parts.append(tiles.sides(q, tiles.k.between(start + small, outer + large)))
@@ -180,7 +180,7 @@ def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[C
     """Return which positions have which branches in common; see [Note: levels]."""
     period = math.lcm(*rates)
     if period > MOST_RESIDUES:
-        # each branch by itself, and the merge adds up what is done twice
+        # each branch by itself; the merge sums pairs that several branches share
         classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
         return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
     # residues modulo the period, by the set of branches that have them

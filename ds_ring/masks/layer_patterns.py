@@ -1,9 +1,9 @@
-"""Decide which pattern one layer has, from what the model says and what the JSON says.
+"""Combine the model's own pattern of a layer with the pattern in the JSON.
 
 Owns the rule that combines the two, its error, and the meaning of the words in a transformers configuration's
-`layer_types`. Other files read what a model says: integrations/transformers/layer_masks.py from transformers'
-masks, graph_attention.py from a compiled graph, and launcher/plan/model_file.py from a config.json without a
-model.
+`layer_types`. Other files read the model's pattern: integrations/transformers/layer_masks.py from
+transformers' masks, graph_attention.py from a compiled graph, and launcher/plan/model_file.py from a
+config.json without a model.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class LayerPatterns:
     pattern: Pattern  # of all layers that the JSON does not name
     named: Mapping[int, Pattern]  # of the layers that it names, by number from 0
 
-    def of(self, tokens: int, said: Pattern | None, layer: int | None, mixed: bool) -> Pattern:
+    def for_layer(
+        self, tokens: int, model_pattern: Pattern | None, layer: int | None, mixed: bool
+    ) -> Pattern:
         """Return the pattern of a layer, without documents.
 
         Args:
             tokens: length of the sequence.
-            said: the pattern that the model gives for the layer, [Note: the pattern of a layer]; None: none.
+            model_pattern: the model's own, [Note: the pattern of a layer]; None if it has none.
             layer: the layer's number, from 0.
             mixed: whether layers of the model differ.
 
@@ -48,46 +50,52 @@ class LayerPatterns:
                 ' some, got none; ask engine.ring.attention(layer=0), say, or leave "layers" out'
             )
         given = self.pattern if layer is None else self.named.get(layer, self.pattern)
-        if said is None:
+        if model_pattern is None:
             return given
-        return pattern_of_layer(said, given, tokens, layer in self.named, mixed)
+        return pattern_of_layer(model_pattern, given, tokens, layer in self.named, mixed)
 
-    def counted(self, tokens: int, said: Sequence[Pattern]) -> Counter[Pattern]:
-        """Count the layers of each pattern, in order; `said` is empty if the model's are unknown."""
+    def counted(self, tokens: int, model_patterns: Sequence[Pattern]) -> Counter[Pattern]:
+        """Count the layers of each pattern; `model_patterns`, in order of layers, is empty if unknown."""
         found: Counter[Pattern] = Counter()
-        count = max([len(said), 1, *(layer + 1 for layer in self.named)])
-        for layer, one in enumerate(said or [None] * count):
+        count = max([len(model_patterns), 1, *(layer + 1 for layer in self.named)])
+        for layer, one in enumerate(model_patterns or [None] * count):
             try:
-                found[self.of(tokens, one, layer, len(set(said)) > 1)] += 1
-            except RingPatternError:  # the layer itself is refused, if it says so when it runs
+                found[self.for_layer(tokens, one, layer, len(set(model_patterns)) > 1)] += 1
+            except RingPatternError:  # raised again when the layer runs
                 found[self.pattern] += 1
         return found
 
 
 # [Note: the pattern of a layer] A layer of a model is causal or not, and may have a window or a chunk
-# ("said"). The JSON's pattern may add only what the model leaves open: - Both must be causal, or neither. - A
-# layer with a window (or chunk) keeps it if the JSON has none, or has the same one. - A layer that attends to
-# everything gets the JSON's pattern: we assume that a narrower one (LongNet, a window) is intended. In a
-# model whose other layers have windows this is not clear, so the JSON must name the layer. Everything else
-# raises an error, so that no layer is changed silently. A window as long as the sequence counts as no window.
+# (`model_pattern`). The JSON's pattern is combined with it by these rules:
+# - Both must be causal, or neither.
+# - A layer with a window (or chunk) keeps it if the JSON has none, or has the same one.
+# - A layer that attends to everything gets the JSON's pattern: we assume that a narrower one (LongNet, a
+#   window) is intended. In a model whose other layers have windows this is not clear, so the JSON must name
+#   the layer.
+# Everything else raises an error, so that no layer is changed silently. A window as long as the sequence
+# counts as no window.
 @lru_cache(maxsize=1024)
-def pattern_of_layer(said: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool) -> Pattern:
+def pattern_of_layer(
+    model_pattern: Pattern, given: Pattern, tokens: int, named: bool, mixed: bool
+) -> Pattern:
     """Return the pattern of a layer, or raise RingPatternError: [Note: the pattern of a layer].
 
     Args:
-        said: the model's: Causal or Full, SlidingWindow, Chunked, or several put together by `&`.
+        model_pattern: Causal or Full, SlidingWindow, Chunked, or several combined by `&`.
         given: the JSON's.
         tokens: of the sequence.
         named: whether the JSON names this very layer.
         mixed: whether layers of the model differ.
     """
-    if said.is_causal != given.is_causal:
+    if model_pattern.is_causal != given.is_causal:
         raise RingPatternError(
-            f"the model is {'' if said.is_causal else 'not '}causal, the pattern {given} is"
+            f"the model is {'' if model_pattern.is_causal else 'not '}causal, the pattern {given} is"
             f" {'' if given.is_causal else 'not '}causal; set pattern.causal in the JSON to match"
         )
     widths = [
-        (part, getattr(part, "window", None) or getattr(part, "chunk", None)) for part in said.conjuncts
+        (part, getattr(part, "window", None) or getattr(part, "chunk", None))
+        for part in model_pattern.conjuncts
     ]
     narrow = [part for part, width in widths if width is not None and width < tokens]
     plain = all(isinstance(part, Causal | Full | Documents) for part in given.conjuncts)
@@ -134,10 +142,10 @@ def _advice(narrow: list[Pattern], tokens: int) -> str:
 def patterns_of_types(
     types: Sequence[str], width_of: Callable[[str], int | None], causal: bool
 ) -> tuple[Pattern, ...]:
-    """Return what a configuration says of its layers.
+    """Return the patterns of the layers of a configuration.
 
     Args:
-        types: `layer_types`; a word that is none of `NARROW` sees everything.
+        types: `layer_types`; a word that is none of `NARROW` means attention to all tokens.
         width_of: a key of the configuration (a value of `NARROW`), None where it has none.
         causal: whether the model is.
     """

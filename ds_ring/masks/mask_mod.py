@@ -54,7 +54,7 @@ from ds_ring.masks.traced import (
 )
 
 _aten = torch.ops.aten
-_SAMPLED = 64  # positions at which a mask is tried before the first pass, beside the first and the last
+_SAMPLED = 64  # positions at which a mask is tried before the first pass; the first and the last are added
 
 
 def _refusal(function: MaskFunction, expected: str, got: str) -> RingPatternError:
@@ -85,7 +85,7 @@ def _is_elementwise(graph: fx.GraphModule) -> bool:
 
 
 class MaskFacts(NamedTuple):
-    """What a trace says about a mask function."""
+    """Properties of a mask function that its trace shows."""
 
     traced: Traced
     by_batch: bool  # whether the result depends on the index of the sample
@@ -158,11 +158,11 @@ class MaskMod(Pattern):
 
     The function is traced here, and the pattern is a value: it holds copies of the tensors that the function
     captured. Two are equal if their code and all captured values are, tensors included; ranks compare them
-    before anything is sent. Whoever changes what the function captured makes a new MaskMod: the old one is
-    refused where the change can be seen (numbers, lists, dicts, arrays, tensors, attributes).
+    before anything is sent. If you change a captured value, make a new MaskMod: the old one is refused where
+    the change can be detected (numbers, lists, dicts, arrays, tensors, attributes).
 
-    What the function hides inside a block is not known to the plan: every pair counts as work, and every key
-    travels, unless another pattern composed with `&` says otherwise (`MaskMod(f) & SlidingWindow(1024)`).
+    The plan does not know which pairs the function hides: every pair counts as work, and every key travels,
+    unless `&` adds a pattern that hides them, too (`MaskMod(f) & SlidingWindow(1024)`).
 
     Attributes:
         function: `mask_mod(batch, head, q_position, k_position) -> bool`, of int64 tensors without
@@ -172,7 +172,7 @@ class MaskMod(Pattern):
 
     Raises:
         RingPatternError: no function; at its first use, a function that raises, draws random numbers, writes
-            to what it captured, or returns no boolean for a pair.
+            to a captured tensor, or returns no boolean for a pair.
     """
 
     function: MaskFunction
@@ -197,12 +197,12 @@ class MaskMod(Pattern):
         captured = CapturedValues.by(self.function)
         try:
             return captured, trace_mask(self.function)
-        except RingPatternError as error:  # raised where all ranks can be told
+        except RingPatternError as error:  # raised by `facts`, where all ranks learn of it
             return captured, error
 
     @property
     def facts(self) -> MaskFacts:
-        """Return what the trace says of the function, or refuse it."""
+        """Return the facts of the traced function; raise RingPatternError if it cannot be traced."""
         found = self._traced[1]
         if isinstance(found, RingPatternError):
             raise found.with_traceback(None)
@@ -211,7 +211,7 @@ class MaskMod(Pattern):
     @cached_property
     def _value(self) -> tuple[object, ...]:
         found = self._traced[1]
-        value: tuple[object, ...] = (ByIdentity(self.function),)  # of what is refused
+        value: tuple[object, ...] = (ByIdentity(self.function),)  # of a refused function
         if isinstance(found, MaskFacts):
             value = found.traced.value
         return (name_of(self.function), self.is_known_causal, *value)
@@ -229,7 +229,7 @@ class MaskMod(Pattern):
         return (Branch(masks=(HeadMask(self, (head.number,)),)),)
 
     def __str__(self) -> str:
-        """Return the function by name, with a digest of its code and of what it captured."""
+        """Return the function's name, with a digest of its code and of its captured values."""
         found = self._traced[1]
         # a function that is none is refused at its first use; a text of it must not
         contents = f", contents {found.traced.digest}" if isinstance(found, MaskFacts) else ""
@@ -326,7 +326,7 @@ def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[T
 
     Args:
         q, k: [B, H, S, D] and [B, G, S, D].
-        terms: [B, G, S], finite; what is added to the scores after they are multiplied by `scale`.
+        terms: [B, G, S], finite; added to the scores after these are multiplied by `scale`.
         scale: factor of the scores.
     """
     # 1 / scale as a sum of two numbers, which in bfloat16 have 16 bits together.
@@ -344,7 +344,7 @@ _SIGNATURE = "a score_mod(score, batch, head, q_position, k_position) of torch o
 
 
 def _examples(dtype: torch.dtype) -> list[Tensor]:
-    """Return a score, indices and a gradient, each a tensor of its own, so that a trace tells them apart."""
+    """Return a score, four indices and a gradient, six distinct tensors, as a trace needs them."""
     score, grad = (torch.zeros((), dtype=dtype, device="cpu") for _ in range(2))
     return [score, *(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)), grad]
 
@@ -388,7 +388,7 @@ class ScoreMod:
     captured: CapturedValues = field(init=False, repr=False)
 
     def traced(self, dtype: torch.dtype) -> Traced:
-        """Return the trace for scores of a dtype; dtypes stand in the graph."""
+        """Return the trace for scores of a dtype, which is a constant of the graph."""
         if dtype not in self._by_dtype:
             if self._by_dtype:
                 self.check_unchanged()
@@ -500,7 +500,7 @@ class Scores(NamedTuple):
         return self._evaluated(VALUE, scores_BHQK, scores_BHQK, q_positions, k_positions)
 
     def gradient(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of what `changed` was given, from that of what it returned."""
+        """Return the gradient of the scores, from the gradient of the result of `changed`."""
         return self._evaluated(DERIVATIVE, scores_BHQK, grad, q_positions, k_positions)
 
     def _evaluated(

@@ -186,7 +186,7 @@ class Pattern(ABC):
 
 
 def check_numbers(pattern: object, *names: str) -> None:
-    """Convert the named fields to Python ints; RingPatternError for what is no positive integer."""
+    """Convert the named fields to Python ints; RingPatternError unless each is a positive integer."""
     for name in names:
         what = f"{type(pattern).__name__}: {name}"
         object.__setattr__(pattern, name, whole_number(getattr(pattern, name), what, RingPatternError))

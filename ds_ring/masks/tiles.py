@@ -80,7 +80,7 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     """Return the slots of `whole` that are not in its subset `part`."""
-    # `part` is inside `whole`, so the sorted starts and ends of what is left pair up
+    # `part` is inside `whole`, so the sorted starts and ends of the remaining ranges pair up
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
     keep = end > start
@@ -99,7 +99,7 @@ def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
 
 
 def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
-    """Return where slots lie once the ranges `within` are packed one after the other."""
+    """Return the index of each slot in the buffer into which the ranges `within` are packed."""
     lengths = within[:, 1] - within[:, 0]
     offset = np.cumsum(lengths) - lengths
     row = np.searchsorted(within[:, 0], slots, side="right") - 1
@@ -107,7 +107,7 @@ def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
 
 
 def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
-    """Do `locate_slots` for whole ranges, each of which lies inside one range of `within`."""
+    """Do `locate_slots` for whole ranges, each of which is inside one range of `within`."""
     start = locate_slots(ranges[:, 0], within)
     return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
 
@@ -248,7 +248,7 @@ class Tiles:
     head_in_group: IntArray  # the query head, among those of a K/V head, that the row is for; -1 for all
     multiplicity: IntArray  # m: how many branches attend to each pair; log m is added to the scores
     weight: IntArray  # index into `weights` of the function that multiplies m pair by pair; -1 for none
-    mask: IntArray  # index into `masks` of the function that says which pairs are attended; -1 for none
+    mask: IntArray  # index into `masks` of the function that selects the attended pairs; -1 for none
     weights: tuple[Weights, ...] = ()  # functions of query and key positions
     masks: tuple[MaskInside, ...] = ()  # functions of batch size, query positions and key positions
     rule: BoundPattern | None = None  # the pattern that the tiles were cut from, if known

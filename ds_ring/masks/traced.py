@@ -1,21 +1,20 @@
-"""Trace a caller's function of pairs to a graph that holds its own copies of what the function captured.
+"""Trace a caller's function of pairs to a graph that holds its own copies of the captured tensors.
 
-Owns the trace, its digest, the function that is made of it, and the walk through what a function captured.
-What a mask or a score_mod has to be is `mask_mod.py`'s.
+Owns the trace, its digest, the function that is made of it, and the walk through the captured objects.
+`mask_mod.py` has the requirements on masks and score_mods.
 
 [Note: the trace of a mask]
 A function is traced with 0-d tensors, as FlexAttention does, and the graph is functionalized: writes to the
-function's own tensors become plain operators, so a write that is left goes to an argument or to a captured
+function's own tensors become plain operators, so a write that remains is to an argument or to a captured
 tensor, and is refused. The digest hashes the graph and the captured tensors: it is equal on two ranks only if
 both are. It is part of the header that ranks compare. A second trace must have the same digest; a function
 that counts its calls does not.
 
 [Note: traces are values]
-Two traces are equal if graph and captured values are, whatever the functions are: caches of plans, kernels
-and contexts compare traces. So kernels evaluate the trace, with copies of the captured tensors, and never the
-function: what it captured may have changed meanwhile, between both passes of a batch for example. The code
-of a graph is made once for all graphs that differ in captured values alone, so a compiled kernel takes the
-tensors as inputs.
+Two traces are equal if their graphs and captured values are, even if the functions are different objects:
+caches of plans, kernels and contexts compare traces. So kernels evaluate the trace, with copies of the
+captured tensors, and never the function: its captured values may change between the two passes of a batch.
+Graphs that differ in captured values only share their code, so a compiled kernel takes the tensors as inputs.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the kind of an error and the first line of what it says."""
+    """Return the type of an error and the first line of its message."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:100] if text else ''}"
 
@@ -97,7 +96,7 @@ class Traced:
         graph: with the caller's tensors.
         digest: of the graph and of the captured values.
         captured: the caller's tensors, each once, with their number of writes at the trace.
-        constants: copies of these, which nobody writes to. (Made without modes: no inference tensors.)
+        constants: copies of these, never written to. (Made without modes: no inference tensors.)
     """
 
     def __init__(self, graph: fx.GraphModule) -> None:
@@ -114,7 +113,7 @@ class Traced:
 
     @cached_property
     def value(self) -> tuple[str, ...]:
-        """Return what is equal for two traces that may stand for one another on this rank."""
+        """Return a key that is equal for two traces that are interchangeable on this rank."""
         # ranks compare the digest, which leaves out the numbers of devices
         return (self.digest, *(str(constant.device) for constant in self.constants))
 
@@ -175,8 +174,8 @@ def trace(
         function: of 0-d tensors.
         arguments: examples of them, each a tensor of its own.
         refusal: makes the error.
-        what, signature: for messages, "a mask" for example, and what it is of.
-        check: raises for a result that is none.
+        what, signature: for messages: "a mask" for example, and the required signature.
+        check: raises for an invalid result.
     """
     # Random numbers of Python and numpy leave no node in the graph, but they change this state.
     before = random.getstate(), repr(np.random.get_state())
@@ -243,7 +242,7 @@ def _graph_of(
 
 
 def constant_of(graph: fx.GraphModule, node: fx.Node) -> Tensor:
-    """Return the captured tensor that a node of the graph stands for."""
+    """Return the captured tensor that a node of the graph reads."""
     return cast(Tensor, functools.reduce(getattr, str(node.target).split("."), graph))
 
 
@@ -264,7 +263,7 @@ def digest_of(graph: fx.GraphModule) -> str:
             tensor = constant_of(graph, node)
             target = f"{tensor.dtype} {tuple(tensor.shape)} {_digest_of_values(tensor)}"
         elif node.op == "placeholder":
-            target = node.op  # how a function calls its arguments is no part of what it does
+            target = node.op  # names of arguments do not matter
         arguments = fx.node.map_aggregate((node.args, node.kwargs), text_of)
         found.update(f"{node.op} {target} {arguments}\n".encode())
     return found.hexdigest()[:16]
@@ -356,7 +355,7 @@ _NO_CODE = compile("", "", "exec")
 
 
 def _value(part: object, depth: int, names: set[str]) -> Iterator[object]:
-    """Yield what stands for a captured object; `names` are those that the function reads of objects."""
+    """Yield comparable values of a captured object; `names` are the attributes that the function reads."""
     if part is None or isinstance(part, (bool, int, float, complex, str, bytes)):
         yield type(part), repr(part)  # True is not 1, and NaN is NaN
     elif isinstance(

@@ -115,7 +115,7 @@ def bound_to_one_head(pattern: Pattern) -> BoundPattern:
 def _work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
     """Return the attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
-    # Runs follow one another in the query slots, so a tile's first slot tells its run.
+    # Runs are consecutive in the query slots, so a tile's first slot determines its run.
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     row = np.searchsorted(first_slots, tiles.q.slot, side="right") - 1
     return np.bincount(row, weights=tiles.pairs, minlength=len(runs)).astype(np.int64)
@@ -375,8 +375,8 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     starts = np.unique([start for table in tables for start in table.starts])
     length, chunks = np.diff(starts, append=tokens), 2 * ring_size
     chunk = np.arange(chunks)
-    # What does not divide goes round: the next document goes on with the chunk after the last one that got a
-    # token more, so that ranks differ by at most two tokens however many short documents there are.
+    # Remainders are dealt round-robin: the next document continues with the chunk after the last one that got
+    # an extra token. So ranks differ by at most two tokens even with many short documents.
     more = (chunk - starts[:, None]) % chunks < (length % chunks)[:, None]
     lengths = (length[:, None] // chunks + more).reshape(-1)
     owners = np.tile(np.minimum(chunk, chunks - 1 - chunk), len(starts))

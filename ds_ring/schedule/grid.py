@@ -18,7 +18,7 @@ from ds_ring.limits import MOST_RANKS
 
 
 class Coordinates(NamedTuple):
-    """Where one global rank stands on each axis."""
+    """The coordinates of one global rank on the axes of the mesh."""
 
     data: int
     ring: int

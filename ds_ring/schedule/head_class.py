@@ -10,9 +10,9 @@ rank o. It receives exactly the tokens that it reads, each once. Some of these t
 rank before it on the shard's way. That rank sends them on (a relay). The origin sends the others (a direct
 send, which never waits for another message). So the traffic is minimal. Passing everything from neighbour to
 neighbour would send up to 16 % more for LongNet on zigzag shards, and 45 % more for a window on shards of
-many small pieces. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
+many short runs. Direct sends do not occur for contiguous shards with dense, windowed and dilated patterns,
 nor for zigzag shards with a dense causal pattern. They are 2 to 9 % of the tokens for LongNet on zigzag
-shards, and up to 30 % for a window on small pieces. Suppose that only neighbours on the ring are linked. A
+shards, and up to 30 % for a window on short runs. Suppose that only neighbours on the ring are linked. A
 direct send then crosses a link for each hop of its way. Compared with relaying, these tokens cross as many
 links for LongNet, and 9 to 37 % more for windows. Both directions send the same bytes; we choose by the
 number of links that tokens cross (`links`).
@@ -22,7 +22,7 @@ With a float32 payload, the sum of a token's dK and dV is passed on with its key
 part. Rounded to bfloat16 at every hop, that sum would lose a bit for every fourfold number of ranks: the
 error with 64 ranks is 5.5 to 5.9 times that of one rank. So with a bfloat16 payload each rank returns its own
 part to the owner, which adds in float32: the number of bytes is the same, and the error is 1.3 times that of
-one rank, whatever the ring size. Only inside a node, where links are fast, sums are passed on, in float32.
+one rank for every ring size. Only inside a node, where links are fast, sums are passed on, in float32.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
 
 
 def _located(slots: IntArray, held: SlotRanges) -> IntArray:
-    """Return where slots lie in the packed payload; RingPatternError for one that it omits."""
+    """Return the index of each slot in the packed payload; RingPatternError for a slot that it omits."""
     if not len(held):
         raise _not_held(int(slots[0]), held)
     row = np.searchsorted(held[:, 0], slots, side="right") - 1
@@ -207,7 +207,7 @@ class HeadClass:
         return self.reads.pattern
 
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the slots of a shard that its reader at `hop` holds: what it reads, at hop 0 all slots."""
+        """Return the slots of a shard that its reader at `hop` holds: those it reads, at hop 0 all slots."""
         if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
             valid = self.reads.layout.valid_tokens(origin)
             return np.array([[0, valid]]) if valid else no_slots()

@@ -1,8 +1,8 @@
-"""Layouts: which token of the sequence lies in which slot of which rank.
+"""Layouts: which token of the sequence is in which slot of which rank.
 
 A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). The real
-tokens of a shard come first; slots that are left over, because the length does not divide, are padding at
-the end of the shard: no tile covers them, nobody attends to them, and `gather_sequence` strips them.
+tokens of a shard come first; if the length does not divide, the remaining slots are padding at the end of
+the shard: no tile covers them, no query attends to them, and `gather_sequence` strips them.
 `ops/shard.py` applies layouts to tensors.
 
 The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
@@ -374,7 +374,7 @@ def _made(
 
 @dataclass(frozen=True)
 class BlockLayout(Layout):
-    """Lay out blocks of consecutive tokens: a block lies where its first token does.
+    """A layout of blocks of consecutive tokens: a block is on the rank of its first token.
 
     Blocks begin where the sequence or a document begins, and then at every `size`-th token. They are numbered
     in the order of positions; `tokens` counts them. Padding has no blocks.
@@ -383,7 +383,7 @@ class BlockLayout(Layout):
     size: int = field(kw_only=True)  # tokens of a block
     of: Layout = field(kw_only=True)  # of the tokens
     documents: Documents | None = field(kw_only=True, default=None)
-    whole: bool = field(kw_only=True, default=True)  # leave out what is left over at the end of a document
+    whole: bool = field(kw_only=True, default=True)  # omit the incomplete block at the end of a document
 
     name = "blocks"
 
@@ -439,7 +439,7 @@ class BlockLayout(Layout):
 
     @cached_property
     def ends(self) -> IntArray:
-        """Return the position behind the document of each block, int64 [tokens]."""
+        """Return the end of the document of each block, exclusive, int64 [tokens]."""
         edges = [self.of.tokens] if self.documents is None else [*self.documents.starts, self.of.tokens]
         borders = np.array(edges, dtype=np.int64)
         return borders[np.searchsorted(borders, self.starts, side="right")]
@@ -456,11 +456,11 @@ class BlockLayout(Layout):
 
 @dataclass(frozen=True)
 class CacheLayout(Layout):
-    """Lay out a cache of keys and values: a prompt as a ring pass left it, and what was generated after it.
+    """The layout of a K/V cache: the prompt in the layout of its ring pass, then generated tokens.
 
-    Token i after the prompt lies on rank i mod P, behind that rank's part of the prompt.
+    Token i after the prompt is on rank i mod P, after that rank's shard of the prompt.
 
-    `tokens` counts all slots that are reserved, used or not: queries say by their positions how far they see.
+    `tokens` counts all reserved slots, used or not: the positions of queries limit the keys that they see.
     """
 
     prompt: Layout = field(kw_only=True)
@@ -535,7 +535,7 @@ class PairLayout(Layout):
         return np.concatenate(found)
 
     def pattern_between(self, pattern: Pattern) -> Pattern:
-        """Return the pattern over the positions of this layout that stands for one between the sequences.
+        """Return a pattern between the two sequences as a pattern over the positions of this layout.
 
         Args:
             pattern: `Full`, or `Documents` with the ids of the queries, then those of the keys.

@@ -1,15 +1,15 @@
-"""Turn a plan into the steps of a rank. Only this file knows in which order a pass does things.
+"""Turn a plan into the steps of a rank. Only this file decides the order of the steps of a pass.
 
 It decides everything about time and memory: overlap, head chunks, double buffers, and when direct sends and
 gradient returns leave.
 
 [Note: one hop behind]
 In the backward pass keys and values travel as in the forward pass, and float32 accumulators of dK and dV
-follow one hop behind them. What this rank adds to a shard's gradients at hop s is known only after hop s is
-computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while hop
-s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No hop's
-K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py` says
-which sums are passed on.)
+follow them one hop later. This rank's contribution to a shard's gradients at hop s is known only after hop s
+is computed, so it is sent in the batch posted before hop s + 1. The sum of the ranks before it arrives while
+hop s is computed. Where a token's keys travel no further, its accumulator returns to its owner directly. No
+hop's K/V is ever saved. (Keys for the next node are kept for R batches, see `rank_plan.py`; `head_class.py`
+explains which sums are passed on.)
 
 [Note: encoded keys]
 K and V may travel as a codec writes them (`KV_PAYLOADS` in `registry.py`). The owner encodes them when it
@@ -28,15 +28,15 @@ buffers shrink by the number of chunks. A chunk must be large enough that its me
 A chunk receives no keys during its last hop, and its last gradients return after that hop. With two ranks,
 all gradients return then, and they would overlap with no computation. So the next chunk starts early: its
 first keys and values travel during the last hop of this chunk, and the gradients of this chunk return while
-the next chunk computes. Meanwhile the buffers of both chunks exist. If there are fewer chunks than
+the next chunk computes. During that time the buffers of both chunks exist. If there are fewer chunks than
 `MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later: then its first
 keys and values travel while the gradients of the chunk before return.
 
 If every rank computes at every hop, only the last gradients of the last chunk overlap with no computation. A
-rank that reads nothing at some hops (with a narrow window, say) has nothing to compute in their batches. It
-may send and receive gradients there, in each chunk. The next chunk does not start earlier for it, because the
-distance between the starts of two chunks is the same on all ranks, whatever they read. So all ranks start a
-chunk in the same batch, and the messages between two ranks have the same order on both.
+rank that reads nothing at some hops (with a narrow window, for example) has nothing to compute in their
+batches. It may send and receive gradients there, in each chunk. The next chunk does not start earlier for it,
+because the distance between the starts of two chunks is the same on all ranks. So all ranks start a chunk in
+the same batch, and the messages between two ranks have the same order on both.
 """
 
 from __future__ import annotations
@@ -83,31 +83,31 @@ def chunk_bytes_on(device_type: str, ring_size: int) -> int:
     return max(2 * CHUNK_BYTES_CPU // max(ring_size, 2), LEAST_BYTES_CPU)
 
 
-def heads_on_host(asked: bool | Literal["auto"], device_type: str, local_tokens: int) -> bool:
+def heads_on_host(setting: bool | Literal["auto"], device_type: str, local_tokens: int) -> bool:
     """Return whether the tensors of attention are kept in host memory between forward and backward pass.
 
     "auto" does for shards of at least `LONG_SHARD` tokens, except on the CPU.
     """
-    return device_type != "cpu" and local_tokens >= LONG_SHARD if asked == "auto" else asked
+    return device_type != "cpu" and local_tokens >= LONG_SHARD if setting == "auto" else setting
 
 
 def stage_shards(
-    asked: int | Literal["auto"], device_type: str, ring_size: int, ranks_per_node: int | None,
+    setting: int | Literal["auto"], device_type: str, ring_size: int, ranks_per_node: int | None,
     shard_bytes: int,
 ) -> int | None:  # fmt: skip
     """Return how many shards a stage may have; None for a pass hop by hop. See [Note: stages].
 
     Args:
-        asked: most bytes of K and V of a stage, 0 for none; "auto" takes `STAGE_BYTES_GPU` on a GPU if all
+        setting: most bytes of K and V of a stage, 0 for none; "auto" takes `STAGE_BYTES_GPU` on a GPU if all
             ranks of the ring share a node, else 0.
         device_type: "cpu" or "cuda".
         ring_size: number of ranks.
         ranks_per_node: neighbours on the ring that share a node; None if that is not known.
         shard_bytes: bytes of K and V of a shard.
     """
-    if asked == "auto":
-        asked = STAGE_BYTES_GPU if device_type != "cpu" and ranks_per_node == ring_size else 0
-    most = min(asked // max(shard_bytes, 1), ring_size - 1)
+    if setting == "auto":
+        setting = STAGE_BYTES_GPU if device_type != "cpu" and ranks_per_node == ring_size else 0
+    most = min(setting // max(shard_bytes, 1), ring_size - 1)
     # Stages of one shard save nothing, but for the only one of a ring of two.
     return most if most >= min(2, ring_size - 1) > 0 else None
 
@@ -226,7 +226,7 @@ class _Direction:
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def begin(self) -> list[Accumulate]:
-        """Return what is done before the first messages: nothing."""
+        """Return the steps before the first messages: none."""
         return []
 
     @property
@@ -346,7 +346,7 @@ class _Direction:
                 self.inter_node = self.keys
         elif self.plan.at(hop + 1) is None:
             # No later hop reads these keys. Free them now and not with the gradients that still return,
-            # because the next chunk's keys arrive meanwhile.
+            # because the next chunk's keys arrive before these do.
             steps += self._drop_keys()
             self.keys = self.read = SHARD
         if self.partial is not None:
@@ -434,7 +434,7 @@ class _Stages:
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def begin(self) -> list[Accumulate]:
-        """Return the copy of the own keys, K beside V, if that is less than a copy for every message."""
+        """Return one packed copy of the own K/V, if that is smaller than a copy for every message."""
         valid = count_slots(self.own.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []

@@ -37,7 +37,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
-STAGE_GROWTH = 4  # a stage has at most so many times the shards of the one before: they arrive meanwhile
+STAGE_GROWTH = 4  # most shards of a stage over those of the stage before, during which they arrive
 SAMPLED_ORIGINS = 6  # in a large ring directions are chosen by the costs of this many shards
 
 
@@ -178,7 +178,7 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
     ways = [one_way(size), one_way(size, -1), both_ways]
     of_nodes: list[int] = []
     if ranks_per_node:
-        # the ranks of the first and of the middle node stand for all ranks
+        # the ranks of the first and of the middle node represent all ranks
         firsts = {0, size // ranks_per_node // 2 * ranks_per_node}
         of_nodes = [first + place for first in sorted(firsts) for place in range(ranks_per_node)]
         ways += [two_levels(size, ranks_per_node), two_levels(size, ranks_per_node, -1)]
@@ -223,7 +223,7 @@ def build_plan(
 
     Args:
         pattern: which query attends to which key.
-        layout: which token lies where.
+        layout: the rank and slot of each token.
         query_heads, kv_heads: H and G, heads per rank; H must be a multiple of G.
         prune: send only the tokens that the receiver reads.
         directions: directions of travel; None chooses those whose tokens cross the fewest links.
@@ -236,7 +236,7 @@ def build_plan(
             then send to each other, and none of the ways above is taken; None: keys travel hop by hop.
 
     Raises:
-        RingLayoutError: H is not a multiple of G; stages beside other directions.
+        RingLayoutError: H is not a multiple of G; stages together with `directions`.
         RingPatternError: the pattern is for sequences of another length.
     """
     if not isinstance(pattern, Pattern):

@@ -1,10 +1,10 @@
-"""One rank's part of a plan: what it holds, computes, sends and receives, hop by hop. Pure data.
+"""One rank's part of a plan: the tokens that it holds, computes with, sends and receives at each hop.
 
-`head_class.py` computes it and explains its terms; `lowering.py` makes steps of it.
+Pure data. `head_class.py` computes it and explains its terms; `lowering.py` turns it into steps.
 
 [Note: two levels]
 With nodes of R ranks each, the shard of rank l of node n is at hop s = t * R + i at rank l + i of node n + t
-(modulo R and modulo the number of nodes; or downwards). So it goes around inside a node over the node's fast
+(modulo R and modulo the number of nodes; or downwards). So it travels around a node over the node's fast
 links, and the first rank of a node that receives it sends it to the rank at the same place of the next node,
 in R parts, one for each of the R batches that the message has. Every network adapter of a node then sends
 1 / R of a shard in every batch; in one ring of all ranks, one adapter sends a whole shard and the others
@@ -143,7 +143,7 @@ class HopPlan:
 class StagePlan(NamedTuple):
     """The hops that one rank computes at once; [Note: stages]. In a ring each of them is one hop."""
 
-    hops: tuple[HopPlan, ...]  # by ascending origin, so that tiles of neighbouring shards stand side by side
+    hops: tuple[HopPlan, ...]  # by ascending origin, so that tiles of neighbouring shards are adjacent
     first: tuple[int, ...]  # where the keys of each hop begin in the buffer of the stage
     slots: int  # of that buffer
     tiles: Tiles  # of all hops; key slots index the buffer

@@ -1,4 +1,4 @@
-"""The schedule of one rank as data: what it sends, receives, computes, accumulates and frees, batch by batch.
+"""The schedule of one rank as data: its sends, receives, computations, sums and frees, batch by batch.
 
 `lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it.
 
@@ -24,7 +24,7 @@ from ds_ring.registry import CodecRow
 
 
 class Payload(Enum):
-    """What a message carries: two tensors, side by side for each token."""
+    """The content of a message: two tensors, adjacent for each token."""
 
     KEYS = "keys"  # in the dtype of the inputs
     ENCODED = "encoded keys"  # bytes, as a codec writes them while in flight
@@ -39,7 +39,7 @@ class Payload(Enum):
 
     @property
     def names(self) -> str:
-        """Return the names of both tensors, in the order in which they lie."""
+        """Return the names of both tensors, in the order in memory."""
         return "K/V" if self in (Payload.KEYS, Payload.ENCODED) else "dK/dV"
 
 
@@ -95,7 +95,7 @@ class Recv:
     peer: int  # ring rank that sends
     origin: int  # origin and slots as in `Send`
     slots: SlotRanges
-    first: int = 0  # slot of the buffer from which on the tokens lie, one after the other
+    first: int = 0  # slot of the buffer of the first token; the others follow
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class ExchangeBatch(NamedTuple):
 
     number: int
     hop: int  # the keys of this hop arrive in this batch, for the chunk that started last
-    rounds: list[tuple[int, Round]]  # the index of every active chunk, and what it does
+    rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: passes use it as a key of their caches

@@ -618,7 +618,7 @@ def _documents(tokens: int) -> Tensor:
 
 
 def _unpacked(batch: Batch, documents_BT: Tensor, padding: int) -> tuple[Tensor, Tensor, Batch]:
-    """Return where tokens stand in the packed batch, where in one row for each document, and those rows."""
+    """Return tokens' indices in the packed batch, their indices in one row a document, and these rows."""
     tokens = documents_BT.shape[1]
     spans = [
         (document_ids == number).nonzero()[:, 0] + row * tokens

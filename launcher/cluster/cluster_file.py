@@ -65,9 +65,7 @@ _StrictLoader.yaml_implicit_resolvers = {
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the mapping at the top of the file `path`; RingConfigError for whatever keeps it from being
-    read.
-    """
+    """Return the mapping at the top of the file `path`; RingConfigError if it cannot be read."""
     try:
         text = read_small(path, MOST_BYTES)
     except FileNotFoundError:

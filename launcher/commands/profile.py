@@ -196,7 +196,7 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
     config, source = config_of(options), source_of(options)
     from ds_ring.ops.options import Options
 
-    from ..plan.model_file import mix_of, said_of, with_layer_types
+    from ..plan.model_file import mix_of, model_patterns_of, with_layer_types
     from ..profile.measure import ProfileJob
 
     how = Options(
@@ -219,10 +219,10 @@ def _jobs(options: argparse.Namespace) -> list[ProfileJob]:
         options.threads,
     )
     model = None if options.hf_config is None else json.dumps(with_layer_types(options.hf_config))
-    said = said_of(model, options.layers)
-    if said is None:
+    model_patterns = model_patterns_of(model, options.layers)
+    if model_patterns is None:
         return [job]
-    mix = mix_of(config, said, options.tokens)
+    mix = mix_of(config, model_patterns, options.tokens)
     return [replace(job, pattern=pattern, mix=mix) for pattern, _ in mix]
 
 

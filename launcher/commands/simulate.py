@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         first = rows[0]
         if first["ring_size"] == 1:
             rows[-1]["less_percent"] = round(100 * (1 - rows[-1]["peak_bytes"] / first["peak_bytes"]), 2)
-        if options.json:  # one document at the end; meanwhile who waits is told
+        if options.json:  # one document at the end; progress goes to stderr
             print(f"ds-ring simulate: ring {ring_size} done", file=sys.stderr, flush=True)
     if options.json:
         print_json({"rings": rows})

@@ -123,7 +123,7 @@ def self_test(mesh: RingMesh, options: Options) -> list[RankAnswer]:
 
 
 class Traffic(NamedTuple):
-    """Hold what one rank moved, as the backends of torch.distributed report it; [Note: what is counted].
+    """The bytes that one rank moved, as torch.distributed's backends report them; [Note: counted bytes].
 
     Attributes:
         sends: messages of floating-point numbers to one rank.
@@ -141,7 +141,7 @@ class Traffic(NamedTuple):
     integers: int
 
 
-# [Note: what is counted]
+# [Note: counted bytes]
 # A count of calls of some function proves nothing: there are three ways to every message (torch.distributed,
 # a method of the group, a method of its backend), and the way that the exchange takes has changed once. So
 # the backends themselves count. Each of them reports to the profiler every operation that it starts, with

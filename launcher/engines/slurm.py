@@ -136,7 +136,7 @@ while :; do
   status=$?
   kill -0 "$launcher" 2>/dev/null || break
 done
-# {preempted}: all ranks saved and left, as they were told to. Slurm starts this script again.
+# {preempted}: all ranks saved and left on request. Slurm starts this script again.
 if [ "$status" -eq {preempted} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -164,15 +164,15 @@ def by_switch(hosts: Sequence[Host], switches: Mapping[str, Sequence[str]]) -> t
     return tuple(hosts[index] for index in sorted(range(len(hosts)), key=rank_of))
 
 
-def _switches(told: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, list[str]]:
+def _switches(topology: str, names_in: Callable[[str], Sequence[str]]) -> dict[str, list[str]]:
     """Return each host's switches, top first, of what `scontrol show topology` prints.
 
     Args:
-        told: a line for each switch; none where Slurm has no topology.
+        topology: a line for each switch; none where Slurm has no topology.
         names_in: returns the names of a host list such as gpu[0-3].
     """
     found: dict[str, list[str]] = {}
-    for switch in sorted(_SWITCH.finditer(told), key=lambda one: -int(one["level"])):
+    for switch in sorted(_SWITCH.finditer(topology), key=lambda one: -int(one["level"])):
         for name in names_in(switch["nodes"]):
             found.setdefault(name, []).append(switch["name"])
     return found

@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain, islice
 from typing import NamedTuple
 
-from .beside import Recurrence, Selection
 from .estimate import Estimate, estimate
 from .node_orders import Hiding, hiding_shard, waiting
 from .options import can_hold, fewest_devices, longest_sequence, peak_bytes, sets_that_fit
+from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -238,14 +238,14 @@ def _state_of_things(found: Estimate) -> list[str]:
             f"experts: the model names {setting.model.experts}, and no matrix of them is counted: every MLP"
             " is planned with intermediate_size, in parameters, memory and time"
         )
-    if any(isinstance(one.kind, Selection) for one in found.beside):
+    if any(isinstance(one.kind, Selection) for one in found.other_layers):
         warnings.append(
             "chosen keys: which rows cross is known at run time; counted are all that a rank's queries see,"
             " at most k for each. Latents do not travel here"
         )
-    if any(isinstance(one.kind, Recurrence) for one in found.beside):
+    if any(isinstance(one.kind, Recurrence) for one in found.other_layers):
         warnings.append(
-            "layers beside attention keep what goes into their kernels and comes out; what a kernel keeps"
+            "layers other than attention keep what goes into their kernels and comes out; what a kernel keeps"
             " inside is not counted, and their arithmetic is rough"
         )
     if setting.hardware.kind == "cuda":

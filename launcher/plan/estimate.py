@@ -11,16 +11,16 @@ from typing import NamedTuple
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import chunk_bytes_on, count_heads, head_chunks, heads_on_host
 
-from .beside import LayerCost, layer_memory
 from .layer_passes import LayerPass, LayerPasses, OnProgress, layer_passes
 from .model_memory import LocalTokens, MemoryMoment, TrainingStep
+from .other_layers import LayerCost, layer_memory
 from .pass_memory import PassMemory
 from .pass_time import PassCost
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 # Ulysses: a forward pass exchanges q, k and v for all tokens of some heads, and out back
 # (ops/ulysses.py); a backward pass does the same with the gradients. A rank sends (U -
-# 1) / U of what it has (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is
+# 1) / U of its tensors (Jacobs et al. 2023, DeepSpeed Ulysses, arXiv 2309.14509, section 3.2). Nothing is
 # computed at that time.
 
 SWAPS = 2  # all-to-alls of a pass in either direction: all tensors of a place go in one
@@ -69,8 +69,8 @@ class Estimate(NamedTuple):
     # attention_s: of all layers, with what checkpointing computes again; exposed_s: of it, waiting for keys
     attention_s: float
     exposed_s: float
-    beside: tuple[LayerCost, ...]  # of one layer of each kind that is not attention over all keys
-    beside_s: float  # of all of them, with what checkpointing computes again
+    other_layers: tuple[LayerCost, ...]  # of one layer of each kind that is not attention over all keys
+    other_layers_s: float  # of all of them, with what checkpointing computes again
     # swap_bytes, swap_s: of attention, Ulysses' all-to-alls
     swap_bytes: int
     swap_s: float
@@ -108,7 +108,7 @@ class Estimate(NamedTuple):
     @property
     def step_s(self) -> float:
         """Return the seconds of one optimizer step of one micro-batch."""
-        return self.attention_s + self.beside_s + self.dense_s + self.zero_s + self.host_s
+        return self.attention_s + self.other_layers_s + self.dense_s + self.zero_s + self.host_s
 
 
 def fits(setting: TrainingSetting, moments: list[MemoryMoment]) -> bool:
@@ -131,12 +131,12 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
     element = ELEMENT_BYTES[setting.dtype]
     others = {
         kind: layer_memory(kind, setting.batch, slots // ulysses, setting.tokens, element)
-        for kind in set(model.beside)
+        for kind in set(model.other_layers)
     }
     return TrainingStep(
         model, setting.zero, tokens, ring, setting.checkpointing, 1 - setting.recompute_attention,
         setting.loss_tokens, setting.mlp_tokens, setting.offload_checkpoints, setting.host_is_device,
-        heads_here(setting, slots), sum(others[kind].kept for kind in model.beside),
+        heads_here(setting, slots), sum(others[kind].kept for kind in model.other_layers),
         max((one.kept for one in others.values()), default=0),
         max((one.messages for one in others.values()), default=0) * (setting.ring_size * ulysses > 1),
     )  # fmt: skip
@@ -192,9 +192,9 @@ def estimate(
     # Checkpointing swaps q, k, v and out of a layer once more, whether it computes attention again or not.
     swaps, times = head_swaps(setting, attention.layout.local_tokens), 2 + setting.checkpointing
     swap_s = times * model.attention_layers * swaps.seconds
-    beside_s = sum(
+    other_layers_s = sum(
         one.layers * ((1 + setting.checkpointing) * one.forward_s + one.backward_s)
-        for one in attention.beside
+        for one in attention.other_layers
     )
     # An all-reduce sends 2 (W-1)/W of its size, a gather or scatter one. Stage 3 gathers the parameters twice
     # and scatters gradients once (Rajbhandari et al. 2020, section 7).
@@ -212,8 +212,8 @@ def estimate(
         total,
         total.seconds + again + swap_s,
         total.exposed_s,
-        attention.beside,
-        beside_s,
+        attention.other_layers,
+        other_layers_s,
         times * model.attention_layers * swaps.sent_bytes,
         swap_s,
         dense,

@@ -18,9 +18,8 @@ from ds_ring.errors import RingConfigError
 from ds_ring.registry import PASSES
 
 from ..commands.parsers import require_sizes
-from .beside import Selection
 from .hardware import Hardware, read_hardware
-from .model_file import layer_patterns, model_of, said_by, with_layer_types
+from .model_file import layer_patterns, model_of, patterns_by, with_layer_types
 from .model_memory import Zero
 from .options import (
     MOST_TOKENS,
@@ -32,6 +31,7 @@ from .options import (
     tiled_mlp,
     with_cheapest_options,
 )
+from .other_layers import Selection
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
@@ -145,14 +145,16 @@ def _setting(
     hardware.runs(config.kernel, ())  # likewise
     if PASSES[config.transport].shares_memory:
         _check_shared_memory(config.transport, hardware, ring * ulysses)
-    said = (
-        (None,) * model.layers if options.hf_config is None else said_by(with_layer_types(options.hf_config))
+    model_patterns = (
+        (None,) * model.layers
+        if options.hf_config is None
+        else patterns_by(with_layer_types(options.hf_config))
     )
-    patterns = layer_patterns(config, said, options.tokens or MOST_TOKENS)
+    patterns = layer_patterns(config, model_patterns, options.tokens or MOST_TOKENS)
     kinds = model.kinds or (None,) * model.layers
     attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
-    beside = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
-    if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.beside):
+    other_layers = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
+    if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.other_layers):
         expected = "1 for attention over chosen keys"
         raise RingConfigError(
             f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring instead')}"
@@ -168,7 +170,7 @@ def _setting(
         ulysses_size=ulysses,
         model=model,
         pattern=tuple(attention.items()),
-        beside=tuple((*which, layers) for which, layers in beside.items()),
+        other_layers=tuple((*which, layers) for which, layers in other_layers.items()),
         layout=config.layout,
         zero=_zero(options, whole, dtype, devices or ring * ulysses, hardware.kind),
         dtype=dtype,

@@ -19,8 +19,8 @@ from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
 
-from .beside import LayerCost, LayerSetting, layer_cost
 from .hardware import Hardware
+from .other_layers import LayerCost, LayerSetting, layer_cost
 from .pass_memory import PassMemory, PassShape, pass_memory
 from .pass_time import CostPart, PassCost, pass_cost
 from .training_setting import ELEMENT_BYTES, FEW_RANKS, TrainingSetting
@@ -43,7 +43,7 @@ class LayerPasses(NamedTuple):
 
     layout: Layout  # of all of them
     passes: tuple[LayerPass, ...]  # by pattern
-    beside: tuple[LayerCost, ...]  # by kind and pattern of the layers that are not attention over all keys
+    other_layers: tuple[LayerCost, ...]  # not attention over all keys; by kind and pattern
     memory: PassMemory  # of the rank and the layer that need most
     ranks: int  # how many ring ranks were looked at
 
@@ -191,13 +191,13 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     return LayerPasses(
         layout,
         tuple(LayerPass(plan.pattern, layers, cost) for (plan, layers), cost in passes),
-        _beside(setting, layout, ranks),
+        _other_layers(setting, layout, ranks),
         max(needs, key=lambda memory: memory.total),
         len(ranks),
     )
 
 
-def _beside(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple[LayerCost, ...]:
+def _other_layers(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple[LayerCost, ...]:
     """Estimate the layers other than attention over all keys."""
     parts, element = setting.ulysses_size, ELEMENT_BYTES[setting.dtype]
     looked_at = sorted({rank * parts + part for rank in ranks for part in (0, parts - 1)})
@@ -206,7 +206,7 @@ def _beside(setting: TrainingSetting, layout: Layout, ranks: list[int]) -> tuple
             kind, layers, LayerSetting(layout, parts, setting.batch, element, pattern), looked_at,
             setting.hardware, setting.dtype, setting.bytes_per_s, setting.kernel_that_runs,
         )
-        for kind, pattern, layers in setting.beside
+        for kind, pattern, layers in setting.other_layers
     )  # fmt: skip
 
 

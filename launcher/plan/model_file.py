@@ -20,7 +20,7 @@ from ds_ring.masks.layer_patterns import NARROW, LayerPatterns, patterns_of_type
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 
-from .beside import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
+from .other_layers import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
 
 # The layers of each pattern, from `layer_types` and windows of a config.json and from the JSON's section.
 # layer_patterns.py combines the two; for a model object, integrations/transformers reads its masks.
@@ -35,15 +35,15 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if "hidden_size" not in values and isinstance(inner, dict) else values
 
 
-def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
+def patterns_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     """Return the attention of every layer by a config.json, as of a causal model.
 
     Args:
         values: of the file. Without `layer_types` all layers have the window or chunk that it names.
 
     Raises:
-        RingConfigError: layers that are neither attention nor one of `beside.KNOWN`, keys of another kind, or
-            an encoder-decoder.
+        RingConfigError: layers that are neither attention nor one of `other_layers.KNOWN`, keys of another
+            kind, or an encoder-decoder.
     """
     if values.get("is_encoder_decoder"):
         raise _refused("is_encoder_decoder", "a model of one sequence", True, "plan its parts by --layers")
@@ -51,7 +51,7 @@ def said_by(values: Mapping[str, Any]) -> tuple[Pattern, ...]:
     return patterns_of_types(_types(own), lambda key: _width(own, key), True)
 
 
-def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
+def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, ...] | None:
     """Return the attention of each layer: by a config.json or its text, or by their number alone.
 
     Raises:
@@ -66,12 +66,12 @@ def said_of(hf_config: str | None, layers: int | None) -> tuple[Pattern | None, 
     if layers is not None:
         raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
     values = read_hf_config(hf_config)
-    said = said_by(values)
+    model_patterns = patterns_by(values)
     others = [kind.name for kind in kinds_by(values) if kind is not None]
     if others:
         advice = "measure its attention by --layers alone"
         raise _refused("layer_types", "layers of attention", others[0], advice)
-    return said
+    return model_patterns
 
 
 def kinds_by(values: Mapping[str, Any]) -> Kinds:
@@ -91,17 +91,19 @@ def read_hf_config(path_or_text: str) -> Json:
     return parse_object(path_or_text, "--hf-config")
 
 
-def mix_of(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> Mix:
+def mix_of(config: RingConfig, model_patterns: Sequence[Pattern | None], tokens: int) -> Mix:
     """Count the layers of each pattern, in the order of the layers; see `layer_patterns`."""
-    return tuple(Counter(layer_patterns(config, said, tokens)).items())
+    return tuple(Counter(layer_patterns(config, model_patterns, tokens)).items())
 
 
-def layer_patterns(config: RingConfig, said: Sequence[Pattern | None], tokens: int) -> list[Pattern]:
+def layer_patterns(
+    config: RingConfig, model_patterns: Sequence[Pattern | None], tokens: int
+) -> list[Pattern]:
     """Return the pattern of each layer.
 
     Args:
         config: the section; its "pattern" and "layers".
-        said: the pattern of each layer, None where it is unknown.
+        model_patterns: the pattern of each layer, None where it is unknown.
         tokens: of the sequence.
 
     Raises:
@@ -109,12 +111,12 @@ def layer_patterns(config: RingConfig, said: Sequence[Pattern | None], tokens: i
         RingConfigError: "layers" names one that the model has not.
     """
     named = named_patterns(config)
-    beyond = [layer for layer in named if layer >= len(said)]
+    beyond = [layer for layer in named if layer >= len(model_patterns)]
     if beyond:
-        expected = f"layers from 0 to {len(said) - 1}, which the model has"
+        expected = f"layers from 0 to {len(model_patterns) - 1}, which the model has"
         raise RingConfigError(f"pattern: layers: {sentence(expected, str(max(beyond)), 'leave it out')}")
-    patterns, mixed = LayerPatterns(pattern_from_config(config), named), len(set(said)) > 1
-    return [patterns.of(tokens, one, layer, mixed) for layer, one in enumerate(said)]
+    patterns, mixed = LayerPatterns(pattern_from_config(config), named), len(set(model_patterns)) > 1
+    return [patterns.for_layer(tokens, one, layer, mixed) for layer, one in enumerate(model_patterns)]
 
 
 def _types(own: Mapping[str, Any]) -> Sequence[str]:
@@ -209,19 +211,21 @@ class ModelShape:
         return 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
 
     @cached_property
-    def beside(self) -> tuple[Kind, ...]:
+    def other_layers(self) -> tuple[Kind, ...]:
         """Return what the layers that are not attention over all keys are, one for each of them."""
         return tuple(kind for kind in self.kinds if kind is not None)
 
     @cached_property
     def attention_layers(self) -> int:
         """Count the layers that have q, k and v: all but recurrences and convolutions."""
-        return self.layers - sum(not isinstance(kind, Selection) for kind in self.beside)
+        return self.layers - sum(not isinstance(kind, Selection) for kind in self.other_layers)
 
     @cached_property
     def mixing_parameters(self) -> int:
         """Count what mixes tokens, of all layers: attention's projections and those of other kinds."""
-        return self.attention_layers * self.attention_parameters + sum(one.parameters for one in self.beside)
+        return self.attention_layers * self.attention_parameters + sum(
+            one.parameters for one in self.other_layers
+        )
 
     @cached_property
     def mlp_parameters(self) -> int:

@@ -192,16 +192,16 @@ class TrainingStep:
     # heads_here: of attention on the host, the part that is on the device while heads are computed; None
     # where all of it stays on the device
     heads_here: float | None = None
-    # beside_bytes, most_beside, messages: of layers other than attention over all keys, their stores for
-    # the backward pass, the one that keeps most, and what exchanges need at once
-    beside_bytes: int = 0
-    most_beside: int = 0
+    # Of layers other than attention over all keys: bytes that they keep for the backward pass, bytes of the
+    # layer that keeps most, and bytes of messages at one time.
+    other_layers_bytes: int = 0
+    most_of_other_layers: int = 0
     messages: int = 0
 
     @property
     def norm_bytes(self) -> int:
         """Return what a norm saves: its input in float32 (itself, where that is its dtype), x / rms, its
-        output; in tiles, beside an MLP in tiles, its input and output.
+        output; in tiles, with an MLP in tiles, its input and output.
         """
         if self._mlp_tile is not None:
             return 2 * self.layer_input_bytes
@@ -277,9 +277,11 @@ class TrainingStep:
                 here = 0 if self.host_is_device else min(layers, 2)
                 return max(here - 1, 0) * kept if attention else here * self.layer_input_bytes
             # Of attention over chosen keys nothing is kept (saved_results.py).
-            return min(layers, self.model.layers - len(self.model.beside)) * kept if attention else inputs
+            return (
+                min(layers, self.model.layers - len(self.model.other_layers)) * kept if attention else inputs
+            )
         if not attention:
-            others = self.beside_bytes * layers // self.model.layers
+            others = self.other_layers_bytes * layers // self.model.layers
             return layers * (2 * self.norm_bytes + self.mlp_bytes) + others
         return min(layers, self.model.attention_layers) * self._attention_here
 
@@ -365,7 +367,7 @@ class TrainingStep:
             made = head + (layers - left) * per_layer
             saved, attention = self.saved(left, False), self.saved(left, True)
             if self.checkpointing:  # computed again
-                saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_beside
+                saved += 2 * self.norm_bytes + self.mlp_bytes + self.most_of_other_layers
                 # What is kept is the tensor itself where it is all, and a copy where it is a part.
                 same = self.keeps_attention == 1 and self.heads_here is None and attention > 0
                 attention += self._attention_here - (self._kept_bytes if same else 0)
@@ -397,7 +399,7 @@ class TrainingStep:
             self._states(made)
             | {"activations": saved, "attention": attention + gradients + heads - self._query_bytes}
             | {"accumulators": self.ring.accumulators, "kernel workspace": self.ring.workspace}
-            | {"messages beside attention": self.messages}
+            | {"messages of other layers": self.messages}
         )
 
 

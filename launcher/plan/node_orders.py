@@ -1,8 +1,8 @@
 """Compare the ways in which a sequence can span nodes: one ring, two levels, Ulysses inside the nodes.
 
 Owns which ways there are for a setting, what each takes, and the advice. Each is estimated as any setting is,
-so what stands here is what the runtime does with the sizes named: two levels come about by themselves
-(`schedule/plan.py`, `choose_directions`), Ulysses ranks by the JSON. One ring of all ranks is a comparison,
+so the estimate is of the runtime's own choice for these sizes: `choose_directions` of `schedule/plan.py`
+takes two levels by itself, the JSON sets Ulysses ranks. One ring of all ranks is a comparison,
 which the runtime makes only where two levels would send no less between nodes.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from .beside import Selection
 from .estimate import Estimate, estimate
 from .layer_passes import plans_of, slowest_passes, total_cost
+from .other_layers import Selection
 from .pass_time import EXPOSED, PassCost
 from .training_setting import TrainingSetting, like_in_hops
 
@@ -161,7 +161,7 @@ def _others(setting: TrainingSetting) -> Iterator[TrainingSetting]:
     inside = math.gcd(setting.model.kv_heads, setting.model.heads, setting.hardware.devices_per_node)
     ways = [whole] if _has_levels(whole) else []
     ways.append(_one_ring(setting))
-    selects = any(isinstance(kind, Selection) for kind in setting.model.beside)  # not with Ulysses
+    selects = any(isinstance(kind, Selection) for kind in setting.model.other_layers)  # not with Ulysses
     if inside > 1 and whole.ring_size % inside == 0 and not selects:
         ways.append(replace(setting, ring_size=whole.ring_size // inside, ulysses_size=inside))
     own = _sizes(setting)

@@ -1,7 +1,7 @@
 """List what makes a step need less memory on the same devices: one row for each option of a long sequence.
 
-Owns the rows, which of them go together, and the choice of the cheapest set that fits. What an option saves
-is `model_memory.py`'s, what it costs `estimate.py`'s.
+Owns the rows, which of them go together, and the choice of the cheapest set that fits. The savings of an
+option are computed in `model_memory.py`, its costs in `estimate.py`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def with_options(setting: TrainingSetting, options: OptionSet) -> TrainingSettin
 
 
 def fits_somehow(setting: TrainingSetting, slots: int, ring: PassMemory) -> bool:
-    """Return whether a setting fits, or may with options if it says that they may be added.
+    """Return whether a setting fits, or may fit with options, if it allows to add some.
 
     Args:
         setting: of the run.

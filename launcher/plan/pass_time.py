@@ -1,7 +1,7 @@
 """Model the time of a ring pass on one rank: its steps with rates. The only time model; measures nothing.
 
-A batch of a schedule takes the time of its arithmetic, of posting its messages, and of the messages that
-arrive meanwhile. The caller gives the rates: from a hardware description (`PassCost` below), or measured
+A batch of a schedule takes the time of its arithmetic, of posting its messages, and of the messages in
+flight. The caller gives the rates: from a hardware description (`PassCost` below), or measured
 (launcher/tune/model.py).
 
 FLOPs of attention: 4 D per attended pair and query head forward (two products of D multiply-adds), 10 D
@@ -37,7 +37,7 @@ class PassRates(NamedTuple):
     """Describe what a machine takes for the work of a pass, seconds."""
 
     flops_per_s: float  # of the kernel
-    tile_s: float  # of a tile beside its pairs; of a hop where `exclusive_call`
+    tile_s: float  # fixed cost of a tile; of a hop where `exclusive_call`
     exclusive_call: bool  # the kernel takes all tiles of a hop at once
     post_s: float  # of posting a batch that has messages; nothing hides it
     bytes_per_s: float  # of the slowest link of the ring
@@ -68,7 +68,7 @@ class TimeLine(NamedTuple):
 
 def by_head(tiles: Tiles, group: int) -> Iterator[tuple[Tiles, int]]:
     """Yield tiles with the number of query heads they are for, of the `group` that share a K/V head."""
-    # A table may hold tiles of one head in the group beside tiles of all.
+    # A table may hold tiles of one head in the group and tiles of all heads.
     single = tiles.head_in_group >= 0
     if not single.any():
         yield tiles, group
@@ -200,8 +200,8 @@ def executed_pairs(tiles: Tiles) -> int:
 def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
     """Return the bytes that one rank sends, forward and backward.
 
-    K and V of every token that the plan sends go once forward; backward they go again, and dK and dV, float32
-    or as `gradient_payload` says, are sent for each that was received.
+    K and V of every token that the plan sends travel once forward and once backward. In the backward pass dK
+    and dV of each received token return, in float32 or in `gradient_payload`.
     """
     classes = [part.head_class for part in parts for _ in range(part.times)]
     return _sent(shape.schedule(classes, False), shape), _sent(shape.schedule(classes, True), shape)
@@ -232,8 +232,9 @@ def pass_cost(
 ) -> PassCost:
     """Return the cost of a forward and a backward pass of one rank.
 
-    On two levels (`schedule/rank_plan.py`) messages inside a node travel at the rate of its links, and those
-    between nodes beside them. In one ring of all ranks the slowest link is the pace of every hop.
+    On two levels (`schedule/rank_plan.py`) messages inside a node travel at the rate of its links, while
+    those between nodes travel at the rate of the adapters. In one ring of all ranks the slowest link is the
+    pace of every hop.
 
     Args:
         parts: its classes of heads, or some that represent all.

@@ -13,12 +13,12 @@ from ds_ring.schedule.choose import in_words
 from ..tables import console as make_console
 from ..tables import print_table
 from .advice import Advice, Remedy, latents_on_the_wire
-from .beside import LayerCost
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
 from .node_orders import NodeOrders
 from .options import json_of
+from .other_layers import LayerCost
 from .transports import Transports
 
 GIB = 2**30
@@ -88,11 +88,11 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
         "attention_by_pattern": [
             {"pattern": str(one.pattern), "layers": one.layers} | _pass(one) for one in found.passes
         ],
-        "beside_attention": [_layer(one, found) for one in found.beside],
+        "other_layers": [_layer(one, found) for one in found.other_layers],
         "step": {
             "attention_s": found.attention_s,
             "exposed_s": found.exposed_s,
-            "beside_s": found.beside_s,
+            "other_layers_s": found.other_layers_s,
             "swap_bytes_sent": found.swap_bytes,
             "swap_s": found.swap_s,
             "dense_flops": found.dense_flops,
@@ -244,7 +244,7 @@ def _cost_table(found: Estimate) -> Table:
         table.add_row("  Ulysses' all-to-alls", f"{found.swap_bytes / GIB:.3g} GiB", f"{found.swap_s:.3g}")
     sent = (cost.forward_bytes + cost.backward_bytes) / GIB
     table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
-    for layer in found.beside:
+    for layer in found.other_layers:
         size, count = _layer(layer, found)["step_bytes_sent"], layer.layers
         seconds = count * ((1 + found.setting.checkpointing) * layer.forward_s + layer.backward_s)
         table.add_row(f"{count} x {layer.kind.name}", f"{size / GIB:.3g} GiB sent", f"{seconds:.3g}")

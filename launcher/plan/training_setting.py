@@ -12,10 +12,10 @@ from ds_ring.schedule.grid import Grid
 from ds_ring.schedule.layout import Mix
 from ds_ring.schedule.lowering import chunk_bytes_on
 
-from .beside import Kind, Selection
 from .hardware import Hardware
 from .model_file import ModelShape
 from .model_memory import Zero
+from .other_layers import Kind, Selection
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 USABLE = {"cuda": 0.92, "cpu": 1.0}  # the rest: context, communication buffers, fragmentation (assumed)
@@ -32,7 +32,7 @@ class TrainingSetting:
     ring_size: int
     ulysses_size: int
     # model, pattern: of the training; where layers differ, each pattern with its number of layers, without
-    # those of `beside`
+    # those of `other_layers`
     model: ModelShape
     pattern: Pattern | Mix
     layout: str  # a name of `make_layout`
@@ -62,8 +62,8 @@ class TrainingSetting:
     # neighbours on a ring that share a node; None: as the runtime finds it with the hardware's nodes, 0: not
     # known, which makes one ring of all ranks
     ring_ranks_per_node: int | None = None
-    # the other layers (`beside.py`): their kind, their pattern, how many there are
-    beside: tuple[tuple[Kind, Pattern, int], ...] = ()
+    # the other layers (`other_layers.py`): their kind, their pattern, how many there are
+    other_layers: tuple[tuple[Kind, Pattern, int], ...] = ()
 
     @property
     def mix(self) -> Mix:
@@ -76,7 +76,7 @@ class TrainingSetting:
     def mix_of_layout(self) -> Mix:
         """Return the patterns for which a layout is chosen: all attention's, also that over chosen keys."""
         counts = Counter(dict(self.mix))
-        for kind, pattern, layers in self.beside:
+        for kind, pattern, layers in self.other_layers:
             counts[pattern] += layers * isinstance(kind, Selection)
         return tuple((one, layers) for one, layers in counts.items() if layers)
 

@@ -47,7 +47,13 @@ def transports(found: Estimate) -> Transports | None:
     ranks = setting.ring_size * setting.ulysses_size
     inside = setting.ring_size > 1 and ranks <= hardware.devices_per_node
     pull_name = next((name for name, row in PASSES.items() if row.shares_memory), None)
-    if not inside or pull_name is None or hardware.pull_latency_s is None or not found.passes or found.beside:
+    if (
+        not inside
+        or pull_name is None
+        or hardware.pull_latency_s is None
+        or not found.passes
+        or found.other_layers
+    ):
         return None
     names = ("ring", pull_name)
     by_messages, by_pulls = (estimate(replace(setting, transport=name)) for name in names)

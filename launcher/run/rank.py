@@ -190,4 +190,4 @@ def _copy_output(log: Path) -> None:
         for descriptor in descriptors:
             os.dup2(tee.stdin.fileno(), descriptor)
         tee.stdin.close()
-        tee.returncode = 0  # nobody waits for it: it ends after this process
+        tee.returncode = 0  # Popen must not warn that it still runs: it ends after this process

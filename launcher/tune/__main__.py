@@ -20,7 +20,7 @@ import yaml
 from ds_ring.config.json_text import SECTION, Json, parse_object, read_object, write_at_once
 from ds_ring.errors import RingError
 
-from ..plan.model_file import said_of
+from ..plan.model_file import model_patterns_of
 from .arguments import declare
 from .request import TuningRequest, request_from
 from .result import TuningResult, describe_hardware, print_tables, require_writable
@@ -50,7 +50,7 @@ def read(options: argparse.Namespace, world_size: int) -> tuple[Json, TuningRequ
         device=options.device,
         dtype=options.dtype,
         world_size=world_size,
-        said=said_of(options.hf_config, options.layers),
+        model_patterns=model_patterns_of(options.hf_config, options.layers),
     )
     return whole, request
 

@@ -274,14 +274,14 @@ class Probe:
         self.mesh = RingMesh.single()
 
     def rates(
-        self, choices: Sequence[KernelChoice], large_tokens: int, told: Callable[[], object]
+        self, choices: Sequence[KernelChoice], large_tokens: int, progress: Callable[[], object]
     ) -> dict[KernelChoice, KernelRate]:
         """Measure a kernel with each of these options, in turns; the least of the turns counts.
 
         Args:
             choices: options.
             large_tokens: the larger of the two sizes.
-            told: called `TURNS` times for each choice.
+            progress: called `TURNS` times for each choice.
         """
         samples: dict[tuple[KernelChoice, int], list[KernelSample]] = defaultdict(list)
         # In turns, so that a busy moment of the machine hits every choice alike.
@@ -291,7 +291,7 @@ class Probe:
                     self._sample(choice, SMALL_TOKENS, 1)  # warms up
                 for tokens, rounds in ((SMALL_TOKENS, 3), (large_tokens, 1)):
                     samples[choice, tokens].append(self._sample(choice, tokens, rounds))
-                told()
+                progress()
         found = {}
         for choice in choices:
             small, large = samples[choice, SMALL_TOKENS], samples[choice, large_tokens]

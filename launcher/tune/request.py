@@ -33,7 +33,9 @@ class TuningRequest:
     device: str  # "cpu" or "cuda"
     world_size: int  # ranks that measure at once
     base: RingConfig  # the section that is tuned; its sizes are replaced, other keys are kept
-    said: tuple[Pattern | None, ...] = (None,)  # pattern of each layer of the model, None if unknown
+    model_patterns: tuple[Pattern | None, ...] = (
+        None,
+    )  # pattern of each layer of the model, None if unknown
 
     @property
     def sequence_size(self) -> int:
@@ -43,7 +45,7 @@ class TuningRequest:
     @property
     def mix(self) -> Mix:
         """Return what attends to what and in how many layers, without the documents of a batch."""
-        return mix_of(self.base, self.said, self.tokens)
+        return mix_of(self.base, self.model_patterns, self.tokens)
 
     @property
     def item_bytes(self) -> int:
@@ -74,7 +76,7 @@ def request_from(
     batch: int = 1,
     device: str = "cpu",
     dtype: str | None = None,
-    said: tuple[Pattern | None, ...] | None = None,
+    model_patterns: tuple[Pattern | None, ...] | None = None,
 ) -> TuningRequest:
     """Check a request.
 
@@ -88,7 +90,7 @@ def request_from(
         batch: sequences of a micro batch.
         device: "cpu" or "cuda".
         dtype: None is float32 on the CPU and bfloat16 on CUDA.
-        said: of each layer of the model, None if unknown; by default one layer, or as many as the
+        model_patterns: of each layer of the model, None if unknown; by default one layer, or as many as the
             section's "layers" name.
 
     Raises:
@@ -116,9 +118,11 @@ def request_from(
         raise RingConfigError(
             f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens}"
         )
-    if said is None:
-        said = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
-    request = TuningRequest(tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, said)
+    if model_patterns is None:
+        model_patterns = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])
+    request = TuningRequest(
+        tokens, heads, kv_heads, head_dim, batch, dtype, device, world_size, base, model_patterns
+    )
     _ = request.mix  # or raise its error
     return request
 

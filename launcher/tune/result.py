@@ -268,9 +268,8 @@ def _describe(result: TuningResult, times: float) -> Json:
 # [Note: the rate of a pattern]
 # The kernel by itself is timed on a causal triangle. A window's strips and the branches of a dilated pattern
 # are smaller calls with a bias, which run at another rate, as do the additions into accumulators between
-# them. So the rate that is written down is the one at which the chosen pass, as it was timed at the full
-# length with the pattern of the request, comes out right: what it took beyond the plan's figure is laid to
-# its arithmetic.
+# them. So the written rate is corrected by the chosen pass, timed at the full length with the pattern of the
+# request: the time above the plan's figure is attributed to its arithmetic.
 def _slower(result: TuningResult, hardware: Hardware) -> float:
     """Return seconds of arithmetic in the chosen pass over those planned; [Note: the rate of a pattern]."""
     request, chosen = result.request, result.chosen

@@ -1,4 +1,4 @@
-"""Bytes that `ds-ring plan` estimates for layers beside attention against those that ranks count.
+"""Bytes that `ds-ring plan` estimates for layers other than attention against those that ranks count.
 
 Real ranks train a small model of each kind for one step; all their exchanges count what they send. Virtual
 ranks run scans and halos of other rings and layouts. Faults are seeded in what the ranks do.
@@ -31,11 +31,24 @@ from ds_ring.simulation.simulate import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan.advice import latents_on_the_wire
-from ds_ring_launcher.plan.beside import KNOWN, LayerSetting, Recurrence, Selection, layer_memory, sent_by
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.inputs import settings_of
 from ds_ring_launcher.plan.layer_passes import layout_of, parts_of, pass_shape, plans_of
-from ds_ring_launcher.plan.model_file import _OPTIONS, model_of, said_of, text_part, with_layer_types
+from ds_ring_launcher.plan.model_file import (
+    _OPTIONS,
+    model_of,
+    model_patterns_of,
+    text_part,
+    with_layer_types,
+)
+from ds_ring_launcher.plan.other_layers import (
+    KNOWN,
+    LayerSetting,
+    Recurrence,
+    Selection,
+    layer_memory,
+    sent_by,
+)
 from ds_ring_launcher.plan.pass_time import bytes_sent
 from ds_ring_launcher.plan.training_setting import TrainingSetting
 from tests.dist.deepspeed_ranks import start_deepspeed
@@ -199,7 +212,7 @@ def of_ranks(asked: TrainingSetting) -> list[int]:
         total = 0
         for plan, layers in plans_of(asked, layout):
             total += layers * sum(bytes_sent(parts_of(plan, rank), pass_shape(asked, layout)))
-        for kind, pattern, layers in asked.beside:
+        for kind, pattern, layers in asked.other_layers:
             place = LayerSetting(layout, 1, asked.batch, 4, pattern)
             total += layers * sum(one.forward + one.backward for one in sent_by(kind, place, rank))
         found.append(total)
@@ -219,7 +232,7 @@ def test_bytes_of_a_step_are_those_of_a_model(rank_pool: Pool, family: str) -> N
 def test_fewer_keys_send_fewer_rows_than_are_planned(rank_pool: Pool) -> None:
     config = configuration("deepseek_v32", {"index_topk": 2})
     asked = setting(config, 4, "zigzag")
-    (kind, pattern, layers), want = asked.beside[0], of_ranks(asked)
+    (kind, pattern, layers), want = asked.other_layers[0], of_ranks(asked)
     found = rank_pool(4).run(trained, "deepseek_v32", {"index_topk": 2}, "zigzag", False)
     assert isinstance(kind, Selection) and kind.top_k == 2
     for rank, (real, most) in enumerate(zip(found, want, strict=True)):
@@ -315,7 +328,9 @@ def test_no_model_with_other_layers_is_planned_as_attention() -> None:
         except RingConfigError:
             refused.append(name)
             continue
-        assert shape.beside or (set(config["layer_types"]) == {"full_attention"} and name in KNOWN), name
+        assert shape.other_layers or (set(config["layer_types"]) == {"full_attention"} and name in KNOWN), (
+            name
+        )
         read.append(name)
     assert {"nemotron_h", "jamba", "falcon_h1", "deepseek_v4", "minimax_m3_vl_text", "doge"} <= {*refused}
     assert {"qwen3_next", "kimi_linear", "deepseek_v32"} <= {*read} <= {*KNOWN}
@@ -342,17 +357,17 @@ def run(capsys: Any, config: dict[str, Any], *more: str) -> tuple[int, str]:
 
 def test_a_hybrid_plan_counts_each_kind_of_layer(capsys: Any) -> None:
     found = json.loads(run(capsys, QWEN, "--json")[1])
-    (one,) = found["beside_attention"]
+    (one,) = found["other_layers"]
     assert (one["kind"], one["layers"]) == ("gated delta rule", 3)
     assert [row["layers"] for row in found["attention_by_pattern"]] == [1]
     assert one["step_bytes_sent"] == 3 * (one["forward_bytes_sent"] + one["backward_bytes_sent"]) > 0
-    again = json.loads(run(capsys, QWEN, "--json", "--activation-checkpointing")[1])["beside_attention"][0]
+    again = json.loads(run(capsys, QWEN, "--json", "--activation-checkpointing")[1])["other_layers"][0]
     assert again["step_bytes_sent"] == 3 * (2 * one["forward_bytes_sent"] + one["backward_bytes_sent"])
-    assert found["step"]["total_s"] > found["step"]["beside_s"] > 0
+    assert found["step"]["total_s"] > found["step"]["other_layers_s"] > 0
     status, text = run(capsys, QWEN)
     assert status == 0 and "3 x gated delta rule" in text
     sparse = json.loads(run(capsys, SPARSE, "--json")[1])
-    assert sparse["attention"] is None and [one["layers"] for one in sparse["beside_attention"]] == [2]
+    assert sparse["attention"] is None and [one["layers"] for one in sparse["other_layers"]] == [2]
     assert not any("experts" in one for one in sparse["warnings"])
     status, text = run(capsys, SPARSE | {"n_routed_experts": 16})
     assert "the model names 16" in " ".join(text.split())
@@ -372,7 +387,7 @@ def test_parameters_are_those_of_transformers() -> None:
         shape = model_of(asked)
         norms = (2 * shape.layers + 1) * shape.hidden
         # of Qwen 3.5 the gate of the attention's output
-        gates = (shape.layers - len(shape.beside)) * shape.hidden * 4 * 16
+        gates = (shape.layers - len(shape.other_layers)) * shape.hidden * 4 * 16
         assert shape.parameters - norms + gates == real, values["model_type"]
 
 
@@ -395,6 +410,6 @@ def test_what_cannot_be_planned_is_refused(capsys: Any, config: Any, more: list[
 
 def test_layers_beside_attention_cannot_be_tuned(capsys: Any) -> None:
     with pytest.raises(RingConfigError, match='expected layers of attention, got "gated delta rule"'):
-        said_of(json.dumps(with_layer_types(json.dumps(QWEN))), None)
+        model_patterns_of(json.dumps(with_layer_types(json.dumps(QWEN))), None)
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        said_of(json.dumps(QWEN), None)
+        model_patterns_of(json.dumps(QWEN), None)

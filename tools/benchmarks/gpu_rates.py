@@ -229,7 +229,7 @@ def sdpa(shape: Shape, tokens: int, causal: bool) -> tuple[Callable[[], object],
 def ring_row(shape: Shape, tokens: int, ring_size: int, kernel_name: str, rounds: int) -> ResultRow:
     """Time the hops of a causal zigzag ring's slowest rank against one device's attention / ring size.
 
-    Ranks run one after the other on this device, without transfers: what is lost here is lost to smaller
+    Ranks run one after the other on this device, without transfers: the difference is the cost of smaller
     tiles, merges and launches. Of larger rings the first, the middle and the last rank are looked at.
     """
     kernel, pattern = get_kernel(kernel_name, shape.device), Causal()

@@ -2,7 +2,7 @@
 
 Both compute the log-probabilities of all answers and a policy's gradient (`engine.ring.logprobs`) on the same
 ring, and take turns. Reported are tokens of the batch, seconds of a step (medians of the slowest rank), the
-peak of a rank's tensor memory above what it had before the step, and the largest relative difference of the
+peak of a rank's tensor memory above that before the step, and the largest relative difference of the
 loss and of each parameter's gradient between the two.
 
 Example:

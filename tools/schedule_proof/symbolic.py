@@ -97,7 +97,7 @@ class SymbolicRank:
         if not np.array_equal(part.tokens, tokens_of(step.origin, step.slots)):
             self.refuse("the tokens it names", f"others in {name_of(step.buffer)}")
         kinds = [self._chunk(index).steps.buffers[one].payload for one in (step.buffer, step.packed)]
-        # sums are rounded in the copy alone; what is one rank's part may be rounded from the start
+        # sums are rounded in the copy alone; the part of one rank may be rounded from the start
         rounds = (Payload.ROUNDED, Payload.GRADIENTS), (Payload.ENCODED, Payload.KEYS)
         same = step.payload is kinds[0] or (step.payload, kinds[0]) in rounds
         if step.payload is not kinds[1] or not same:

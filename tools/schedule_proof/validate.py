@@ -2,8 +2,8 @@
 
 Owns what concerns more than one rank: messages that match on both ends, and ranks that never wait in a
 circle. The life of one rank's buffers is `symbolic.py`'s; that every pair of the mask is computed once, and
-its gradients return once, `coverage.py`'s. A schedule that passes cannot hang, mix up messages, read what is
-not there, or lose or double a gradient.
+its gradients return once, `coverage.py`'s. A schedule that passes cannot hang, mix up messages, read a buffer
+that is not filled, or lose or double a gradient.
 """
 
 from __future__ import annotations

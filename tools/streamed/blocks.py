@@ -161,13 +161,11 @@ class BlockPlanner:
 
     # [Note: straight from the origin]
     # Between real ranks K/V are handed on from neighbour to neighbour. Here each hop's payload is looked up,
-    # whoever sends it, and gradients go home at once: hops of a `Remote` hold what the plan's hops hold
-    # and compute the same tiles, but nothing is relayed and nothing departs. (`simulate` counts the bytes
-    # sent.)
+    # without its sender, and gradients return to the owner at once: hops of a `Remote` hold the tokens of the
+    # plan's hops and compute the same tiles, but relay and send nothing. (`simulate` counts the bytes sent.)
     #
     # Tables that are the same up to positions are one object, so that what a kernel derives from a table is
-    # derived once; those of blocks are not even made again where the pattern says that they would be
-    # (`shift_key`).
+    # derived once. Tables of blocks that are equal by the pattern's `shift_key` are made once.
     def _hop_plan(self, ring_rank: int, hop: int, origin: int, tiles: Tiles, held: SlotRanges) -> HopPlan:
         """Return a hop that relays nothing; [Note: straight from the origin]."""
         return HopPlan(hop, origin, origin, ring_rank, held, no_slots(), no_slots(), tiles)

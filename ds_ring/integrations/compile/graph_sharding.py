@@ -62,7 +62,7 @@ class StaticSource:
 
     def sharding(
         self,
-        said: Pattern | None,
+        model_pattern: Pattern | None,
         mixed: bool,
         local_tokens: int | None,
         scale: float | None,
@@ -75,12 +75,12 @@ class StaticSource:
             layout = context.layout_for(local_tokens * self.mesh.ulysses_size, device_type)
         tokens = UNBOUNDED if layout is None else layout.tokens
         pattern = self.pattern
-        if said is not None:
-            pattern = pattern_of_layer(said, pattern, tokens, False, mixed)
+        if model_pattern is not None:
+            pattern = pattern_of_layer(model_pattern, pattern, tokens, False, mixed)
         if pattern != self.pattern:
             if layout is None:  # a name may stand for another layout where the pattern is another one
                 raise RingPatternError(
-                    f"the model's mask is {said}, the pattern of the options {self.pattern}; pass"
+                    f"the model's mask is {model_pattern}, the pattern of the options {self.pattern}; pass"
                     " options={'layout': make_layout(...)} of known length, or that pattern"
                 )
             context = context_for(pattern, layout, self.mesh, options)
@@ -103,14 +103,14 @@ class SessionSource:
 
     def sharding(
         self,
-        said: Pattern | None,
+        model_pattern: Pattern | None,
         mixed: bool,
         local_tokens: int | None,
         scale: float | None,
         device_type: str,
     ) -> GraphSharding:
         sharding = self.session.batches.current
-        pattern = sharding.pattern_of(said, None, mixed)
+        pattern = sharding.pattern_of(model_pattern, None, mixed)
         parts = sharding.attention(scale, pattern).contexts
         return GraphSharding(sharding.mesh, pattern, sharding.layout, parts, not sharding.groups)
 
@@ -162,10 +162,12 @@ def place_op(
     # A sharding that must not replace the mask is refused. The other ranks hear of it in their attention.
     with collective(registered.source.mesh, "attention"):
         tokens = int(positions.shape[-1]) if checked else None
-        said = None
+        model_pattern = None
         if causal is not None:
-            said = SlidingWindow(window, causal) if window is not None else Causal() if causal else Full()
-        sharding = registered.source.sharding(said, mixed, tokens, scale, positions.device.type)
+            model_pattern = Causal() if causal else Full()
+            if window is not None:
+                model_pattern = SlidingWindow(window, causal)
+        sharding = registered.source.sharding(model_pattern, mixed, tokens, scale, positions.device.type)
     with collective(sharding.mesh, "attention"):
         if checked and sharding.checks_positions:
             check_positions(positions, sharding)

@@ -101,19 +101,20 @@ class BatchSharding:
         return found
 
     def pattern_of(
-        self, said: Pattern | None = None, layer: int | None = None, mixed: bool = False
+        self, model_pattern: Pattern | None = None, layer: int | None = None, mixed: bool = False
     ) -> Pattern:
-        """Return who attends to whom in a layer, documents apart: `LayerPatterns.of`."""
-        if self.groups and any(isinstance(part, Chunked) for part in (said.conjuncts if said else ())):
+        """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
+        parts = () if model_pattern is None else model_pattern.conjuncts
+        if self.groups and any(isinstance(part, Chunked) for part in parts):
             raise RingPatternError(
-                f"the model's layer is {said}, whose chunks begin with each document; expected no documents;"
-                f' set "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
+                f"expected no documents with {model_pattern}, whose chunks begin with each document; set"
+                f' "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
             )
-        found = self.patterns.of(self.layout.tokens, said, layer, mixed)
+        found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
         if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
             raise RingPatternError(
-                f"a layer of the model: expected Causal() beside a tree of rollouts, got {found}; hand the"
-                " rollouts over as rows of their own"
+                f"a layer of the model: expected Causal() with a tree of rollouts, got {found}; pass the"
+                " rollouts as rows of their own"
             )
         return found
 

@@ -11,7 +11,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring_launcher.plan.estimate import Estimate, estimate
 from ds_ring_launcher.plan.layer_passes import layer_passes
-from ds_ring_launcher.plan.model_file import mix_of, said_by, with_layer_types
+from ds_ring_launcher.plan.model_file import mix_of, patterns_by, with_layer_types
 from ds_ring_launcher.plan.node_orders import hiding_shard
 from tests.unit.launcher.plan.test_cost import SMALL, setting
 
@@ -25,20 +25,20 @@ def section(**pattern: object) -> RingConfig:
 
 def test_layer_types_say_what_each_layer_sees() -> None:
     types = [LOCAL] * 5 + ["full_attention"]
-    said = said_by(GEMMA | {"layer_types": types})
-    assert said == (*[SlidingWindow(512)] * 5, Causal())
-    assert said_by({"text_config": GEMMA | {"layer_types": types}}) == said
-    assert said_by(GEMMA) == (SlidingWindow(512),) * 6
-    assert said_by(GEMMA | {"use_sliding_window": False}) == (Causal(),) * 6
+    found = patterns_by(GEMMA | {"layer_types": types})
+    assert found == (*[SlidingWindow(512)] * 5, Causal())
+    assert patterns_by({"text_config": GEMMA | {"layer_types": types}}) == found
+    assert patterns_by(GEMMA) == (SlidingWindow(512),) * 6
+    assert patterns_by(GEMMA | {"use_sliding_window": False}) == (Causal(),) * 6
     chunks = GEMMA | {"layer_types": ["chunked_attention"] * 6, "attention_chunk_size": 64}
-    assert said_by(chunks) == (Chunked(64),) * 6
+    assert patterns_by(chunks) == (Chunked(64),) * 6
 
 
 def test_what_a_file_leaves_open_is_transformers_word() -> None:
     found = with_layer_types('{"model_type": "gemma3_text", "num_hidden_layers": 12, "sliding_window": 512}')
     assert found["layer_types"] == ([LOCAL] * 5 + ["full_attention"]) * 2
     with pytest.raises(RingConfigError, match="is_encoder_decoder: expected a model of one sequence"):
-        said_by(GEMMA | {"is_encoder_decoder": True})
+        patterns_by(GEMMA | {"is_encoder_decoder": True})
     with pytest.raises(RingConfigError, match="layer_types: expected the type of each layer"):
         with_layer_types('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
 
@@ -54,19 +54,19 @@ def test_what_a_file_leaves_open_is_transformers_word() -> None:
 )
 def test_a_file_that_is_wrong_is_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(RingConfigError, match=message):
-        said_by(GEMMA | values)
+        patterns_by(GEMMA | values)
 
 
 def test_the_section_and_the_model_are_put_together_as_the_runtime_does() -> None:
-    said = (*[SlidingWindow(512)] * 5, Causal())
-    assert dict(mix_of(section(), said, 4096)) == {SlidingWindow(512): 5, Causal(): 1}
-    assert dict(mix_of(section(), said, 512)) == {Causal(): 6}  # windows that hide nothing
+    found = (*[SlidingWindow(512)] * 5, Causal())
+    assert dict(mix_of(section(), found, 4096)) == {SlidingWindow(512): 5, Causal(): 1}
+    assert dict(mix_of(section(), found, 512)) == {Causal(): 6}  # windows that hide nothing
     named = section(layers={"0-1": {"window": 128}})
     assert dict(mix_of(named, (None,) * 4, 4096)) == {SlidingWindow(128): 2, Causal(): 2}
     with pytest.raises(RingConfigError, match="layers from 0 to 1"):
         mix_of(section(layers={"7": {"window": 8}}), (None, None), 4096)
     with pytest.raises(RingPatternError, match="see otherwise"):
-        mix_of(section(window=64), said, 4096)
+        mix_of(section(window=64), found, 4096)
 
 
 def test_attention_is_summed_over_the_layers_and_memory_is_that_of_the_largest() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from ds_ring.errors import RingConfigError
 from ds_ring_launcher import cli
-from ds_ring_launcher.plan.beside import _size, readers_of
-from ds_ring_launcher.plan.model_file import said_by, said_of
+from ds_ring_launcher.plan.model_file import model_patterns_of, patterns_by
+from ds_ring_launcher.plan.other_layers import _size, readers_of
 from ds_ring_launcher.tune.result import require_writable
 
 SIZES = ["--layers", "2", "--hidden", "256", "--heads", "8", "--kv-heads", "2", "--vocab", "256"]
@@ -33,11 +33,11 @@ def test_a_model_without_attention_is_not_planned(capsys: pytest.CaptureFixture[
 def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
     mixed = json.dumps(QWEN | {"layer_types": ["linear_attention", "full_attention"]})
     with pytest.raises(RingConfigError, match="expected no number beside --hf-config"):
-        said_of(mixed, 2)
+        model_patterns_of(mixed, 2)
     with pytest.raises(RingConfigError, match="measure its attention by --layers alone"):
-        said_of(mixed, None)
+        model_patterns_of(mixed, None)
     with pytest.raises(RingConfigError, match="expected the type of each layer, got null"):
-        said_by(QWEN)
+        patterns_by(QWEN)
     with pytest.raises(RingConfigError, match="linear_key_head_dim: expected a whole number of at least 1"):
         _size({"linear_key_head_dim": 0}, "linear_key_head_dim")
     with pytest.raises(RingConfigError, match=r'model_type: expected attention alone.* with "ssm_cfg"'):

@@ -361,7 +361,7 @@ def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes:
         kept = batch * slots * kind.kept * element_bytes
         if not kind.state:
             return LayerMemory(kept, 2 * RUNS * batch * kind.before * kind.channels * element_bytes)
-        # M and B of the runs; what is composed, sent and received of both; states and gradients.
+        # M and B of the runs, composed, sent and received; states and gradients.
         scan = 7 * FLOAT * RUNS * batch * (kind.transition + kind.state)
         return LayerMemory(kept + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
     chosen = 8 * batch * slots * min(kind.top_k, tokens)  # int64
