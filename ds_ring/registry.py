@@ -18,17 +18,17 @@ PUBLIC = {row[-1]: f"{row[1]}.{row[3]}" for row in _ROWS if row[:1] == ["from"]}
 
 
 class JsonKey(NamedTuple):
-    """Describe the key of "pattern" by which the JSON has a pattern: one that takes a number of tokens.
+    """The key of the JSON's "pattern" section for a pattern that takes a number of tokens.
 
     Attributes:
         name: the key.
-        meaning: what the pattern does with its n tokens.
-        beside: other keys, and why the pattern has no effect beside them ("which ...").
+        meaning: of the pattern with n tokens.
+        conflicts: other keys with which the pattern has no effect, and the reasons ("which ...").
     """
 
     name: str
     meaning: str
-    beside: dict[str, str] = {}  # noqa: RUF012
+    conflicts: dict[str, str] = {}  # noqa: RUF012
 
 
 # Functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns (`Mix`).

@@ -4,10 +4,10 @@ DeepSpeed itself reads with hjson, which takes comments and trailing commas that
 same file (Accelerate, Transformers, the launcher, an editor) refuses, and answers a missing file with
 "Invalid base64". Here a file is plain JSON in UTF-8, or an error names the line.
 
-Our section is found inside the whole JSON, and what breaks a ring beside it is refused: the keys of the top
-level. The model of the section (section.py) comes as an argument.
+Our section is found inside the whole JSON, and keys of the top level that break a ring are refused. The
+model of the section (section.py) comes as an argument.
 
-A file is written beside its place and renamed (`replaced`): a reader sees the old contents or the new ones.
+A file is written under another name and renamed (`replaced`): a reader sees the old contents or the new ones.
 `write_at_once` also keeps one of them through a crash of the machine; `replace_text` is cheaper and does not.
 """
 
@@ -66,15 +66,15 @@ def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
             got = _KINDS.get(stat.filemode(mode)[0], "something else")
             what = sentence("a regular file", got, "write its contents to a file first")
             raise config_error(label, what)
-        # Whoever swaps a pipe in between makes nobody wait.
+        # O_NONBLOCK: if the path has become a pipe since the check, the open must not wait.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with open(handle, "rb") as file:
             data = file.read(most_bytes + 1)
     except (FileNotFoundError, IsADirectoryError, RingConfigError):
         raise
     except (OSError, ValueError) as error:  # no permission, a name that is too long, a NUL in the name
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        what = sentence("a file that can be read", said, "give the path of a file")
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        what = sentence("a file that can be read", got, "give the path of a file")
         raise config_error(label, what) from None
     if len(data) > most_bytes:
         most = f"{most_bytes:,} bytes"
@@ -168,7 +168,7 @@ MOST_NESTED = 64
 
 
 def read_object(source: str | os.PathLike[str]) -> Json:
-    """Return the JSON object in the file `source`; RingConfigError for whatever keeps it from being read."""
+    """Return the JSON object in the file `source`; RingConfigError if it cannot be read."""
     path = Path(source)
     if str(path).lstrip().startswith("{"):
         advice = "pass json.loads(text), or write it to a file"
@@ -187,7 +187,7 @@ def read_object(source: str | os.PathLike[str]) -> Json:
 
 def parse_object(text: str, label: str) -> Json:
     """Return the JSON object that `text` is; RingConfigError, beginning with `label`, where it is none."""
-    # An object, and its keys that stand in it more than once: json would silently keep the last.
+    # An object, and its keys that occur in it more than once: json would silently keep the last.
     duplicates: list[tuple[Json, list[str]]] = []
 
     def built(pairs: list[tuple[str, Any]]) -> Json:
@@ -197,7 +197,7 @@ def parse_object(text: str, label: str) -> Json:
             duplicates.append((value, [name for name, count in times.items() if count > 1]))
         return value
 
-    # The parser recurses: it would overflow its stack on what is nested deeper.
+    # The parser recurses: deeper nesting would overflow its stack.
     if _depth(text) > MOST_NESTED:
         what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
         raise config_error(label, f"cannot be read as JSON: {what}")
@@ -345,8 +345,8 @@ def resolve(source: JsonSource, model: type[Model]) -> tuple[Model, Json]:
         config = model.model_validate(copy.deepcopy(section | {SP_KEY: whole.get(SP_KEY, "auto")}))
     except ValidationError as error:
         # A fault that was found above has the better words for its key.
-        told = {problem.key for problem in problems}
-        problems += [new for new in problems_of(error, model, SECTION) if new.key not in told]
+        known = {problem.key for problem in problems}
+        problems += [new for new in problems_of(error, model, SECTION) if new.key not in known]
     if problems:
         raise config_error(label, *problems)
     return config, whole
@@ -363,7 +363,7 @@ def _top_level_problems(whole: Json) -> list[Problem]:
 
 
 def _crowded(section: Json) -> list[Problem]:
-    """Find objects of so many keys that nobody wrote them: to name each as unknown takes a while."""
+    """Find objects with more keys than a person writes: naming each as unknown would take long."""
     objects = {SECTION: section} | {f"{SECTION}.{key!s:.80}": value for key, value in section.items()}
     advice = "is this the right text? Leave out what the section does not know"
     return [

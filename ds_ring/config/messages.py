@@ -1,6 +1,6 @@
-"""Write what is wrong with a configuration as sentences: where, expected, got, what to do.
+"""Describe the errors of a configuration in sentences: where, expected, got, what to do.
 
-`Section` is the strict base model of pydantic; an `Accepted` in a field's annotation says what it takes.
+`Section` is the strict base model of pydantic; an `Accepted` in a field's annotation describes its values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_LETTERS = 1200
 class Accepted:
     """Describe what a field accepts, and what to do when it got something else. Annotated onto the field."""
 
-    # `outside` marks a field whose key stands at the top level of the JSON, beside the section.
+    # `outside` marks a field whose key is at the top level of the JSON, outside the section.
 
     what: str
     advice: str
@@ -82,7 +82,7 @@ def config_error(source: str, *problems: Problem | str) -> RingConfigError:
 
 def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice nearest to `word`, looking past case, dashes, underscores and blanks."""
-    if len(str(word)) > 200:  # nobody means that; the comparison would be slow
+    if len(str(word)) > 200:  # no typing error; the comparison would be slow
         return None
     choices = list(choices)
     plain, *others = (re.sub(r"[^a-z0-9]", "", text.lower()) for text in (str(word), *choices))
@@ -91,7 +91,7 @@ def did_you_mean(word: object, choices: Iterable[str], cutoff: float = 0.6) -> s
 
 
 def shown(value: object) -> str:
-    """Show `value` as it stands in the JSON, cut where it is long, so that "4" and 4 look different."""
+    """Show `value` as JSON text, cut where it is long, so that "4" and 4 look different."""
     if isinstance(value, int) and abs(value) >= 10**30:
         return "a number of more than 30 digits"
     try:
@@ -163,11 +163,13 @@ FlagOrPart = Annotated[bool | float, PlainValidator(_flag_or_part), FLAG_OR_PART
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
-    """Return every problem that pydantic found in `model`, whose keys stand under `prefix`."""
+    """Return every problem that pydantic found in `model`, whose keys are under `prefix`."""
     found = error.errors(include_url=False)
     # To look for what was meant by each of 40 000 unknown keys would take minutes.
-    told = [_problem(detail, model, prefix) for detail in found[:MOST_PROBLEMS]]
-    return told + [Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MOST_PROBLEMS:]]
+    explained = [_problem(detail, model, prefix) for detail in found[:MOST_PROBLEMS]]
+    return explained + [
+        Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MOST_PROBLEMS:]
+    ]
 
 
 class Section(BaseModel):
@@ -246,7 +248,7 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 
 def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
-    """Describe a key nobody knows: a near miss here, a key of the neighbouring section, or neither."""
+    """Describe an unknown key: a near miss here, a key of the neighbouring section, or neither."""
     known = _keys(owner)
     near = did_you_mean(word, known)
     advice = "remove it, or move it to the section that it belongs to"

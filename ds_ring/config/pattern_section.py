@@ -129,7 +129,7 @@ class PatternKeys(Section):
 
 
 def _checked_slices(value: Any) -> Any:
-    """Return the slices as nested tuples; Refused with what the pattern says of them."""
+    """Return the slices as nested tuples; Refused with the pattern's own error."""
     try:
         return Slices(value).slices
     except RingPatternError as error:
@@ -144,13 +144,13 @@ PATTERNS_BY_KEY = {one.json_key.name: (one.json_key, one) for one in _PATTERNS i
 
 
 def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
-    """Refuse a pattern's key beside one of those that its `json_key`, or theirs, names."""
+    """Refuse a pattern's key together with a key that conflicts with it by the `json_key` of either."""
     if value is not None:
         own = PATTERNS_BY_KEY[str(info.field_name)][0]
         for other, got in info.data.items():
             usual = PatternKeys.model_fields[other].default if other in PatternKeys.model_fields else None
-            theirs = PATTERNS_BY_KEY[other][0].beside if other in PATTERNS_BY_KEY else {}
-            why = own.beside.get(other) or theirs.get(own.name)
+            theirs = PATTERNS_BY_KEY[other][0].conflicts if other in PATTERNS_BY_KEY else {}
+            why = own.conflicts.get(other) or theirs.get(own.name)
             if got != usual and why:
                 raise Refused(without_effect(shown(value), f"{other} {shown(got)}", why))
     return value
@@ -181,7 +181,7 @@ def _numbers(names: str) -> Iterator[int]:
 
 
 def _of_a_layer(others: dict[str, Any], names: str, own: Any) -> PatternKeys:
-    """Return the whole pattern of some layers: what they do not say is as in the section."""
+    """Return the whole pattern of some layers: keys that they do not have are those of the section."""
     if not isinstance(own, dict):
         raise Refused(sentence("an object of pattern keys", shown(own), 'write {"window": 512}, say'))
     for key in ("layers", "documents", "causal"):

@@ -189,9 +189,9 @@ class RingKeys(Section):
 class RingConfig(PassOptions, RingKeys):
     """Hold the section, resolved: `ring_size` is a number here even where the JSON says "auto".
 
-    `sequence_parallel_size` stands at the top level of the JSON, where DeepSpeed reads it. Left out, or
-    "auto", it is ring_size x ulysses_size. With ring_size "auto" as well nothing says how many ranks share
-    a sequence; DeepSpeed's own default of 1 would be no ring at all without a word, so that is an error.
+    `sequence_parallel_size` is at the top level of the JSON, where DeepSpeed reads it. Left out, or "auto",
+    it is ring_size x ulysses_size. If ring_size is "auto" as well, the number of ranks of a sequence is
+    unknown; DeepSpeed's own default of 1 would silently be no ring at all, so that is an error.
     """
 
     latents: Switch = Field(
@@ -354,7 +354,7 @@ class RingConfig(PassOptions, RingKeys):
 def strip_section(source: JsonSource) -> Json:
     """Return the JSON that deepspeed.initialize should get: a deep copy without our section.
 
-    `sequence_parallel_size` is in it as a number, whatever the JSON left open. Hand DeepSpeed this dict and
+    `sequence_parallel_size` is in it as a number, even if the JSON has "auto". Pass this dict to DeepSpeed,
     not a path: given a path, it looks for that key among the letters of the path.
     """
     config, whole = resolve(source, RingConfig)
@@ -370,7 +370,7 @@ def _divisors(number: int) -> list[int]:
 
 def pattern_from_config(config: RingConfig) -> Pattern:
     """Build the pattern of the section; its parts are composed with `&`."""
-    # Without documents: they change with every batch, and who has the batch adds them.
+    # Without documents: they change with every batch, and are added with the batch.
     return _pattern(config.pattern)
 
 
@@ -396,7 +396,7 @@ def _pattern(section: PatternConfig) -> Pattern:
             has_causal = any(field.name == "causal" for field in fields(kind))
             parts.append(make(tokens, section.causal) if has_causal else make(tokens))
     if section.slices is not None:
-        # the kinds of slices say what is causal; beside "causal": true they may only hide more
+        # each kind of slice is causal or not; with "causal": true slices may only hide more
         parts += [Slices(section.slices), *([Causal()] if section.causal and not parts else [])]
     return reduce(and_, parts) if parts else Causal() if section.causal else Full()
 

@@ -1,6 +1,6 @@
 """Multi-head attention with its projections over a sharded sequence: `MultiheadRingAttention`.
 
-Owns the parameters and what stands around the attention: projections, heads, the sub-layer norm. The
+Owns the parameters and the computation around the attention: projections, heads, the sub-layer norm. The
 attention itself is `RingAttention`'s. Legend: B batch, S tokens of this rank, E embed_dim, H query heads, G
 key and value heads, D = E / H.
 """
@@ -150,7 +150,7 @@ class MultiheadRingAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the projections as `gamma_init` says; None leaves out_proj.weight to `nn.Linear`."""
+        """Initialize the projections with gain `gamma_init`; None leaves out_proj.weight to `nn.Linear`."""
         if self.gamma_init is None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:
@@ -180,7 +180,7 @@ class MultiheadRingAttention(nn.Module):
             the output, of query's shape and dtype (under autocast of its dtype), and None for the weights.
 
         Raises:
-            RingConfigError: weights are asked for.
+            RingConfigError: `need_weights` is true.
             RingPatternError: a mask, or an `is_causal` that contradicts the pattern.
             RingShapeError: tensors that are not of one shape [B, S, E], or not of the parameters' dtype.
             RingMismatchError, RingPeerError, RingFiniteError: as `ring_attention`.

@@ -80,7 +80,7 @@ def _layout_of_documents(family: str, lengths: tuple[int, ...], ring_size: int) 
 
 
 def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
-    """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, behind; -1 for all)."""
+    """Return the pattern of FlashAttention's `causal` and `window_size` (keys before, after; -1 for all)."""
     before, behind = window_size
     if before < 0 and (causal or behind < 0):
         return Causal() if causal else Full()

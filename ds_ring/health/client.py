@@ -5,7 +5,7 @@ The monitor process (`failure_detector/`) decides who failed. Ranks here are wor
 [Note: last resort]
 No exception can reach a rank that is stuck in somebody else's collective. Under `ds_ring.initialize` such a
 rank prints its stacks and ends, `hop_timeout_seconds` after the fault. After a fault a mesh is broken, and
-every later call on it says why. Buffers of a wait that does not complete are never freed.
+every later call on it raises the reason. Buffers of a wait that does not complete are never freed.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ class DetectorClient:
     def report_collectives(self, what: str, limit: Limit) -> None:
         """Report from now on how many collectives of torch.distributed this rank has begun, and where it is.
 
-        So a rank is named that keeps the others in a collective that is not ds_ring's, longer than its
-        `limit`: [Note: behind in a collective] in `collective_calls.py`. The calling thread is the one that
-        makes them. `what` and `limit` hold outside of `within`.
+        So the monitor names a rank that keeps others waiting in a collective that is not ds_ring's for longer
+        than its `limit`: [Note: late in a collective] in `collective_calls.py`. The calling thread is the one
+        that makes the collectives. `what` and `limit` hold outside of `within`.
         """
         self._thread, self._group = threading.get_ident(), default_group_id()
         self._stage = what, limit
@@ -150,7 +150,7 @@ class DetectorClient:
 
     @contextmanager
     def within(self, what: str, limit: Limit) -> Iterator[None]:
-        """Say where this rank is meanwhile, and how long others may wait for it there."""
+        """Report `what` this rank does inside the block, and how long others may wait for it there."""
         before = self._stage
         if before is not None:
             self._stage = what, limit
@@ -177,7 +177,7 @@ class DetectorClient:
         self._know(Fault(self.rank, cause))
 
     def leave(self, ends: bool = False) -> None:
-        """Send a goodbye and end the connection; `ends` says that the process ends, too."""
+        """Send a goodbye and end the connection; `ends`: the process ends, too."""
         if self.is_open:
             # Others may be in a collective that a process which ends will never begin.
             self._send({"kind": "bye"} | (self._calls() if ends else {}))
@@ -187,8 +187,8 @@ class DetectorClient:
     def leave_later(self) -> None:
         """Leave as a mesh that is garbage does.
 
-        A process that ends by SystemExit drops its meshes first. Where collectives are judged the goodbye
-        waits for LINGER_S, so that the end of the process can say it: others may be in one.
+        A process that ends by SystemExit drops its meshes first. If collectives are watched, the goodbye is
+        sent after LINGER_S, so that it can report the end of the process: others may be in a collective.
         """
         if self._stage is None:
             self.leave()
@@ -196,11 +196,11 @@ class DetectorClient:
             self._leaves_at = time.monotonic() + LINGER_S
 
     # [Note: the end of a process]
-    # An orderly exit says goodbye; one after an uncaught exception says which; a killed process says nothing,
-    # and the end of its connection tells the monitor. After a fault a process lingers for a moment before it
-    # ends, so that the traceback of the culprit is not hidden by a launcher that ends all ranks as soon as
-    # one is gone. A thread that is stuck in a wait of torch cannot be ended, and would keep the interpreter
-    # from shutting down: then the process ends without that, with exit code 1.
+    # An orderly exit sends a goodbye; after an uncaught exception it has the exception. A killed process
+    # sends nothing, and the monitor sees the end of its connection. After a fault a process lingers for a
+    # moment before it ends, so that a launcher that ends all ranks as soon as one is gone does not hide the
+    # culprit's traceback. A thread that is stuck in a wait of torch cannot be ended, and would keep the
+    # interpreter from shutting down: then the process ends without shutting it down, with exit code 1.
     def end(self) -> None:
         """Name who failed, if no error here did; wait until others had time to say what they saw; leave."""
         if self.fault is not None:
@@ -236,7 +236,7 @@ class DetectorClient:
             os._exit(1)
 
     def _calls(self) -> dict[str, Any]:
-        """Return what a heartbeat says of collectives: nothing, if they are not judged."""
+        """Return the collectives' part of a heartbeat: nothing, if they are not watched."""
         stage = self._stage
         if stage is None or default_group_id() != self._group:
             return {}
@@ -260,7 +260,7 @@ class DetectorClient:
             self.on_late(int(message["rank"]))
 
     def _send(self, message: dict[str, Any]) -> None:
-        with self._sending, suppress(OSError):  # the reader notices, too, and says so
+        with self._sending, suppress(OSError):  # the reader notices, too, and reports it
             if self.is_open:
                 self._connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -313,7 +313,7 @@ class DetectorClient:
 
 
 def log_late(notice: LateNotice | int) -> None:
-    """Log that a rank is late, or that it goes on."""
+    """Log that a rank is late, or that it continues."""
     if isinstance(notice, int):
         log.warning("rank %d goes on", notice)
     else:
@@ -360,7 +360,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 # Calls that may never return (collectives of torch), made in a thread so that they can be left.
 
-PATIENCE_S = 0.25  # a wait that lasts longer is told to the monitor, and gets so long to end after a fault
+PATIENCE_S = 0.25  # a longer wait is reported to the monitor; after a fault, a wait gets this time to end
 VERDICT_S = GRACE_S + 1.5  # for the monitor's answer
 T = TypeVar("T")
 
@@ -430,7 +430,7 @@ def _wait_watched(
             wake.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         if detector.fault is not None:
             wait([call], PATIENCE_S)
-        # The deadline has passed and nobody is known to have failed: ask the monitor who is late.
+        # The deadline has passed and no rank is known to have failed: ask the monitor which one is late.
         elif not call.done():
             detector.report_timeout(
                 others, f"it did not come to {what} within {limit.seconds:g} s ({limit.key})"
@@ -457,11 +457,11 @@ def verdict(detector: DetectorClient, error: BaseException | None = None) -> Fau
 
 
 def is_of_distributed(error: BaseException, *callers: str) -> bool:
-    """Return whether a collective raised this error: by its type and by who called it, not by what it says.
+    """Return whether a collective raised this error: by its type and its caller, not by its text.
 
     Args:
         error: of any kind.
-        callers: modules whose calls of compiled code may be collectives, beside torch's and DeepSpeed's own.
+        callers: other modules than torch's and DeepSpeed's whose calls of compiled code may be collectives.
     """
     import torch.distributed as dist
 

@@ -43,7 +43,7 @@ _LOOK_S = 0.002
 
 
 class FirstCollective:
-    """A sum of one number over gloo's default group, in the background: it fails beside a rank that dies."""
+    """An all-reduce over gloo's default group, in the background: it fails on neighbours of a dead rank."""
 
     def __init__(self) -> None:
         import torch
@@ -153,7 +153,7 @@ START = Limit(Timeouts().start, "timeout_s")
 # - Once the monitor runs, all ranks are known to be there. A rank that does not join in time has failed.
 # A rank that sees a death writes it to the store for the others.
 class PeerLost(Exception):
-    """A rank failed before all ranks had joined; `fault` names it and says what was observed."""
+    """A rank failed before all ranks had joined; `fault` has the rank and the observation."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.cause)
@@ -333,10 +333,10 @@ JOIN_S = 60.0  # tries of all addresses together
 
 # [Note: the secret]
 # The handshake needs a secret that is known to the ranks alone. A launcher hands one over (`secret`), and the
-# store holds nothing of it. Otherwise rank 0 makes one and publishes it in the store: then whoever can read
-# the process group's store, which has no password, can speak to the monitor.
+# store does not contain it. Otherwise rank 0 makes one and publishes it in the store: then every process that
+# can read the process group's store, which has no password, can connect to the monitor.
 class MonitorAddress(NamedTuple):
-    """Where the monitor listens, and the settings of rank 0 that hold for all ranks."""
+    """The address of the monitor, and the settings of rank 0 that hold for all ranks."""
 
     port: int
     hosts: list[str]  # tried in order
@@ -473,7 +473,7 @@ def join_detector(
         None where there is no other rank: the world has one rank, or its process group is fake.
 
     Raises:
-        RingPeerError: another rank died meanwhile, or did not come in time; names it.
+        RingPeerError: another rank died during the call, or did not come in time; names it.
         RingMeshError, RingConfigError: of `join`.
     """
     import torch.distributed as dist

@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_ring.health.failure_detector.wire import NOT_COMPARED
 
-MOST_GROUPS = 256  # of which numbers are told
+MOST_GROUPS = 256  # whose numbers a heartbeat carries
 _OF_OTHERS = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
@@ -27,7 +27,7 @@ _OF_OTHERS = (
 
 
 def _c10d() -> Any:
-    """Return torch's module of process groups; None where nobody has imported it."""
+    """Return torch's module of process groups; None if it is not imported."""
     return sys.modules.get("torch.distributed.distributed_c10d")
 
 

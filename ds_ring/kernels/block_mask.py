@@ -24,7 +24,7 @@ from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
 
 # [Note: hops that share a table]
-# Hops in which all pairs are attended share one table, whatever their positions. If a mask depends on
+# Hops in which all pairs are attended share one table at all positions. If a mask depends on
 # distances only, two hops share a table if one equals the other after a shift of positions. A causal zigzag
 # ring of any size has three such geometries: the own shard, half of the keys and half of the queries.
 
@@ -263,9 +263,9 @@ class TableOptions(NamedTuple):
 
     Attributes:
         block: side of a block in slots; see [Note: how large tables are].
-        device: where the tables are to lie.
-        shortest: at least so many queries, of `slots` that there are.
-        positions_matter: something beside the mask reads positions: a score_mod.
+        device: of the tables.
+        shortest: least number of query rows of the tables; `slots`: number of queries.
+        positions_matter: a score_mod reads positions, too.
     """
 
     block: int
@@ -306,13 +306,13 @@ def hop_mask(
 
 
 _kept: ByteLRU[HopMask] = ByteLRU(KEPT_TABLE_BYTES)
-# By tiles, which plans keep: what is found without looking at a single row of them.
+# Properties by the tiles of a plan, so that a warm pass reads no row of them.
 _known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.WeakKeyDictionary()
 
 
 # [Note: how large tables are]
-# A table of blocks grows with the square of the shard. With blocks of twice the side it is a quarter, and
-# what is computed in vain is half a block a row, in a row of thousands of blocks. So blocks grow until the
+# A table of blocks grows with the square of the shard. Blocks of twice the side make it a quarter as large,
+# and add half a block of masked pairs to a row of thousands of blocks. So blocks grow until the
 # tables of a hop fit TABLE_BYTES: causal zigzag on 64 shards of 256 Ki tokens takes 6 to 7 MiB a hop, for
 # three geometries, each made in 10 to 20 ms. Tables of narrow patterns are small at any length, and keep
 # their blocks.
@@ -355,9 +355,9 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
 
 
 def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
-    """Return the side of a hop's blocks; None if nobody knows before its tables are made. `keys`: slots."""
+    """Return the side of a hop's blocks; None if it depends on tables not made yet. `keys`: slots."""
     assert tiles.rule is not None
-    # Hops of so many slots at most keep their blocks, whatever is attended.
+    # Tables of hops of at most so many slots fit with every pattern, so their blocks stay.
     rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
     heads = len(tiles.rule.branches_by_head)
     if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
@@ -367,7 +367,7 @@ def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
 
 
 def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:
-    """Return what limits the branches beside their labels; see `BandTensors`."""
+    """Return the distances and masks of the branches; see `BandTensors`."""
     found = []
     for *bounds, masks in geometry.rule.bands:
         # No distance is beyond these, so a bound that is none stays without effect.
@@ -447,5 +447,5 @@ class _TablePlan(NamedTuple):
         for one in range(1, most):
             from_, by = (on_device[part, one].unsqueeze(1) for part in (0, 1))
             index += (place_w >= from_) * by
-        # Behind the last block of a row stands what nobody reads.
+        # Entries after the last block of a row are never read; clamp them to valid indices.
         return index.clamp_(max=max(blocks - 1, 0))

@@ -111,7 +111,7 @@ def _count(mask: HopTensors) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tenso
 def _in_band(
     mask: HopTensors, band: BandTensors, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
 ) -> Tensor:
-    """Return whether a pair lies within a band of distances and its masks show it."""
+    """Return whether the distance of a pair is in a band and the band's masks show the pair."""
     q_position, k_position = _at(mask.q.position, query), _at(mask.k.position, key)
     gap = q_position - k_position
     visible = (gap >= band.least) & (gap <= band.most)
@@ -189,8 +189,8 @@ def _forward(
 # [Note: the backward operator]
 # The gradient of a hop needs the global out and lse, which autograd would not pass: PyTorch's operator
 # `flex_attention_backward` takes them. Its lse is base 2, but natural for BACKEND="FLASH" (torch 2.13's
-# `_finalize_outputs` says so of the forward operator). In torch 2.11 Dynamo cannot derive the operator's
-# joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, and the log says so. With w =
+# `_finalize_outputs`, for the forward operator). In torch 2.11 Dynamo cannot derive the operator's
+# joint graph; there a hop is recomputed and differentiated, 29 % more FLOPs, with a line in the log. With w =
 # exp(lse of the hop - lse), d out / d out_hop = w and d out / d lse_hop = w (out_hop - out) are exact.
 def _backward(
     grad_out: Tensor,
@@ -237,15 +237,15 @@ def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
 
 
 # [Note: one compilation]
-# torch.compile makes constants of Python values and of sizes that it was not told about. So everything that
+# torch.compile makes constants of Python values and of sizes that are not marked dynamic. So everything that
 # differs from hop to hop enters as a tensor whose token dimensions are marked dynamic (the batch too, from 2
 # samples on), the BlockMask is put together inside the compiled function, and inputs are contiguous (strides
 # are constants too). `Constants` names the rest, and each value of it has a code object of its own: Dynamo
 # makes a size symbolic at the second value that a code object sees, which Inductor's CUDA lowering of flex
-# refuses for heads, and it refuses the ninth compilation of a code object. The same value says which pass
-# compiles, and so which deadline it has (context.py): there is no second list.
+# refuses for heads, and it refuses the ninth compilation of a code object. By the same value a pass knows
+# whether it will compile, and so its deadline (context.py).
 class Constants(NamedTuple):
-    """Hold what a compiled function takes for constants, beside the side of a block.
+    """The constants of a compiled function, other than the side of a block.
 
     Attributes:
         way: "forward", "backward", or "recomputed", the forward function with gradients.
@@ -256,7 +256,7 @@ class Constants(NamedTuple):
         one_sample: the batch is 1.
         queries: 0 for many; else their number or a bound, where Inductor has another kernel for few.
         sizes: query heads, K/V heads, head_dim of queries and of values.
-        rule: what of the mask stands in the code, `constants_of_rule`.
+        rule: the part of the mask that is in the code, `constants_of_rule`.
         scale: of the scores.
         scores: the score_mod, `constants_of_function`; None for none.
         options: of FlexAttention, as pairs.
@@ -288,7 +288,7 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
         if backend is None:
             call = partial(call, joint_graph=_joint_graph) if call is _backward else call
         else:
-            # Dynamo keeps what it has seen of a function's inputs by file, line and name.
+            # Dynamo keeps its history of a function's inputs by file, line and name.
             code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
             own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
             call = torch.compile(own, backend=backend, fullgraph=True)
@@ -298,7 +298,7 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
 
 ALL_HEADS = slice(None)
 BLOCK = 128  # side of a block, slots: FlexAttention's own
-SHORTEST = 128  # queries; Inductor compiles anew for fewer, whatever BACKEND says (torch 2.13)
+SHORTEST = 128  # queries; Inductor compiles anew for fewer, with every BACKEND (torch 2.13)
 _log = logging.getLogger(__name__)
 
 
@@ -386,14 +386,14 @@ class FlexKernel:
         return found
 
     def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
-        """Return whether a pass is going to compile something, as far as anything but its tables says."""
+        """Return whether a pass is going to compile something, as far as is known before its tables."""
         if self._backend is None:
             return False
         q, k = operands.q, operands.k
         wanted = set()
         for hop, tiles in enumerate(part.hops):
             if len(tiles):
-                # What arrives lies in the pool's buffers, which are never inference tensors.
+                # Received keys are in the pool's buffers, which are never inference tensors.
                 inference = q.is_inference(), hop == 0 and k.is_inference()
                 wanted.add((_rule_of(tiles), side_beforehand(tiles, self._asked(q), k.shape[2]), inference))
         heads = part.query_heads, part.kv_heads

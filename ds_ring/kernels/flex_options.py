@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 from ds_ring.errors import RingConfigError
 
 INTERNAL = {"OUTPUT_LOGSUMEXP", "OUTPUT_MAX"}  # options that the kernel sets itself
-DEFAULTS = {  # those of the public call, which this one goes past
+DEFAULTS = {  # of the public call, which we bypass
     "PRESCALE_QK": False,
     "ROWS_GUARANTEED_SAFE": False,
     "BLOCKS_ARE_CONTIGUOUS": False,
@@ -30,7 +30,7 @@ FlexOptions = tuple[tuple[str, Any], ...]
 # below are for 16-bit inputs: the first one, in an order from large blocks to small ones, with which no
 # kernel of any pattern spills more than 64 bytes (`python -m tools.verify_cuda_kernels --compile`; its tables
 # are in `tools/results`; for 100 LongNet's kernels alone were compiled). No GPU has timed them:
-# `tools/gpu_first.py` does, beside Inductor's.
+# `tools/gpu_first.py` times them and Inductor's.
 # By compute capability and the head dimension rounded up to a row: (block of queries, of keys, stages,
 # warps) forward; in the backward pass the first block is the one that is iterated over, and the second one
 # stays.
@@ -58,7 +58,7 @@ _NAMES = {
 
 
 def checked_options(given: dict[str, Any]) -> dict[str, Any]:
-    """Return all options; the kernel for many queries unless another one is asked for.
+    """Return all options; by default the kernel for many queries.
 
     Raises:
         RingConfigError: an option that this torch does not have.

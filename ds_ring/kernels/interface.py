@@ -5,8 +5,8 @@ communicate: the ring pass adds the parts in float32, in one place for all kerne
 
 [Note: values of another width]
 Values may have another head dimension than queries and keys (192 and 128 in DeepSeek V3). Buffers, messages
-and results have the head dimension of the values. Where aten's CPU operators want one for both, the kernel
-pads what it computes.
+and results have the head dimension of the values. Where aten's CPU operators require one for both, the
+kernel pads its inputs.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Tile(NamedTuple):
 
     @property
     def is_masked(self) -> bool:
-        """Return whether a mask function says which pairs are attended."""
+        """Return whether a mask function selects the attended pairs."""
         return self.inside is not None and self.inside.mask is not None
 
     @property
@@ -338,7 +338,7 @@ class Operands(NamedTuple):
 
     @property
     def description(self) -> tuple[Hashable, ...]:
-        """Return the shapes and whatever else a compiler may specialise on, without the values."""
+        """Return the shapes and other properties that a compiler may specialise on, without the values."""
         tensors = (x for x in self[:4] if x is not None)
         each = ((x.shape, x.dtype, x.device, x.is_inference()) for x in tensors)
         return (*each, self.grad_out is None, self.has_grad_lse)
@@ -352,7 +352,7 @@ def drop_cached(kernel: Kernel) -> None:
 
 
 def value_dim(kernel: Kernel, v: Tensor) -> int:
-    """Return E, the head_dim of the output: that of v, unless the kernel makes values of what it gets."""
+    """Return E, the head_dim of the output: that of v, unless the kernel computes the values from `v`."""
     return int(getattr(kernel, "value_dim", v.shape[-1]))
 
 

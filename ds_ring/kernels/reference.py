@@ -78,7 +78,7 @@ class ReferenceKernel:
             tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         visible = tile.visible(len(q), q.device)
-        # log m: what is constant in the tile here, what varies from pair to pair below.
+        # log m: the part that is constant in the tile here, the part that varies by pair below.
         products = q_t @ k_t.mT * scale
         scores = products
         if self._scores_of is not None:

@@ -1,14 +1,14 @@
-"""Name kernels: one hop's attention, forward and backward. Their rows stand in `ds_ring/registry.py`.
+"""Choose kernels by name, device and pattern. The table of kernels is in `ds_ring/registry.py`.
 
-The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They stand in
-`rates.json` beside this file, which `tools/bench.py gpu --write-rates` writes on a machine with the device,
-in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
+The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They are in
+`rates.json` in this folder, which `tools/bench.py gpu --write-rates` writes on a machine with the device, in
+TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
 
 [Note: which kernel auto is]
 With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
 Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
 FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
-all else it takes the kernel of the device's row in the registry. The log says which, and why.
+all else it takes the kernel of the device's row in the registry. The log has the choice and the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fastest(NamedTuple):
 
 
 def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
-    """Return what was measured of the current device, by kind of tile and kernel; empty if nothing was."""
+    """Return the measured rates of the current device, by kind of tile and kernel; empty without any."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return {}
     return _all_rates(path).get(torch.cuda.get_device_name(), {})
@@ -63,7 +63,7 @@ def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | Non
     Args:
         rates: of a device.
         kind: `Pattern.tile_kind`.
-        able: names of the kernels that can do what is asked.
+        able: names of the kernels that can compute it.
     """
     measured = rates.get(kind, {})
     seconds = {
@@ -87,19 +87,18 @@ def get_kernel(
     """Return the kernel of a name for a kind of device; "auto" takes one and logs once which.
 
     Args:
-        name: of a row of `KERNELS`, or "auto": the fastest by measured rates, and without them what
-            [Note: which kernel auto is] says; where scores are changed and that one cannot, the
-            reference.
+        name: of a row of `KERNELS`, or "auto": the choice of [Note: which kernel auto is]; the reference if
+            that one cannot change scores and `scores` is given.
         device_type: of the tensors, "cpu" or "cuda".
         options: `kernel_options` of the JSON as pairs; "cpu" takes block and triangle (tokens), "flex"
             those of FlexAttention, "flash" implementation.
         block_size: of the JSON; side of a block of "flex", in slots.
         scores: how scores are changed; None for not.
-        asked: what it will be given; None where nobody knows yet.
+        asked: the operands that the kernel will get; None if unknown.
 
     Raises:
         RingConfigError: unknown name or option, a kernel that does not run on that device, or one that cannot
-            do what is asked.
+            take these operands.
         RingShapeError: a dtype or a head dimension that it does not take.
     """
     if name == "auto":
@@ -158,7 +157,7 @@ def block_side(name: str, device_type: str, patterns: Iterable[Pattern], block_s
 
 @lru_cache(maxsize=16)
 def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[str, Any], ...]) -> Kernel:
-    """Make a kernel: one for all patterns, since it may keep what it has compiled."""
+    """Make a kernel: one for all patterns, since it may cache compiled code."""
     try:
         kernel: Kernel = load(KERNELS[name].home)(**dict(options), **dict(sizes))
         return kernel
@@ -170,7 +169,7 @@ def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[st
 
 
 def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) -> str:
-    """Return the kernel that "auto" stands for, and log it."""
+    """Return the kernel that "auto" means, and log it."""
     name = FAST_KERNELS.get(device_type)
     if name is None:
         return _slow_kernel(device_type, "no kernel for them is installed")

@@ -1,8 +1,8 @@
 """Generate q, k and v from a seed and a position, so that nothing has to be stored.
 
 The generator is splitmix64 (Steele, Lea, Flood 2014) used by counter: word w of a stream is the finaliser of
-key + (w + 1) * GAMMA, so any position can be asked for, in any order, by any sharding, and is the same. One
-word is eight values. Owns no state beside scratch memory that fits into a processor's second cache.
+key + (w + 1) * GAMMA, so the value of a position does not depend on the order of reads or on the sharding.
+One word is eight values. The only state is scratch memory that fits into a processor's second cache.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ GAMMA = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: the step of splitmix64's
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 MASK = (1 << 64) - 1
 WORD_VALUES = 8
-SCRATCH_WORDS = 1 << 13  # 64 KiB for the words and as much for what is shifted
+SCRATCH_WORDS = 1 << 13  # 64 KiB for the words and as much for the shifted words
 ONE = 64  # a byte over this is a value: -2 to 2 in steps of 1 / 64, exact in every dtype
 
 
 class GeneratedSource:
-    """Generate q, k, v and grad_out of any length where they are asked for.
+    """Generate q, k, v and grad_out of any length at the positions that are read.
 
     A value is a signed byte over 64 (so between -2 and 2, standard deviation 1.15): the same bits in float64,
     float32, bfloat16 and float16. The byte is number d mod 8 (little-endian) of the word
@@ -40,7 +40,7 @@ class GeneratedSource:
         kv_heads: G; None is H.
         head_dim: D.
         batch: B.
-        dtype: of what is filled.
+        dtype: of the generated tensors.
         seed: 0 to 2^64 - 1.
         v_head_dim: E of values and outputs; None is D.
 

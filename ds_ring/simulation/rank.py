@@ -183,7 +183,7 @@ class GradientSums:
 class VirtualWork:
     """Call `arrive` when a batch is waited for, once: so this takes no time of anything else."""
 
-    arrive: Callable[[], None] | None  # fills what is received, collects what is sent
+    arrive: Callable[[], None] | None  # fills the received tensors, collects the sent ones
 
     def wait(self) -> None:
         arrive, self.arrive = self.arrive, None
@@ -192,7 +192,7 @@ class VirtualWork:
 
 
 class VirtualRoute(NamedTuple):
-    """Hold what all batches of a kind have in common: labels, and what they add to the counters."""
+    """The common properties of all batches of a kind: labels, and increments of the counters."""
 
     sends: tuple[Label, ...]
     receives: tuple[Label, ...]
@@ -200,11 +200,11 @@ class VirtualRoute(NamedTuple):
 
 
 class VirtualExchange:
-    """Stand in for the exchange of a ring pass; [Note: one rank at a time].
+    """The exchange of a ring pass without other processes; [Note: one rank at a time].
 
     Args:
         source: K and V of all tokens.
-        layout: which of them lie on which rank.
+        layout: of the tokens.
         add: takes the gradients that are sent; None for a forward pass.
         codec: of K and V that travel; None: they travel as they are.
     """
@@ -216,10 +216,10 @@ class VirtualExchange:
         self.counters = Counters()
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> VirtualRoute:
-        """Return what all batches like this one have in common.
+        """Return the common properties of all batches like this one.
 
         Raises:
-            RingMismatchError: a message is not what the plan says, as in the real exchange.
+            RingMismatchError: a message is not as planned, as in the real exchange.
         """
         check_messages(sends)
         check_messages(receives)
@@ -288,11 +288,11 @@ class Step(NamedTuple):
         step: number of the step in its phase.
         hop: whose attention is computed.
         q, kv: shards of q, and of k and v together.
-        in_flight: memory of messages: what is here of other shards, on its way, or kept for the next.
+        in_flight: memory of messages: tokens of other shards, in use, in flight, or kept to send on.
         accumulators: float32 sums of low-precision results.
         out, lse: results of the forward pass.
         grad_out, gradients: of the backward pass; gradients are dq, dk and dv together.
-        workspace: what the kernel, the merge and the packing need beside all this.
+        workspace: additional memory of the kernel, the merge and the packing.
         total: the sum, as the profiler counted it.
     """
 
@@ -418,7 +418,7 @@ class VirtualRanks:
             # Processor time excludes what other processes took; with several threads it would count each.
             trace = Trace(ring_rank, processor_time=torch.get_num_threads() == 1)
         shard = partial(shard_of, self.source, self.plan.layout, ring_rank=ring_rank)
-        plan = self.plan.rank(ring_rank)  # made outside of what is measured; it holds no tensor
+        plan = self.plan.rank(ring_rank)  # made outside of the measured block; it holds no tensor
         ring = RingPass(
             plan, self.kernel, exchange, self.scale, chunk_bytes=self.chunk_bytes,
             buffers=Buffers(), on_gradients_final=self._adder(ring_rank), observer=trace,

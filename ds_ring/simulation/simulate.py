@@ -1,14 +1,14 @@
 """Simulate P ranks in one process, one after the other, with the ring pass that real ranks run.
 
-Owns the public call, its argument checks and its result, and halos and scans of virtual ranks. What is
-evidence here and not a formula: the plan, the ring pass, the kernel, the buffers and the merge are those of
-real ranks; only the exchange looks up what would arrive (`simulation/rank.py`).
+Owns the public call, its argument checks and its result, and halos and scans of virtual ranks. The plan, the
+ring pass, the kernel, the buffers and the merge are those of real ranks, so memory and bytes are measured,
+not computed by a formula; only the exchange looks up the tokens that would arrive (`simulation/rank.py`).
 
 A simulation is compared with attention of some rows in float64 by the definition. It knows nothing of tiles,
-plans or kernels: every key is looked at, and the pattern is asked pair by pair (`Pattern.multiplicity`).
+plans or kernels: it evaluates the pattern for every pair (`Pattern.multiplicity`).
 
-A scan's messages have the size of a state, so all ranks can be alive at once, whatever the length of the
-sequence: the layers' tokens are the caller's, who may make them where they are used. Legend: n rows, T
+A scan's messages have the size of a state, so all ranks can be alive at once for every length of the
+sequence: the caller owns the layers' tokens, and may generate them where they are used. Legend: n rows, T
 tokens, D head dim.
 """
 
@@ -177,7 +177,7 @@ def simulate(
         q: global queries [B, H, T, D] on the CPU, in memory or mapped from a file; or a `Source`, which has k
             and v as well (`GeneratedSource` for more tokens than memory holds).
         k, v: global keys [B, G, T, D] and values [B, G, T, E]; H a multiple of G.
-        pattern, layout: which position attends to which, and lies on which rank.
+        pattern, layout: the pairs of positions that attend, and the rank of each position.
         grad_out: gradient of the output [B, H, T, E], for the backward pass; with a `Source` True.
         scale: of the scores; None is 1 / sqrt(D).
         kernel: "auto", "cpu" or "reference".
@@ -246,8 +246,8 @@ def _collected(job: VirtualRanks, ranks: list[int], progress: bool) -> Simulatio
         unit="rank",
         delay=PROGRESS_AFTER_S,
         leave=None,
-        disable=None if progress else True,  # None: where nobody looks on
-    )  # under another bar it goes when it is through
+        disable=None if progress else True,  # None: not shown unless stderr is a terminal
+    )  # a bar below another one disappears at its end
     for rank in bar:
         found: RankResult = job.run(rank)
         valid = layout.valid_tokens(rank)
@@ -376,7 +376,7 @@ def exact_rows(source: Source, pattern: Pattern, rows: IntArray, scale: float, b
     dq = lse.new_zeros(*lse.shape, sizes.head_dim) if backward else None
     everything = (sizes.batch, sizes.kv_heads, sizes.tokens)
     dk, dv = (lse.new_zeros(*everything, sizes.width(name)) if backward else None for name in ("k", "v"))
-    # Bounds the memory of the scores, whatever the length.
+    # Bounds the memory of the scores at every length.
     at_once = max(PAIRS_AT_ONCE // sizes.tokens, 1)
     for head in range(sizes.query_heads):
         shared = head // group
@@ -437,7 +437,7 @@ def virtual_scan(
     """Return the states of `ring_scan` on every rank of a layout, without documents.
 
     Args:
-        layout: where tokens lie.
+        layout: of the tokens.
         transitions, increments: of each rank, as `ring_scan` takes them.
         matrix: see `ring_scan`.
         reverse: scan from the last run to the first, as the backward pass does.
@@ -465,7 +465,7 @@ def virtual_halo(layout: Layout, tokens_of: TokensOf, before: int, after: int = 
     """Return the copies of `halo` on every rank, [R, before + after, ...], without documents.
 
     Args:
-        layout: where tokens lie.
+        layout: of the tokens.
         tokens_of: returns the tokens [n, ...] at some slots of a rank.
         before, after: see `halo`.
     """

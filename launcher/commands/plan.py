@@ -96,9 +96,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             settings_of(options, say),
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
         )
-        if options.compare and found.beside:
+        if options.compare and found.other_layers:
             raise RingConfigError(
-                f"--compare: expected a model of softmax attention alone, got {found.beside[0].kind.name}"
+                f"--compare: expected a model of softmax attention alone, got {found.other_layers[0].kind.name}"
             )
         advice = advise(found, say)
         rows = compare(found, advice.longest_tokens) if options.compare else []

@@ -109,7 +109,7 @@ class RingCoreAttention(nn.Module):
 
         Args:
             query, key, value: [S, B, H, D], [S, B, G, D], [S, B, G, D]; packed ("thd") [S, H, D] and so on.
-            attention_mask: None: the type of the mask says it.
+            attention_mask: None; the type of the mask defines it.
             attn_mask_type: None takes that of the layer.
             attention_bias: None.
             packed_seq_params: sequences packed into one, by their cumulative lengths.
@@ -247,7 +247,7 @@ def _check(attention_type: str, dropout: float, cp_comm_type: str | None) -> Non
 
 
 def _sinks(config: Any, heads: int) -> Tensor | nn.Parameter | None:
-    """Return what stands beside the scores in the softmax, [H]; None for the plain one."""
+    """Return the sinks, logits added to the softmax's denominator, [H]; None for the plain softmax."""
     kind = getattr(config, "softmax_type", "vanilla")
     if kind == "vanilla":
         return None

@@ -1,18 +1,18 @@
-"""Count the collectives of torch.distributed that each rank has begun, and find ranks that are behind.
+"""Count the collectives of torch.distributed that each rank has begun, and find ranks that are late.
 
-[Note: behind in a collective]
+[Note: late in a collective]
 A rank that is alive and slow outside of ds_ring's own waits (in its data set, in an evaluation on one rank,
-in `save_checkpoint`) keeps the others in a collective of DeepSpeed or of the script, which nobody here has
-started and nobody can leave. torch numbers the collectives of each process group, on every rank alike. Under
-`ds_ring.initialize` each heartbeat carries these numbers, where they have changed: the rank whose number is
-smaller is the one that the others wait for. The making of groups, which all ranks of the world do together,
-is counted as a group of its own. A number may be old by two heartbeats, so a difference counts after that.
-How long a rank may be behind depends on where it is: the heartbeat says that, too.
+in `save_checkpoint`) keeps the others in a collective of DeepSpeed or of the script, which ds_ring has not
+started and cannot abort. torch numbers the collectives of each process group, on every rank alike. Under
+`ds_ring.initialize` each heartbeat carries these numbers, where they have changed: the others wait for the
+rank with the smaller number. The making of groups, which all ranks of the world do together, is counted as a
+group of its own. A number may be old by two heartbeats, so a difference counts after that. How long a rank
+may be late depends on its stage, which the heartbeat carries, too.
 
 gloo counts sends and receives as well, of which ranks have different numbers. So the groups of ds_ring's
-rings are not compared (their waits are told one by one), and a difference counts only while neither rank
-begins anything in any group: what a script sends in the default group leaves a difference that stays, and a
-job that trains.
+rings are not compared (each of their waits is reported), and a difference counts only while neither rank
+begins anything in any group: a script that sends in the default group leaves a difference that stays, while
+the job trains.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class CollectiveCalls:
             if group.startswith(NOT_COMPARED):
                 continue
             behind: frozenset[int] = frozenset()
-            moved = 0.0  # when one of those that are behind has
+            moved = 0.0  # when a rank with a smaller number began a collective
             for number in sorted(set(numbers.values())):  # mostly one
                 ranks = [rank for rank, theirs in numbers.items() if theirs == number]
                 if behind:

@@ -50,9 +50,9 @@ UNSENT_BYTES = 1 << 18  # limit of unsent data for a client that does not read
 
 @dataclass
 class LateQuery:
-    """A rank that others wait for: when it was asked where it is, and the rank that was told the answer."""
+    """A rank that others wait for: the time of the query for its stacks, and the rank that got the answer."""
 
-    asked: float
+    queried_at: float
     since: float
     reporter: int | None = None
 
@@ -91,7 +91,7 @@ class Server:
         self.strangers: dict[Client, None] = {}  # oldest first
         # One that waits for every second rank names them all.
         self.line_bytes = 16384 + 16 * detector.world_size
-        self.told, self.empty_s = False, EMPTY_S
+        self.has_reported, self.empty_s = False, EMPTY_S
         self.late: dict[int, LateQuery] = {}
 
     def serve(self) -> None:
@@ -111,7 +111,7 @@ class Server:
             if now - before > PAUSED_S:
                 self.detector.forgive(now - before)
             before = now
-            if now >= next_look or (self.detector.fault is not None and not self.told):
+            if now >= next_look or (self.detector.fault is not None and not self.has_reported):
                 next_look = now + TICK_S
                 self._look(now)
             if self.ranks:
@@ -126,8 +126,8 @@ class Server:
     def _look(self, now: float) -> None:
         """Do the periodic work: report a fault, drop strangers that are too slow, make room for others."""
         fault = self.detector.look(now)
-        if fault is not None and not self.told:
-            self.told = True
+        if fault is not None and not self.has_reported:
+            self.has_reported = True
             for rank in list(self.ranks):
                 self._tell_of(rank, fault)
         if fault is None:
@@ -150,7 +150,7 @@ class Server:
                 self._tell(rank, {"kind": "where"})
             elif notice.reporter is None:
                 at = self.detector.whereabouts(rank)
-                if at is not None or now - notice.asked > ASKED_S:
+                if at is not None or now - notice.queried_at > ASKED_S:
                     notice.reporter = min((other for other in self.ranks if other != rank), default=rank)
                     message = {"kind": "late", **one._asdict(), "since": now - one.since, "at": at or ""}
                     for other in {rank, notice.reporter}:
@@ -197,7 +197,7 @@ class Server:
         self._listen(ready)
 
     def _listen(self, listening: bool) -> None:
-        """Start or stop accepting; new connections wait in the kernel's queue meanwhile."""
+        """Start or stop accepting; without it new connections wait in the kernel's queue."""
         if self.listening != listening:
             self.listening = listening
             for listener in self.listeners:
@@ -259,7 +259,7 @@ class Server:
             self.ranks[rank] = client
             self.detector.join(rank, time.monotonic())
         self._send(client, answer)
-        if client.handshake.done and self.told and self.detector.fault is not None:
+        if client.handshake.done and self.has_reported and self.detector.fault is not None:
             self._tell_of(client.handshake.rank, self.detector.fault)
 
     def _drop(self, client: Client, cause: str = "") -> None:

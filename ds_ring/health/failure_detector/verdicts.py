@@ -1,4 +1,4 @@
-"""Decide who failed first, from what the ranks say, whom they wait for, and from their silence.
+"""Decide which rank failed first, from the reports of ranks, their waits, and their silence.
 
 Pure: every event comes with its time, in seconds; the sockets are `server.py`'s. There is one detector for a
 job, so the first fault wins and every survivor names the same culprit.
@@ -19,9 +19,8 @@ CallAndHop = tuple[int, int]  # number of the call, hop
 
 # [Note: who is to blame]
 # A rank that waits too long accuses the rank it waits for; but that one may be waiting itself. The monitor
-# knows every wait that lasts longer than a moment, follows them to their end and names the rank that waits
-# for nobody. Where ranks wait for each other in a circle, the one that is at another place than most is
-# named.
+# knows every wait that lasts longer than a moment, follows them to their end and names the rank that does not
+# wait. If ranks wait for each other in a circle, it names the one at another call or hop than most.
 @dataclass(frozen=True)
 class ReportedWait:
     """Describe a wait under way."""
@@ -32,11 +31,11 @@ class ReportedWait:
     since: float  # seconds
     limit_s: float = math.inf  # the waiting rank accuses after this time
     key: str = ""  # of the JSON, which sets the limit
-    is_own: bool = True  # told by the rank; else derived from the numbers of collectives
+    is_own: bool = True  # reported by the rank; else derived from the numbers of collectives
 
 
 class End(NamedTuple):
-    """Say where the waits from a rank end: at one that waits for nobody, or in a circle that `rank` is in."""
+    """The end of the chain of waits from a rank: a rank that does not wait, or a circle with `rank` in it."""
 
     rank: int
     circle: tuple[int, ...]
@@ -48,10 +47,10 @@ class Waits:
     def __init__(self) -> None:
         self.of: dict[int, ReportedWait] = {}
         self._at: defaultdict[CallAndHop, set[int]] = defaultdict(set)
-        self._ends: dict[int, End] = {}  # of those that were asked for since the last change
+        self._ends: dict[int, End] = {}  # looked up since the last change
 
     def begin(self, rank: int, wait: ReportedWait) -> None:
-        """Replace what a rank waits for."""
+        """Replace the wait of a rank."""
         self.end(rank)
         self.of[rank] = wait
         self._at[wait.place].add(rank)
@@ -94,7 +93,7 @@ class Waits:
 
 
 CALLS_LOOK_S = 0.2  # between two looks at the numbers of collectives
-LEFT_S = 1.0  # somebody still waits so long after a rank said goodbye: it left too early
+LEFT_S = 1.0  # a rank has left too early if another one still waits for it this long after its goodbye
 JOIN_S = 2.0  # all ranks join within this or the heartbeat timeout of the first one: they wait to be let in
 TEXT_CHARACTERS = 1000  # of a cause, or of the name of a place
 
@@ -130,11 +129,11 @@ class FailureDetector:
     _last_join: float = 0.0
     _waits: Waits = field(default_factory=Waits)
     _accusations: dict[int, Accusation] = field(default_factory=dict)  # the first one of each rank
-    _left: dict[int, float] = field(default_factory=dict)  # when a rank said goodbye, in that order
+    _left: dict[int, float] = field(default_factory=dict)  # when a rank sent its goodbye, in that order
     _broken: tuple[float, str] | None = None  # when to judge the first report of a broken collective
     _calls: CollectiveCalls = field(default_factory=CollectiveCalls)
     _calls_due: float = 0.0
-    _whereabouts: dict[int, str] = field(default_factory=dict)  # of ranks that were asked
+    _whereabouts: dict[int, str] = field(default_factory=dict)  # of queried ranks
 
     def join(self, rank: int, now: float) -> None:
         """Note that a rank is here from now on."""
@@ -165,7 +164,7 @@ class FailureDetector:
         elif kind == "failed":
             self.blame(rank, _text_in(message, "cause"))
         elif kind == "bye":
-            if not self._take_calls(rank, message, now):  # it goes on without this connection
+            if not self._take_calls(rank, message, now):  # if its process continues without this connection
                 self._calls.forget(rank)
             self._left.setdefault(rank, now)
             self._waits.end(rank)
@@ -226,7 +225,7 @@ class FailureDetector:
         return found
 
     def whereabouts(self, rank: int) -> str | None:
-        """Return where in its program a rank was when it was asked; None if it has not answered."""
+        """Return the rank's answer to the query for its place in the program; None without an answer."""
         return self._whereabouts.get(rank)
 
     def ask_again(self, rank: int) -> None:
@@ -254,7 +253,7 @@ class FailureDetector:
         return group
 
     def _take_calls(self, rank: int, message: dict[str, Any], now: float) -> bool:
-        """Take what a message says of the rank's collectives; return whether it says anything."""
+        """Read the numbers of the rank's collectives in a message; return whether it has any."""
         if "in" not in message:
             return False
         stage = RankStage(_text_in(message, "in"), _seconds_in(message, "limit"), _text_in(message, "key"))
@@ -265,7 +264,7 @@ class FailureDetector:
         return True
 
     def _look_at_calls(self, now: float) -> None:
-        """Blame a rank that is behind in a collective for too long: [Note: behind in a collective]."""
+        """Blame a rank that is late in a collective for too long: [Note: late in a collective]."""
         if now < self._calls_due:
             return
         self._calls_due = now + CALLS_LOOK_S
@@ -275,11 +274,11 @@ class FailureDetector:
         ]:
             self._waits.end(rank)
         for rank, one in derived.items():
-            told = self._waits.of.get(rank)
-            if now - one.since < self.heartbeat_timeout_s / 2 or (told is not None and told.is_own):
+            known = self._waits.of.get(rank)
+            if now - one.since < self.heartbeat_timeout_s / 2 or (known is not None and known.is_own):
                 continue
             group = one.behind | {rank}
-            if told is None or (told.place, told.since, told.group) != (one.place, one.since, group):
+            if known is None or (known.place, known.since, known.group) != (one.place, one.since, group):
                 self._waits.begin(rank, ReportedWait(group, one.place, one.what, one.since, is_own=False))
         for rank, wait in list(self._waits.of.items()):
             if wait.is_own or self.fault is not None:
@@ -291,7 +290,7 @@ class FailureDetector:
                 self._settle(rank, Accusation(now, wait.group, cause))
 
     def _limit(self, wait: ReportedWait, late: int) -> tuple[float, str]:
-        """Return for how long a wait may last whose end is the rank `late`, and the key that says so."""
+        """Return the time limit of a wait that ends at the rank `late`, and the JSON key that sets it."""
         if wait.is_own:
             return wait.limit_s, wait.key
         stage = self._calls.stage(late, wait.since)
@@ -359,7 +358,7 @@ class FailureDetector:
             return
         waits = {rank: self._waits.of[rank] for rank in end.circle}
         usual = Counter(wait.place for wait in waits.values()).most_common(1)[0][0]
-        # In a circle nobody waits for nobody: the rank at another place than most took a wrong turn.
+        # In a circle every rank waits: blame the one at another call or hop than most.
         odd = [rank for rank, wait in waits.items() if wait.place != usual]
         first = sorted(end.circle)[:8]  # a message is for people
         where = ", ".join(f"rank {rank} at {waits[rank].what}" for rank in first)

@@ -101,7 +101,7 @@ def _prepared(tiles: Tiles, sizes: Sizes, group: int) -> tuple[PreparedCall, ...
 # [Note: small triangles]
 # `is_causal` skips work only in steps of 512 keys, so a triangle is halved until its side is at most
 # `TRIANGLE`: two triangles and one full square each time. The work on masked pairs is then TRIANGLE / side of
-# the work on the triangle. The squares of one size lie at a regular distance along the diagonal, and so do
+# the work on the triangle. The squares of one size are at a regular distance along the diagonal, and so are
 # the smallest triangles: each size is one call on a strided view (`Rows`), up to `BLOCK` rows at a time, so
 # that there are neither many small calls nor large workspaces. Other equal small tiles at a regular distance
 # are folded in the same way.
@@ -185,7 +185,7 @@ def _strips_of_keys(tile: Tile, width: int, sizes: Sizes) -> Iterator[Tile]:
         yield from _split(last, sizes)
     count, rest = divmod(queries - edge, strip)
     apart = -(-(strip + edge) // strip)  # strips whose queries do not overlap
-    # dQ of a call is added to one strided view, in which no query may stand twice.
+    # dQ of a call is added to one strided view, in which no query may occur twice.
     for turn in range(min(apart, count)):
         first_at = (turn * strip, edge + turn * strip)
         times = (count - turn + apart - 1) // apart

@@ -67,7 +67,7 @@ def _bias(tiles: Tiles, backward: bool) -> int:
 
 
 def _copies(shape: HopShape, backward: bool) -> int:
-    """Count copies on the CPU, float32 of low precision and padded ones of what is narrower than the rest.
+    """Count copies on the CPU: of low precision to float32, and of narrower head dimensions with padding.
 
     They are of q, k and v, and backward of grad_out and out as well.
     """

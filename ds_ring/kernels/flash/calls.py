@@ -33,8 +33,8 @@ from ds_ring.masks.tiles import Axis, IntArray, Tiles
 # [Note: fewer calls]
 # Each call's result is merged into the accumulator, so calls cost more than their pairs. A shard has several
 # runs, and so several tiles, where the positions of its slots jump. Neighbouring tiles are joined where one
-# window says what both attend to: whole rectangles with a side in common, and two triangles on one diagonal
-# with the square below between them.
+# window covers exactly the pairs of both: whole rectangles with a side in common, and two triangles on one
+# diagonal with the square below between them.
 
 OPEN = -1  # of a window's side that hides nothing
 
@@ -51,7 +51,7 @@ class FlashWindow(NamedTuple):
 
     @property
     def look(self) -> tuple[object, ...]:
-        """Return what windows that may be joined have in common, beside their sides."""
+        """Return the properties, other than sides, that joined windows must share."""
         return self.q.step, self.k.step, self.head_in_group, self.bias
 
 
@@ -71,7 +71,7 @@ def windows_of(tile: Tile) -> Iterator[FlashWindow]:
 
 
 def end_of(rows: Rows) -> int:
-    """Return the slot at which the next member would stand."""
+    """Return the slot of the row after the last one."""
     return rows.start + rows.length * rows.step
 
 
@@ -228,7 +228,7 @@ def _runs(axis: Axis) -> Axis:
 
 
 def _merged(rows: IntArray) -> Axis | None:
-    """Return the runs that the densest rows make up, if all other rows lie inside; None if they do not.
+    """Return the runs of the densest rows if all other rows are inside them, else None.
 
     Args:
         rows: int64 [n, 5] of (slot, slot step, position, position step, length), as of an `Axis`.

@@ -1,7 +1,7 @@
 """Carry out a `FlashCall`, forward and backward, by one of torch's operators. Each executor is one pair.
 
-- `Flash`: aten's FlashAttention operators for CUDA, FlashAttention 2 unless another implementation was
-  activated behind them (`torch.nn.attention.activate_flash_attention_impl`). Any call.
+- `Flash`: aten's FlashAttention operators for CUDA: FlashAttention 2, or the implementation that
+  `torch.nn.attention.activate_flash_attention_impl` has installed. Any call.
 - `Cudnn`: cuDNN's attention: whole rectangles, and causal ones whose diagonal is at the top left.
 - `OnCpu`: aten's operator for the CPU.
 
@@ -80,8 +80,8 @@ class Executor(ABC):
     the lse -inf.
 
     Attributes:
-        multiple, widest: of what the head dimension must be a multiple, and its greatest value; None: any.
-        tokens_first: whether it copies a gradient or an output whose heads stand before its tokens.
+        multiple, widest: the head dimension must be a multiple of the first, at most the second; None: any.
+        tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Executor(ABC):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv of the call, whose bias is added to its scores.
 
-        Of a plain call tokens stand before heads, if `tokens_first`.
+        If `tokens_first`, results of a plain call are in [B, S, H, D] memory order.
         """
 
 
@@ -142,7 +142,7 @@ class Flash(Executor):
         dq, dk, dv = self._operators.flash_backward(
             grad_out, q, view(k, keys), view(v, keys), out, lse,
             *_lengths(call, q), 0.0, call.is_causal,
-            lse, lse,  # in the place of Philox, which nobody reads
+            lse, lse,  # in the place of Philox, which is not read
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         if call.is_plain:
@@ -193,7 +193,7 @@ class Cudnn(Executor):
 
 
 def _window(call: FlashCall) -> tuple[int, int]:
-    # is_causal says it already; None is no number to FlashAttention 3
+    # is_causal implies it; FlashAttention 3 takes no None
     return (OPEN, OPEN) if call.is_causal else (call.left, call.right)
 
 

@@ -52,9 +52,9 @@ class FlashKernel:
 
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
-            rest by FlashAttention 2; "FA3" and "FA4" are activated behind torch's operators, for the whole
-            process. None takes "FA3" on sm_90 and "FA4" on sm_100 where their packages are installed, else
-            what is behind torch's operators already.
+            rest by FlashAttention 2; "FA3" and "FA4" replace the implementation of torch's operators in the
+            whole process. None takes "FA3" on sm_90 and "FA4" on sm_100 where their packages are installed,
+            else the active implementation.
     """
 
     name = "flash"
@@ -175,7 +175,7 @@ def _checked_width(executors: tuple[Executor, ...], width: int, of_lse: bool = F
 
 
 def _usable(x: Tensor, width: int) -> Tensor:
-    """Return x with a dense last dimension, zeros behind it, and on the CPU no lower dtype than float32."""
+    """Return x with a dense last dimension padded to `width`, and on the CPU in float32 or float64."""
     if x.dtype not in (torch.float32, torch.float64) and x.device.type == "cpu":
         x = x.float()
     if x.shape[-1] != width:  # of what one hop computes, never of what travels or is kept
@@ -190,7 +190,7 @@ def _of_queries(
     if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
         grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
     grad_out, out = _usable(grad_out, width), _usable(out, width)
-    # Some operators copy a gradient and an output whose tokens do not stand before their heads.
+    # Some operators would copy a gradient and an output that are not in [B, S, H, D] memory order.
     if any(executor.tokens_first for executor in executors):
         grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
     lse = lse.masked_fill(lse == -INFINITY, INFINITY)
@@ -249,11 +249,11 @@ def _installed_for(device: torch.device) -> str | None:
 
 
 def _activate(implementation: str) -> None:
-    """Put FlashAttention 3 or 4 behind torch's operators, once.
+    """Activate FlashAttention 3 or 4 as the implementation of torch's operators, once.
 
     Raises:
-        RingConfigError: its package is not installed, or does not fit this torch; FlashAttention 2 is asked
-            for and another one is active in this process.
+        RingConfigError: its package is not installed, or does not fit this torch; FlashAttention 2 is
+            requested while another one is active in this process.
     """
     from torch.nn import attention
 

@@ -133,7 +133,7 @@ def test_every_key_can_be_set() -> None:
             "dilation_rates": [1, 2],
             "head_offsets": "paper_kv",
             "documents": True,
-            **{name: None if key.beside else 1024 for name, (key, _) in PATTERNS_BY_KEY.items()},
+            **{name: None if key.conflicts else 1024 for name, (key, _) in PATTERNS_BY_KEY.items()},
             "layers": None,
         },
         "attention": "as_is",
