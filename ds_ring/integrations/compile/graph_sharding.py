@@ -162,7 +162,7 @@ def place_op(
     # A sharding that must not replace the mask is refused. The other ranks hear of it in their attention.
     with collective(registered.source.mesh, "attention"):
         tokens = int(positions.shape[-1]) if checked else None
-        model_pattern = None
+        model_pattern: Pattern | None = None
         if causal is not None:
             model_pattern = Causal() if causal else Full()
             if window is not None:
