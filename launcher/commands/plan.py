@@ -98,7 +98,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         )
         if options.compare and found.other_layers:
             raise RingConfigError(
-                f"--compare: expected a model of softmax attention alone, got {found.other_layers[0].kind.name}"
+                "--compare: expected a model of softmax attention alone, got"
+                f" {found.other_layers[0].kind.name}"
             )
         advice = advise(found, say)
         rows = compare(found, advice.longest_tokens) if options.compare else []
