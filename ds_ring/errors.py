@@ -14,7 +14,7 @@ import opcode
 import operator
 from numbers import Integral
 
-from ds_ring.limits import MOST_TOKENS
+from ds_ring.limits import MAX_TOKENS
 
 _SHOWN_CHARACTERS = 120
 
@@ -151,7 +151,7 @@ def is_inside(name: str | None, *modules: str) -> bool:
 _RAISES = (opcode.opmap["RAISE_VARARGS"], opcode.opmap["RERAISE"])
 
 
-def whole_number(value: object, what: str, error: type[RingError], most: int = MOST_TOKENS) -> int:
+def whole_number(value: object, what: str, error: type[RingError], most: int = MAX_TOKENS) -> int:
     """Return the value as an int from 1 to `most`; raise `error`, which names it as `what`, for another."""
     if not isinstance(value, bool) and isinstance(value, Integral):
         number = operator.index(value)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MOST_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
-MOST_RANKS = 1 << 20
-MOST_HEADS = 1 << 16
-MOST_BYTES = 1 << 53  # of an option: a float's whole numbers
-MOST_BLOCK = 1 << 31  # tokens on a side of a mask block
-MOST_SECONDS = 1e8  # three years: what timers, sockets and timedelta take
+MAX_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
+MAX_RANKS = 1 << 20
+MAX_HEADS = 1 << 16
+MAX_BYTES = 1 << 53  # of an option: a float's whole numbers
+MAX_BLOCK = 1 << 31  # tokens on a side of a mask block
+MAX_SECONDS = 1e8  # three years: what timers, sockets and timedelta take
 
 
 class Limit(NamedTuple):

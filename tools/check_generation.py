@@ -20,7 +20,7 @@ from common import engine_of, llama, parser_of, print_row
 
 from ds_ring_launcher.run.local_ranks import run_ranks
 
-MOST_LOGITS = 1e-4  # relative error
+MAX_LOGITS = 1e-4  # relative error
 
 
 class Request(NamedTuple):
@@ -75,8 +75,8 @@ def faults(ranks: list[dict[str, Any]], request: Request) -> list[str]:
     for one in ranks:
         if one["equal_tokens"] != request.tokens:
             wrong.append(f"{one['equal_tokens']} of {request.tokens} tokens are those of one process")
-        if not one["logits_off"] <= MOST_LOGITS:
-            wrong.append(f"logits are off by {one['logits_off']:.1e}, expected at most {MOST_LOGITS:.0e}")
+        if not one["logits_off"] <= MAX_LOGITS:
+            wrong.append(f"logits are off by {one['logits_off']:.1e}, expected at most {MAX_LOGITS:.0e}")
         if not one["cache_share"] < (1 + 1 / request.ring_size) / 2:  # short caches have room to spare
             wrong.append(f"a rank holds {one['cache_share']} of the cache: it is not sharded")
         if one["different_tokens_generated"] < 2 <= request.tokens:

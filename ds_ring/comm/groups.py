@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
 from ds_ring.health.whereabouts import names_of
-from ds_ring.limits import MOST_SECONDS
+from ds_ring.limits import MAX_SECONDS
 from ds_ring.schedule.grid import Grid
 
 # Of torch's own waits: every wait of ds_ring has a limit of its own, which torch's must not cut short.
-NO_LIMIT = datetime.timedelta(seconds=MOST_SECONDS)
+NO_LIMIT = datetime.timedelta(seconds=MAX_SECONDS)
 
 
 class Groups(NamedTuple):
@@ -48,8 +48,8 @@ def world_size_for(caller: str) -> int:
 
 def check_seconds(value: object, name: str) -> None:
     """Raise RingMeshError unless `value` is a number of seconds above 0 that timers accept."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_SECONDS:
-        raise RingMeshError(f"{name}: expected seconds above 0, at most {MOST_SECONDS:g}, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
+        raise RingMeshError(f"{name}: expected seconds above 0, at most {MAX_SECONDS:g}, got {shown(value)}")
 
 
 # torch sorts the ranks of a group otherwise, and gathers in that order: the ring's own would be lost.

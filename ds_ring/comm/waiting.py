@@ -20,10 +20,10 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingPeerError
 from ds_ring.health.client import PATIENCE_S, DetectorClient, keep_for_ever, peer_error, verdict
 from ds_ring.health.failure_detector.wire import Fault
-from ds_ring.limits import MOST_SECONDS, Limit
+from ds_ring.limits import MAX_SECONDS, Limit
 
 _HOP_KEYS = "hop_timeout_seconds; first_pass_timeout_seconds in a GPU's first pass of a shape"
-FOR_EVER = datetime.timedelta(seconds=MOST_SECONDS)
+FOR_EVER = datetime.timedelta(seconds=MAX_SECONDS)
 POLL_S, POLL_SELDOM_S = 1e-3, 0.02  # between two queries of an event: at first, and later on
 # What torch raises if a device has failed; releases without this class raise a plain RuntimeError.
 DEVICE_ERROR: tuple[type[BaseException], ...] = tuple(

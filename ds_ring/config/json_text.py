@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from ds_ring.config.messages import (
-    MOST_PROBLEMS,
+    MAX_PROBLEMS,
     Problem,
     config_error,
     did_you_mean,
@@ -45,11 +45,11 @@ from ds_ring.errors import shown as shown_in_errors
 # Small text files. A pipe, a device or a socket is refused before it is opened: to open a FIFO waits for its
 # writer, and to read /dev/zero never ends.
 
-MOST_BYTES = 4 * 2**20
+MAX_BYTES = 4 * 2**20
 _KINDS = {"p": "a pipe", "c": "a device", "b": "a device", "s": "a socket"}  # as `ls -l` has them
 
 
-def read_small(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_small(path: Path, most_bytes: int = MAX_BYTES) -> str:
     """Return the text of the file `path`, without a byte order mark.
 
     Raises:
@@ -164,7 +164,7 @@ def sync_folder(folder: Path) -> None:
 
 
 Json = dict[str, Any]
-MOST_NESTED = 64
+MAX_NESTED = 64
 
 
 def read_object(source: str | os.PathLike[str]) -> Json:
@@ -198,8 +198,8 @@ def parse_object(text: str, label: str) -> Json:
         return value
 
     # The parser recurses: deeper nesting would overflow its stack.
-    if _depth(text) > MOST_NESTED:
-        what = sentence(f"at most {MOST_NESTED} brackets in each other", "more", "is this the right text?")
+    if _depth(text) > MAX_NESTED:
+        what = sentence(f"at most {MAX_NESTED} brackets in each other", "more", "is this the right text?")
         raise config_error(label, f"cannot be read as JSON: {what}")
     try:
         value = json.loads(text, object_pairs_hook=built)
@@ -214,7 +214,7 @@ def parse_object(text: str, label: str) -> Json:
         raise config_error(label, sentence(expected, shown(value), "write {...} with keys"))
     problems = []
     what = sentence("each key once in an object", "this one more than once", "keep one of them")
-    for owner, names in duplicates[:MOST_PROBLEMS]:
+    for owner, names in duplicates[:MAX_PROBLEMS]:
         # An owner that was itself overwritten by a later duplicate is no longer in the tree.
         prefix = next((key for key, item in _walk(value) if item is owner), "")
         problems += [Problem(f"{prefix}.{name}".removeprefix("."), what) for name in names]
@@ -309,7 +309,7 @@ def _diagnose(text: str, error: json.JSONDecodeError) -> tuple[int, str]:
 
 SECTION = "ring_attention"
 SP_KEY = "sequence_parallel_size"
-MOST_KEYS = 500  # of an object in the section
+MAX_KEYS = 500  # of an object in the section
 
 _BREAKS_GRADIENTS = ("mesh_param", "data_parallel_size")
 _WHY = (
@@ -367,9 +367,9 @@ def _crowded(section: Json) -> list[Problem]:
     objects = {SECTION: section} | {f"{SECTION}.{key!s:.80}": value for key, value in section.items()}
     advice = "is this the right text? Leave out what the section does not know"
     return [
-        Problem(key, sentence(f"an object of at most {MOST_KEYS} keys", f"{len(value):,} keys", advice))
+        Problem(key, sentence(f"an object of at most {MAX_KEYS} keys", f"{len(value):,} keys", advice))
         for key, value in objects.items()
-        if isinstance(value, dict) and len(value) > MOST_KEYS
+        if isinstance(value, dict) and len(value) > MAX_KEYS
     ]
 
 
@@ -384,7 +384,7 @@ def _no_section(whole: Json) -> Problem:
 
 def _misspelt(whole: Json, wanted: str) -> list[Problem]:
     """Return the problem of the first key that was meant to be `wanted`, if there is one."""
-    if len(whole) > MOST_KEYS:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
+    if len(whole) > MAX_KEYS:  # no DeepSpeed JSON: nothing was meant, and to compare takes seconds
         return []
     # 0.85: "sequence_parallel" is a slip of the pen, DeepSpeed's own "tensor_parallel" and its like are not.
     for key in whole:

@@ -29,10 +29,10 @@ from pydantic_core import ErrorDetails
 
 from ds_ring.errors import RingConfigError
 from ds_ring.errors import shown as shown_in_errors
-from ds_ring.limits import MOST_SECONDS, MOST_TOKENS
+from ds_ring.limits import MAX_SECONDS, MAX_TOKENS
 
-MOST_PROBLEMS = 20
-_MOST_LETTERS = 1200
+MAX_PROBLEMS = 20
+_MAX_LETTERS = 1200
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ def sentence(expected: str, got: str, advice: str) -> str:
 def config_error(source: str, *problems: Problem | str) -> RingConfigError:
     """Build one error for all problems: one line for one, a list of at most 20 for more."""
     texts = []
-    for item in problems[:MOST_PROBLEMS]:
+    for item in problems[:MAX_PROBLEMS]:
         text = item if isinstance(item, str) else f"{item.key}: {item.sentence}"
         # Without characters that a terminal would obey.
         kept = [
-            sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MOST_LETTERS]
+            sign if sign.isprintable() or sign == "\n" else ascii(sign)[1:-1] for sign in text[:_MAX_LETTERS]
         ]
         text = "".join(kept)
-        texts.append(text if len(text) < _MOST_LETTERS else f"{text}...")
+        texts.append(text if len(text) < _MAX_LETTERS else f"{text}...")
     if len(problems) == 1:
         return RingConfigError(f"{source}: {texts[0]}")
     more = len(problems) - len(texts)
@@ -151,12 +151,12 @@ def _flag_or_part(value: object) -> bool | float:
 ONE_UP = "a whole number of at least 1"
 WORD = Accepted("a word", "write one of these in double quotes")
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
-AtLeastOne = Annotated[int, BeforeValidator(as_int), Field(ge=1, le=MOST_TOKENS)]
+AtLeastOne = Annotated[int, BeforeValidator(as_int), Field(ge=1, le=MAX_TOKENS)]
 Flag = Annotated[bool, Accepted("true or false", "write true or false, without quotes")]
 Switch = Annotated[Literal["auto"] | bool, PlainValidator(_switch), SWITCH]
 Timeout = Annotated[
     float,
-    Field(gt=0, le=MOST_SECONDS, allow_inf_nan=False),
+    Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False),
     Accepted("a number of seconds above 0", "use 10 or 60, say"),
 ]
 FlagOrPart = Annotated[bool | float, PlainValidator(_flag_or_part), FLAG_OR_PART]
@@ -166,9 +166,9 @@ def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> 
     """Return every problem that pydantic found in `model`, whose keys are under `prefix`."""
     found = error.errors(include_url=False)
     # To look for what was meant by each of 40 000 unknown keys would take minutes.
-    explained = [_problem(detail, model, prefix) for detail in found[:MOST_PROBLEMS]]
+    explained = [_problem(detail, model, prefix) for detail in found[:MAX_PROBLEMS]]
     return explained + [
-        Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MOST_PROBLEMS:]
+        Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MAX_PROBLEMS:]
     ]
 
 

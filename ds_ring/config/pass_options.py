@@ -27,7 +27,7 @@ from ds_ring.config.messages import (
     shown,
     without_effect,
 )  # fmt: skip
-from ds_ring.limits import MOST_BLOCK, MOST_BYTES, Timeouts
+from ds_ring.limits import MAX_BLOCK, MAX_BYTES, Timeouts
 from ds_ring.registry import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
 
 _STAGE = Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
@@ -35,13 +35,13 @@ _STAGE = Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go 
 
 def _stage(value: object) -> Literal["auto"] | int:
     value = as_int(value)
-    if (isinstance(value, str) and value == "auto") or (type(value) is int and 0 <= value <= MOST_BYTES):
+    if (isinstance(value, str) and value == "auto") or (type(value) is int and 0 <= value <= MAX_BYTES):
         return value  # type: ignore[return-value]
     raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
 
 
 BlockSize = Annotated[
-    int, Field(le=MOST_BLOCK), Accepted("a whole number that is a power of two and at least 16", "use 128")
+    int, Field(le=MAX_BLOCK), Accepted("a whole number that is a power of two and at least 16", "use 128")
 ]
 KernelOptions = Annotated[JsonObject, Accepted("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP} (bytes), or null", "use null for the default")]

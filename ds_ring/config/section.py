@@ -36,7 +36,7 @@ from ds_ring.config.messages import (
 from ds_ring.config.pass_options import PassOptions, refuse_without_hops
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
-from ds_ring.limits import MOST_RANKS, MOST_TOKENS, Timeouts
+from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts
 from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS
@@ -52,7 +52,7 @@ _LEAST_TOKENS = 64
 
 
 def _tile(value: object) -> TileChoice:
-    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MOST_TOKENS):
+    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MAX_TOKENS):
         return value
     raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
 
@@ -126,14 +126,14 @@ def tile_tokens(tile: TileChoice, width: int, device: str = "cpu") -> int:
 _OPEN: Any = None  # filled in or refused by the validators: no finished model holds it
 _AUTO: Any = "auto"
 
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 RingSize = Annotated[Ranks, Accepted(f'{ONE_UP}, or "auto"', 'use "auto" for all of the sequence group')]
 UlyssesSize = Annotated[Ranks, Accepted(ONE_UP, "use 1 to leave the heads together")]
 SequenceRanks = Annotated[
     Ranks, Accepted(f"{ONE_UP} (ranks per sequence)", "use ring_size x ulysses_size", outside=True)
 ]
 TokenCount = Annotated[
-    int, Field(ge=0, le=MOST_TOKENS), Accepted("a whole number of tokens, 0 or more", "use 0 to shard all")
+    int, Field(ge=0, le=MAX_TOKENS), Accepted("a whole number of tokens, 0 or more", "use 0 to shard all")
 ]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     LayoutName = str
@@ -277,7 +277,7 @@ class RingConfig(PassOptions, RingKeys):
             return values
         kept = {name: value for name, value in values.items() if name != SP_KEY}
         ring, ulysses = kept.get("ring_size"), kept.get("ulysses_size", 1)
-        both_good = all(type(size) is int and 1 <= size <= MOST_RANKS for size in (ring, ulysses))
+        both_good = all(type(size) is int and 1 <= size <= MAX_RANKS for size in (ring, ulysses))
         return kept | {SP_KEY: ring * ulysses} if both_good else kept
 
     @field_validator("ring_size", mode="before")

@@ -26,7 +26,7 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
-from ds_ring.limits import MOST_HEADS
+from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.catalog import Dilated
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
@@ -34,7 +34,7 @@ from ds_ring.ops.checks import check_operand
 from ds_ring.ops.refusal import refusal_from, refused_results
 from ds_ring.schedule.layout import Layout
 
-_MOST_FEATURES = 1 << 20
+_MAX_FEATURES = 1 << 20
 _NAME = "MultiheadRingAttention"
 # Arguments of torch.nn.MultiheadAttention that a ring cannot honour: the value that changes nothing, and what
 # to do instead.
@@ -104,10 +104,10 @@ class MultiheadRingAttention(nn.Module):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **only_in_torch: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.embed_dim = whole_number(embed_dim, f"{_NAME}: embed_dim", RingConfigError, _MOST_FEATURES)
-        self.num_heads = whole_number(num_heads, f"{_NAME}: num_heads", RingConfigError, MOST_HEADS)
+        self.embed_dim = whole_number(embed_dim, f"{_NAME}: embed_dim", RingConfigError, _MAX_FEATURES)
+        self.num_heads = whole_number(num_heads, f"{_NAME}: num_heads", RingConfigError, MAX_HEADS)
         groups = self.num_heads if kv_heads is None else kv_heads
-        self.kv_heads = whole_number(groups, f"{_NAME}: kv_heads", RingConfigError, MOST_HEADS)
+        self.kv_heads = whole_number(groups, f"{_NAME}: kv_heads", RingConfigError, MAX_HEADS)
         for name, n, divisor in (
             ("embed_dim", self.embed_dim, self.num_heads),
             ("num_heads", self.num_heads, self.kv_heads),

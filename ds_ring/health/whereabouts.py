@@ -16,7 +16,7 @@ from typing import Any
 
 from ds_ring.health.failure_detector.wire import NOT_COMPARED
 
-MOST_GROUPS = 256  # whose numbers a heartbeat carries
+MAX_GROUPS = 256  # whose numbers a heartbeat carries
 _OF_OTHERS = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
@@ -53,7 +53,7 @@ def collective_calls(not_compared: Container[str]) -> dict[str, int]:
     """
     world = _c10d()._world
     found = {"": int(world.group_count)}
-    for group in list(world.pg_map)[:MOST_GROUPS]:
+    for group in list(world.pg_map)[:MAX_GROUPS]:
         with suppress(RuntimeError, KeyError):  # no count; destroyed by now
             name = str(world.pg_names[group])
             mark = NOT_COMPARED if name in not_compared else ""

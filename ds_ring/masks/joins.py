@@ -47,7 +47,7 @@ from ds_ring.masks.branches import ALL, Branch, Partition, Pieces, Primitive, Re
 from ds_ring.masks.cuts import within_distances
 from ds_ring.masks.tiles import Axis, IntArray, MaskInside, PairMask, Tiles, Weights, repeat_rows
 
-MOST_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
+MAX_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
 
 
 class Progression(NamedTuple):
@@ -179,7 +179,7 @@ def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[in
 def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[CommonBranches, ...]:
     """Return which positions have which branches in common; see [Note: levels]."""
     period = math.lcm(*rates)
-    if period > MOST_RESIDUES:
+    if period > MAX_RESIDUES:
         # each branch by itself; the merge sums pairs that several branches share
         classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
         return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))

@@ -14,7 +14,7 @@ minimum.
 
 [Note: what auto compares]
 For a kernel in blocks (FlexAttention), "auto" takes the residue layout for LongNet as long as a shard has at
-most `MOST_RUNS` runs. `document_zigzag` is not among the candidates: it is even for every set of documents,
+most `MAX_RUNS` runs. `document_zigzag` is not among the candidates: it is even for every set of documents,
 but each rank has two pieces of every document, so nearly all tokens travel. `balanced` keeps short documents
 together.
 """
@@ -42,7 +42,7 @@ Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; em
 EVEN = 1.05  # an imbalance up to this value counts as even
 SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
-MOST_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
+MAX_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 # [Note: sampled rows]
 # A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
@@ -201,9 +201,9 @@ def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
         shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
     except RingLayoutError:
         return []
-    few = [one for one in shapes if tokens // ring_size <= MOST_RUNS * (one.window // one.moduli[-1])]
+    few = [one for one in shapes if tokens // ring_size <= MAX_RUNS * (one.window // one.moduli[-1])]
     if not few:
-        _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MOST_RUNS)
+        _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MAX_RUNS)
     return [Candidate(layout, 1.0) for layout in few]
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ds_ring.errors import RingMeshError, shown, whole_number
-from ds_ring.limits import MOST_RANKS
+from ds_ring.limits import MAX_RANKS
 
 
 class Coordinates(NamedTuple):
@@ -47,7 +47,7 @@ class Grid:
     def __post_init__(self) -> None:
         for name in ("world_size", "ring_size", "ulysses_size"):
             value = getattr(self, name)
-            object.__setattr__(self, name, whole_number(value, name, RingMeshError, MOST_RANKS))
+            object.__setattr__(self, name, whole_number(value, name, RingMeshError, MAX_RANKS))
         if self.world_size % self.sequence_size:
             *others, last = map(str, divisors(self.world_size))
             choices = f"{', '.join(others)} or {last}" if others else last
@@ -70,7 +70,7 @@ class Grid:
         """
         if ranks_per_node is None:
             return None
-        whole_number(ranks_per_node, "ranks_per_node", RingMeshError, MOST_RANKS)
+        whole_number(ranks_per_node, "ranks_per_node", RingMeshError, MAX_RANKS)
         data, _, ulysses = self.coordinates(global_rank)
         ring = [self.global_rank(data, rank, ulysses) // ranks_per_node for rank in range(self.ring_size)]
         inner = ring.count(ring[0])
@@ -86,7 +86,7 @@ class Grid:
             RingMeshError: the groups are no lists of one length that ulysses_size divides, or do not hold
                 every rank of the world once.
         """
-        ulysses_size = whole_number(ulysses_size, "ulysses_size", RingMeshError, MOST_RANKS)
+        ulysses_size = whole_number(ulysses_size, "ulysses_size", RingMeshError, MAX_RANKS)
         try:
             groups = [[operator.index(rank) for rank in ranks] for ranks in sequences]
         except TypeError as error:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError, RingShapeError, shown, whole_number
-from ds_ring.limits import MOST_RANKS
+from ds_ring.limits import MAX_RANKS
 from ds_ring.masks.catalog import Documents, Full, Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, repeat_rows
@@ -319,7 +319,7 @@ def make_layout(
             layout is not made for.
     """
     tokens = whole_number(tokens, "make_layout: tokens", RingLayoutError)
-    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MOST_RANKS)
+    ring_size = whole_number(ring_size, "make_layout: ring_size", RingLayoutError, MAX_RANKS)
     multiple_of = whole_number(multiple_of, "make_layout: multiple_of", RingLayoutError)
     check_layout_name(name)
     block_size = whole_number(block_size, "make_layout: block_size", RingLayoutError)

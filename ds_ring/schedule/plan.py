@@ -26,7 +26,7 @@ from ds_ring.errors import (
     true_or_false,
     whole_number,
 )
-from ds_ring.limits import MOST_HEADS
+from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.branches import Table
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
@@ -249,8 +249,8 @@ def build_plan(
             " ring_size=P)"
         )
     check_length(pattern, layout)
-    query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MOST_HEADS)
-    kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MOST_HEADS)
+    query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MAX_HEADS)
+    kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MAX_HEADS)
     prune = true_or_false(prune, "build_plan: prune", RingLayoutError)
     if directions is not None and not (
         isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)

@@ -38,7 +38,7 @@ from ds_ring.errors import (
 from ds_ring.kernels.select import get_kernel
 from ds_ring.layers.scan.scan import scan_messages
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
-from ds_ring.limits import MOST_TOKENS
+from ds_ring.limits import MAX_TOKENS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
 from ds_ring.measure.trace import Trace
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 PROGRESS_AFTER_S = 2.0
-MOST_THREADS = 1024
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SimulationOptions:
     def __post_init__(self) -> None:
         for name in ("prune", "progress"):
             true_or_false(getattr(self, name), name, RingConfigError)
-        for name, most in (("threads", MOST_THREADS), ("chunk_bytes", MOST_TOKENS)):
+        for name, most in (("threads", MAX_THREADS), ("chunk_bytes", MAX_TOKENS)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole_number(getattr(self, name), name, RingConfigError, most))
         given = {} if self.kernel_options is None else self.kernel_options

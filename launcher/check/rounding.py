@@ -25,7 +25,7 @@ from torch import nn
 from ds_ring.integrations.deepspeed.first_batch import Difference, Numbers, Tolerance, compare
 
 TIMES = 10.0
-_LEAST, _MOST = 1e-6, 1e-4
+_MIN_ERROR, _MAX_ERROR = 1e-6, 1e-4
 _MOVED_BY, _MOVED_RUNS = 2.0**-22, 8
 
 RoundingMeasure = Literal["float64", "moved weights"]
@@ -49,7 +49,7 @@ class Rounding:
 
     def beyond(self, found: Iterable[Difference]) -> list[Difference]:
         """Return the differences that rounding does not explain, in their order."""
-        return self._above(found, _MOST)
+        return self._above(found, _MAX_ERROR)
 
     def jumps(self, found: Iterable[Difference]) -> list[Difference]:
         """Return the differences that are larger than a threshold's that rounding tips."""
@@ -65,7 +65,7 @@ class Rounding:
         more = {"loss": tolerance.loss, "gradient": tolerance.gradients}
         wrong = []
         for one in found:
-            error = max(own.get((one.kind, one.name), 0.0), typical.get(one.kind, 0.0), _LEAST)
+            error = max(own.get((one.kind, one.name), 0.0), typical.get(one.kind, 0.0), _MIN_ERROR)
             allowed = TIMES * min(error, most)
             if self.keys_rounded:
                 allowed += more.get(one.kind, tolerance.outputs)

@@ -377,7 +377,7 @@ def _take_dropout_out(values: ConfigValues) -> None:
             values[name] = 0.0
 
 
-MOST_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 20_000_000
 HIDDEN_CLASSES = 8  # labels of a model without a head: its hidden states are taken for logits
 _HAVE_A_LOSS = ("causal-lm", "seq2seq-lm", "image-text", "sequence-classification")
 
@@ -472,7 +472,7 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             parameters = sum(p.numel() for p in make(config).parameters())
-        if parameters > MOST_PARAMETERS:
+        if parameters > MAX_PARAMETERS:
             raise ValueError(f"it would still have {parameters:,} parameters")
         torch.manual_seed(seed)
         model = make(config, dtype=torch.float32)

@@ -20,8 +20,8 @@ from ..engines.engine import Engine
 from ..engines.engines import ENGINES
 from ..run.job import LOOPBACK, LOOPBACK_6, SECRET_VARIABLE
 
-MOST_SLOTS = 4096  # of one host: more than any has devices or cores
-_MOST_LETTERS = 4096  # Linux's own limit of a path; of a variable it is 128 KiB
+MAX_SLOTS = 4096  # of one host: more than any has devices or cores
+_MAX_LETTERS = 4096  # Linux's own limit of a path; of a variable it is 128 KiB
 LOCAL_NAME = "localhost"
 # Every engine sets these for each rank by itself; a value from the YAML would be lost or, worse, win.
 _SET_BY_THE_ENGINE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -59,7 +59,7 @@ def _path(value: object, info: ValidationInfo) -> Path:
     if (
         not isinstance(value, str)
         or not value.strip()
-        or len(value) > _MOST_LETTERS
+        or len(value) > _MAX_LETTERS
         or not value.isprintable()
     ):
         raise Refused(sentence(_FILE.what, shown(value), _FILE.advice))
@@ -133,7 +133,7 @@ class Host(Section):
     """Describe one machine and how many processes it runs."""
 
     name: Annotated[_HostName, _NAME]
-    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS), _SLOTS]
+    slots: Annotated[int, Field(ge=1, le=MAX_SLOTS), _SLOTS]
 
 
 _Seconds = Annotated[

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ds_ring.config.json_text import SECTION, read_small
 from ds_ring.config.messages import (
-    MOST_PROBLEMS,
+    MAX_PROBLEMS,
     Problem,
     config_error,
     did_you_mean,
@@ -34,8 +34,8 @@ from ds_ring.errors import RingConfigError
 from ..run.job import LOOPBACK, LOOPBACK_6
 from .cluster import LOCAL_NAME, Cluster, Host
 
-MOST_BYTES = 2**17  # some thousand hosts; PyYAML reads about a MB in two seconds
-MOST_NESTED = 16
+MAX_BYTES = 2**17  # some thousand hosts; PyYAML reads about a MB in two seconds
+MAX_NESTED = 16
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, ten times as fast
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
@@ -67,7 +67,7 @@ _StrictLoader.yaml_implicit_resolvers = {
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping at the top of the file `path`; RingConfigError if it cannot be read."""
     try:
-        text = read_small(path, MOST_BYTES)
+        text = read_small(path, MAX_BYTES)
     except FileNotFoundError:
         raise config_error(str(path), missing_file(path, "a cluster YAML")) from None
     except IsADirectoryError:
@@ -96,8 +96,8 @@ def _require_plain(text: str) -> None:
     for event in yaml.parse(text, Loader=_Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         what, tag = "", getattr(event, "tag", None)
-        if depth > MOST_NESTED:
-            what = f"expected at most {MOST_NESTED} levels in each other, got more; is this the right file?"
+        if depth > MAX_NESTED:
+            what = f"expected at most {MAX_NESTED} levels in each other, got more; is this the right file?"
         elif isinstance(event, yaml.AliasEvent):
             what = f"expected plain values, got the alias *{str(event.anchor)[:80]}; write the value itself"
         elif tag not in (None, "!"):
@@ -140,7 +140,7 @@ _LINE = re.compile(r"(?P<name>\S{1,253})\s+slots\s*=\s*(?P<slots>\d{1,12})", re.
 def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
     """Return the hosts as a YAML would list them, and the faults of the file, with line numbers."""
     try:
-        text = read_small(path, MOST_BYTES)
+        text = read_small(path, MAX_BYTES)
     except FileNotFoundError:
         return [], [Problem("hostfile", missing_file(path, "a hostfile"))]
     except IsADirectoryError:
@@ -157,7 +157,7 @@ def read_hostfile(path: Path) -> tuple[list[dict[str, Any]], list[Problem]]:
         if not content:
             continue
         # A file of another kind has a problem on each line: the first ones are enough.
-        if len(problems) > MOST_PROBLEMS:
+        if len(problems) > MAX_PROBLEMS:
             break
         problem = _problem_of(content, number, seen)
         if problem:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 Commands = Any  # argparse's own name for it is private
 
-MOST_SECONDS = 10**7
-MOST = 2**53  # sizes are multiplied in 64 bits
-_MOST_LETTERS = 400
+MAX_SECONDS = 10**7
+MAX_SIZE = 2**53  # sizes are multiplied in 64 bits
+_MAX_LETTERS = 400
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +54,7 @@ def readable(text: str) -> str:
     return "\n".join(_short(line, 800) for line in text.splitlines()[:30])
 
 
-def _short(text: str, most: int = _MOST_LETTERS) -> str:
+def _short(text: str, most: int = _MAX_LETTERS) -> str:
     text = text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 2 :]}"
     return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
 
@@ -70,8 +70,10 @@ def _whole_number(text: str) -> int:
         value = int(text) if len(text) < 40 and text.isascii() else None
     except ValueError:
         value = None
-    if value is None or abs(value) > MOST:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at most {MOST:,}, got {text[:40]!r}")
+    if value is None or abs(value) > MAX_SIZE:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number of at most {MAX_SIZE:,}, got {text[:40]!r}"
+        )
     return value
 
 
@@ -172,14 +174,14 @@ def require_deadline(seconds: float) -> None:
     """Raise RingConfigError for a --deadline-seconds that is none."""
     from ds_ring.errors import RingConfigError
 
-    if not 0 < seconds <= MOST_SECONDS:
-        bound = "above 0" if seconds <= 0 else f"of at most {MOST_SECONDS:,}"
+    if not 0 < seconds <= MAX_SECONDS:
+        bound = "above 0" if seconds <= 0 else f"of at most {MAX_SECONDS:,}"
         raise RingConfigError(f"--deadline-seconds: expected a number {bound}, got {seconds:g}; leave it out")
 
 
 # Options of both `simulate` and `profile`: sizes of an attention, its pattern, layout and kernel.
 
-_MOST = {
+_MAX_SIZES = {
     "tokens": 2**40,
     "heads": 4096,
     "kv_heads": 4096,
@@ -258,7 +260,7 @@ def source_of(options: argparse.Namespace) -> GeneratedSource:
     Raises:
         RingShapeError, RingConfigError: sizes or a seed that cannot be.
     """
-    require_sizes(options, _MOST)
+    require_sizes(options, _MAX_SIZES)
     element_bytes = {"float64": 8, "float32": 4}.get(options.dtype, 2)
     require_memory(options.tokens, options.heads, options.head_dim, element_bytes)
     import torch  # a second or two, for which a wrong size need not wait

@@ -9,7 +9,7 @@ import os
 from ..tune.arguments import declare
 from .parsers import Commands, add_command, refuse_extra, require_deadline, require_memory, require_sizes
 
-_MOST = {
+_MAX_SIZES = {
     "tokens": 2**30,
     "heads": 4096,
     "kv_heads": 4096,
@@ -53,7 +53,7 @@ def add(commands: Commands) -> None:
 def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     """Start the ranks and wait for them; RingError for wrong input, before any is started."""
     refuse_extra("tune", extra_args)
-    require_sizes(options, _MOST)
+    require_sizes(options, _MAX_SIZES)
     require_deadline(options.deadline_seconds)
     import torch
 

@@ -19,15 +19,15 @@ from .hosts import HostAnswers
 
 OK, WARNING, WRONG, NOT_LOOKED_AT = "ok", "warning", "wrong", "not looked at"
 MUST_AGREE = ("python", "ds_ring", "torch", "deepspeed", "numpy")
-MOST_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value, against float64
+MAX_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}  # of the largest value, against float64
 # of a pass, times ring size, over that of one rank: 1.0 to 1.2 on a ring, P where keys are gathered
-MOST_MEMORY = 1.7
-MOST_HEADERS = 8  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
+MAX_MEMORY = 1.7
+MAX_HEADERS = 8  # the integers that a rank sends have no more than 1 / so much of the numbers of a shard
 LEAST_MEMORY = 0.5  # of the same: a pass that takes less was not measured
 LEAST_BYTES_PER_S = 100e6  # between hosts: below it not even a gigabit network is in use
 SLOWER = 5.0  # than the median of its kind: a link that is named
-MOST_CLOCK_S = 1.0
-MOST_KEYS = 5  # that differ, in one line
+MAX_CLOCK_S = 1.0
+MAX_KEYS = 5  # that differ, in one line
 
 Hosts = Mapping[str, Mapping[str, Any]]
 
@@ -184,8 +184,8 @@ def _configuration(answers: Hosts) -> Finding:
             if len(values) > 1:
                 told.append(f"{key} of {what}: {_told(values)}")
     if told:
-        more = f" and {len(told) - MOST_KEYS} more" if len(told) > MOST_KEYS else ""
-        return Finding("configuration", WRONG, f"{'; '.join(told[:MOST_KEYS])}{more}. Copy one to all hosts")
+        more = f" and {len(told) - MAX_KEYS} more" if len(told) > MAX_KEYS else ""
+        return Finding("configuration", WRONG, f"{'; '.join(told[:MAX_KEYS])}{more}. Copy one to all hosts")
     return Finding("configuration", OK, "the DeepSpeed JSON and the cluster YAML are the same on all hosts")
 
 
@@ -235,7 +235,7 @@ def _size(value: float) -> float:
 def _exact(ranks: list[dict[str, Any]]) -> Finding:
     worst = max(ranks, key=lambda one: _size(one["error"]))
     told = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
-    if not worst["error"] <= MOST_ERROR[worst["dtype"]]:
+    if not worst["error"] <= MAX_ERROR[worst["dtype"]]:
         return Finding(
             "exact", WRONG, f"{told} of {worst['host']}; its device or its messages are not to be trusted"
         )
@@ -267,7 +267,7 @@ def _no_ring(one: Mapping[str, Any]) -> str | None:
     for way in ("sent", "received"):
         if traffic[way] != (planned := one[f"planned_{way}"]):
             return f"a pass {way} {traffic[way]} numbers of K, V and gradients, its plan says {planned}"
-    if traffic["integers"] > shard // MOST_HEADERS:
+    if traffic["integers"] > shard // MAX_HEADERS:
         return f"a pass sent {traffic['integers']} integers, which is more than its headers"
     if one["ring_size"] > 1 and not traffic["sent"] + traffic["received"]:
         return "a pass moved nothing, and so did its plan"
@@ -279,7 +279,7 @@ def _memory(ranks: list[dict[str, Any]]) -> Finding:
     worst = max(ranks, key=lambda one: _size(one["memory_bytes"]))
     share = worst["memory_bytes"] / alone
     told = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
-    if not share * size <= MOST_MEMORY:
+    if not share * size <= MAX_MEMORY:
         return Finding(
             "memory", WRONG, f"memory does not fall with the ring: {told}, on rank {worst['rank']}"
         )
@@ -324,7 +324,7 @@ def _clocks(ranks: list[dict[str, Any]]) -> Finding:
     worst = max(ranks, key=lambda one: _size(one["clock_s"]))
     ahead_ms, error_ms = 1e3 * worst["clock_s"], 1e3 * worst["clock_error_s"]
     told = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
-    if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MOST_CLOCK_S:
+    if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MAX_CLOCK_S:
         return Finding("clocks", WARNING, f"{told} on {worst['host']}: logs of hosts do not line up; run NTP")
     return Finding("clocks", OK, told)
 

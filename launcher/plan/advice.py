@@ -19,9 +19,9 @@ from .training_setting import ELEMENT_BYTES, TrainingSetting
 # data-parallel replicas, states divided further, smaller micro-batches), then the cheapest sets of options of
 # options.py, then both together, then more devices, and last a shorter sequence.
 
-MOST_LINES, MOST_OF_THESE_DEVICES = 5, 3  # proposals in all; of them on the devices at hand
+MAX_LINES, MAX_OF_THESE_DEVICES = 5, 3  # proposals in all; of them on the devices at hand
 ROUGHLY = 1.05  # of what a device has: more by a search's estimate needs no plan of the whole ring
-MOST_RANKS = 256  # of a ring that is proposed: the estimate grows as its square, 4096 ranks take minutes
+MAX_RANKS = 256  # of a ring that is proposed: the estimate grows as its square, 4096 ranks take minutes
 
 
 class Remedy(NamedTuple):
@@ -43,8 +43,8 @@ def remedies(setting: TrainingSetting) -> tuple[Remedy, ...]:
     """Return at most five changes that each make the setting fit, cheapest first."""
     changes = list(_changes(setting))
     found = chain(_on_these_devices(setting, changes), _more_devices(setting))
-    lines = list(islice(found, MOST_LINES))
-    if len(lines) < MOST_LINES and 0 < (tokens := longest_sequence(setting)) < setting.tokens:
+    lines = list(islice(found, MAX_LINES))
+    if len(lines) < MAX_LINES and 0 < (tokens := longest_sequence(setting)) < setting.tokens:
         lines += _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
     return tuple(lines)
 
@@ -77,9 +77,9 @@ def _at_stage(stage: int, setting: TrainingSetting) -> TrainingSetting:
 def _on_these_devices(setting: TrainingSetting, changes: list[_Change]) -> Iterator[Remedy]:
     """Yield changes that are enough and options that are; where none is, a change with options."""
     enough = (one for change in changes for one in _found(change.text, change.apply(setting)))
-    found = list(islice(chain(enough, _with_options("", setting)), MOST_OF_THESE_DEVICES))
+    found = list(islice(chain(enough, _with_options("", setting)), MAX_OF_THESE_DEVICES))
     both = (one for change in changes for one in _with_options(change.text, change.apply(setting)))
-    yield from found or islice(both, MOST_OF_THESE_DEVICES)
+    yield from found or islice(both, MAX_OF_THESE_DEVICES)
 
 
 def _with_options(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
@@ -96,7 +96,7 @@ def _with_options(text: str, setting: TrainingSetting) -> Iterator[Remedy]:
 
 def _more_devices(setting: TrainingSetting) -> Iterator[Remedy]:
     """Propose more devices in one ring, alone, and fewer of them with options."""
-    alone, most = fewest_devices(setting), MOST_RANKS * setting.ulysses_size
+    alone, most = fewest_devices(setting), MAX_RANKS * setting.ulysses_size
     if alone is not None and setting.devices < alone.devices <= most:
         yield from _found(f"--devices {alone.devices} --ring-size {alone.ring_size}", alone)
         most = alone.devices - 1

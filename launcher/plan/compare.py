@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MOST_TOKENS, longest_that
+from .options import MAX_TOKENS, longest_that
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -80,7 +80,7 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
                 step.host_bytes * setting.devices_of_node,
                 method.sent(setting),
                 fits(setting, step.moments()),
-                longest_that(has_room, setting.devices, MOST_TOKENS, 1, FINE),
+                longest_that(has_room, setting.devices, MAX_TOKENS, 1, FINE),
             )
         )
     return rows

@@ -22,7 +22,7 @@ from .hardware import Hardware, read_hardware
 from .model_file import layer_patterns, model_of, patterns_by, with_layer_types
 from .model_memory import Zero
 from .options import (
-    MOST_TOKENS,
+    MAX_TOKENS,
     OPTIONS,
     fewest_devices,
     longest_sequence,
@@ -36,16 +36,16 @@ from .training_setting import ELEMENT_BYTES, TrainingSetting
 
 _Raw = dict[str, Any]
 _ZERO = "zero_optimization"
-_MOST_DEVICES = 2**16
-DEFAULT_TILE = MOST_TOKENS  # of --tiled-loss and --tiled-mlp without a number
-_MOST = {
-    "tokens": MOST_TOKENS,
-    "devices": _MOST_DEVICES,
-    "ring_size": _MOST_DEVICES,
-    "ulysses_size": _MOST_DEVICES,
+_MAX_DEVICES = 2**16
+DEFAULT_TILE = MAX_TOKENS  # of --tiled-loss and --tiled-mlp without a number
+_MAX_SIZES = {
+    "tokens": MAX_TOKENS,
+    "devices": _MAX_DEVICES,
+    "ring_size": _MAX_DEVICES,
+    "ulysses_size": _MAX_DEVICES,
     "batch": 2**20,
-    "tiled_loss": MOST_TOKENS,
-    "tiled_mlp": MOST_TOKENS,
+    "tiled_loss": MAX_TOKENS,
+    "tiled_mlp": MAX_TOKENS,
 }
 
 
@@ -53,7 +53,7 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
     """Return what the options ask for; with --tokens or --devices left out, what a search found."""
     if options.tiled_loss is None:
         options.tiled_loss = options.loss_chunk
-    require_sizes(options, _MOST)
+    require_sizes(options, _MAX_SIZES)
     config, whole = _ring_config(options)
     ulysses = config.ulysses_size
     given = options.ring_size or (config.ring_size if options.config else None)
@@ -131,8 +131,8 @@ def _setting(
             what = sentence(usual, shown(getattr(config, key)), advice)
             raise RingConfigError(f"--config: {SECTION}.{key}: {what}")
     model, ulysses = model_of(options), config.ulysses_size
-    if ring * ulysses > _MOST_DEVICES:
-        expected = f"at most {_MOST_DEVICES:,} ranks"
+    if ring * ulysses > _MAX_DEVICES:
+        expected = f"at most {_MAX_DEVICES:,} ranks"
         raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
     if model.kv_heads % ulysses:
         raise RingConfigError(
@@ -150,7 +150,7 @@ def _setting(
         if options.hf_config is None
         else patterns_by(with_layer_types(options.hf_config))
     )
-    patterns = layer_patterns(config, model_patterns, options.tokens or MOST_TOKENS)
+    patterns = layer_patterns(config, model_patterns, options.tokens or MAX_TOKENS)
     kinds = model.kinds or (None,) * model.layers
     attention = Counter(one for one, kind in zip(patterns, kinds, strict=True) if kind is None)
     other_layers = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
@@ -206,7 +206,7 @@ def _with_options(
     for option in OPTIONS:
         name = option.flag.removeprefix("--").replace("-", "_")
         wanted = (offloads and name == "offload_checkpoints") or (
-            name not in _MOST and getattr(options, name)
+            name not in _MAX_SIZES and getattr(options, name)
         )
         if not wanted or option.is_on(setting):
             continue

@@ -26,7 +26,7 @@ from .other_layers import KNOWN, Kind, Kinds, Selection, kinds_of, readers_of
 # layer_patterns.py combines the two; for a model object, integrations/transformers reads its masks.
 
 _FULL = ("full_attention", "attention")
-MOST_LAYERS = 1 << 16
+MAX_LAYERS = 1 << 16
 
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Patter
         RingConfigError: both are given, or one of them is wrong, or a layer is not attention.
     """
     if hf_config is None:
-        if layers is not None and not 1 <= layers <= MOST_LAYERS:
+        if layers is not None and not 1 <= layers <= MAX_LAYERS:
             raise RingConfigError(
                 f"--layers: {sentence('a whole number of at least 1', str(layers), 'correct it')}"
             )
@@ -121,7 +121,7 @@ def layer_patterns(
 
 def _types(own: Mapping[str, Any]) -> Sequence[str]:
     count = own.get("num_hidden_layers")
-    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+    if type(count) is not int or not 1 <= count <= MAX_LAYERS:
         raise _refused("num_hidden_layers", "a whole number of at least 1", count, "correct it")
     known = (*_FULL, *NARROW, *readers_of(own))
     types = own.get("layer_types")
@@ -152,7 +152,7 @@ def _refused(key: str, expected: str, got: object, advice: str) -> RingConfigErr
 
 # Sizes and parameters of a Llama-like block: grouped-query attention, gated MLP, RMS norms, no biases.
 
-MOST = 2**31  # of any size: products of three of them are still exact
+MAX_SIZE = 2**31  # of any size: products of three of them are still exact
 
 
 class LatentShape(NamedTuple):
@@ -186,8 +186,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST:
-                bound = "of at least 1" if type(value) is not int or value < 1 else f"of at most {MOST:,}"
+            if type(value) is not int or not 1 <= value <= MAX_SIZE:
+                bound = "of at least 1" if type(value) is not int or value < 1 else f"of at most {MAX_SIZE:,}"
                 got = f"{value!r:.40}"
                 raise RingConfigError(
                     f"model: {name}: expected a whole number {bound}, got {got}; correct it"

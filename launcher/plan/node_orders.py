@@ -21,7 +21,7 @@ from .training_setting import TrainingSetting, like_in_hops
 
 # The shortest shard for which compute hides transfers, by bisection on the cost model.
 
-FEWEST, MOST = 1 << 6, 1 << 22  # tokens of a shard that are looked at
+MIN_TOKENS, MAX_TOKENS = 1 << 6, 1 << 22  # tokens of a shard that are looked at
 STEP = 4  # between two shards on the way down
 FINE = 64  # the search ends when it is exact to 1 / FINE
 HOPS_ALIKE = 0.05  # of seconds waited for one of compute, at lengths a factor of STEP apart: as good as equal
@@ -66,7 +66,7 @@ def hiding_shard(setting: TrainingSetting) -> Hiding:
         return Hiding(None, _why(setting, high))
     while hides(_cost(setting, low)):
         high, low = low, low // STEP
-        if low < max(FEWEST, setting.ulysses_size):
+        if low < max(MIN_TOKENS, setting.ulysses_size):
             return Hiding(high, None)
     unit = setting.ulysses_size
     while high - low > max(low // FINE, unit):
@@ -77,7 +77,7 @@ def hiding_shard(setting: TrainingSetting) -> Hiding:
 
 def _most(setting: TrainingSetting) -> int:
     """Return a power of two, times the Ulysses size, no shorter than the setting's own shard."""
-    most = MOST * setting.ulysses_size
+    most = MAX_TOKENS * setting.ulysses_size
     while most * setting.ring_size < setting.tokens:
         most *= STEP
     return most

@@ -213,8 +213,8 @@ def json_of(setting: TrainingSetting) -> dict[str, Any]:
 # Searches for the longest sequence and the fewest devices call `estimate.py` many times, on rings of at most
 # four ranks with the same tokens per rank, so that a search over a thousand devices takes a second.
 
-MOST_TOKENS = 1 << 40
-MOST_DEVICES = 1 << 14
+MAX_TOKENS = 1 << 40
+MAX_DEVICES = 1 << 14
 FINE = 64  # a search ends when it is exact to 1 / FINE
 FEW_STEPS = 4
 
@@ -243,7 +243,7 @@ def can_hold(setting: TrainingSetting, local_tokens: int) -> bool:
 def longest_sequence(setting: TrainingSetting) -> int:
     """Return the most tokens T whose step fits the setting's devices, to 1 / 64; 0 if none does."""
     unit = setting.ulysses_size
-    most = MOST_TOKENS // setting.ring_size
+    most = MAX_TOKENS // setting.ring_size
     return setting.ring_size * longest_that(partial(can_hold, setting), 64 * unit, most, unit, FINE)
 
 
@@ -273,7 +273,7 @@ def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:
 def fewest_devices(setting: TrainingSetting) -> TrainingSetting | None:
     """Return the setting on the smallest power of two of devices that fit, all in one ring, or None."""
     size = setting.ulysses_size
-    while size <= MOST_DEVICES:
+    while size <= MAX_DEVICES:
         ring = size // setting.ulysses_size
         tried = replace(setting, ring_size=ring, zero=replace(setting.zero, world=size))
         local = -(-setting.tokens // size) * setting.ulysses_size

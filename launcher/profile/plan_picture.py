@@ -19,7 +19,7 @@ from ds_ring.schedule.rank_plan import HopPlan
 
 from .pictures import new_figure, save_figure
 
-_MOST_NAMED = 12  # hops in the legend of a large ring
+_MAX_NAMED = 12  # hops in the legend of a large ring
 
 
 def hops_of(plan: Plan, rank: int) -> Iterator[tuple[int, HopPlan]]:
@@ -121,7 +121,7 @@ def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
     most = max(map(abs, hops))
     draw_blocks(left, plan, block, most)
     draw_received(right, plan, most)
-    named = hops[:: -(-len(hops) // _MOST_NAMED)]
+    named = hops[:: -(-len(hops) // _MAX_NAMED)]
     labels = [f"hop {abs(hop)} {'up' if hop > 0 else 'down'}" if hop else "hop 0: own shard" for hop in named]
     figure.legend(
         handles=[

@@ -27,18 +27,18 @@ from pydantic import (
     WrapValidator,
 )
 
-from ds_ring.limits import MOST_RANKS, MOST_TOKENS
+from ds_ring.limits import MAX_RANKS, MAX_TOKENS
 
 from .run_folder import ATTEMPTS, RankFault
 
-MOST_BYTES = 1 << 20  # of a small file: a rank's fault has a traceback of some KB
-MOST_LINES_BYTES = 1 << 24  # of a file of lines, of which the last ones are read
-MOST_SECONDS = 1e11  # since 1970: the year 5138
-MOST_SLOTS = 4096  # of one host: more than any has devices or cores
-_MOST_LETTERS = 1 << 16
+MAX_BYTES = 1 << 20  # of a small file: a rank's fault has a traceback of some KB
+MAX_LINES_BYTES = 1 << 24  # of a file of lines, of which the last ones are read
+MAX_SECONDS = 1e11  # since 1970: the year 5138
+MAX_SLOTS = 4096  # of one host: more than any has devices or cores
+_MAX_LETTERS = 1 << 16
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES, last: bool = False) -> bytes | None:
+def read_bytes(path: Path, most: int = MAX_BYTES, last: bool = False) -> bytes | None:
     """Return what a regular file holds; None for anything else, and for what cannot be read.
 
     Args:
@@ -85,10 +85,10 @@ def _list(value: object) -> object:
     return value if isinstance(value, list) else []
 
 
-_Letters = Annotated[str, AfterValidator(lambda text: text[:_MOST_LETTERS])]
-_Rank = Annotated[int, Field(ge=0, lt=MOST_RANKS)]
-_Time = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
-_Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+_Letters = Annotated[str, AfterValidator(lambda text: text[:_MAX_LETTERS])]
+_Rank = Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+_Time = Annotated[float, Field(ge=0, le=MAX_SECONDS, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _Status = Annotated[int, Field(ge=-(1 << 31), lt=1 << 32)]
 MaybeText = Annotated[_Letters | None, WrapValidator(_or_none)]
 MaybeRank = Annotated[_Rank | None, WrapValidator(_or_none)]
@@ -99,7 +99,7 @@ MaybeNumber = Annotated[float | None, WrapValidator(_or_none), BeforeValidator(_
 _Rate = Annotated[float, BeforeValidator(_number), AfterValidator(_not_negative)]
 MaybeRate = Annotated[_Rate | None, WrapValidator(_or_none)]
 MaybeBool = Annotated[bool | None, WrapValidator(_or_none)]
-_Slots = Annotated[int | None, Field(ge=1, le=MOST_SLOTS), WrapValidator(_or_none)]
+_Slots = Annotated[int | None, Field(ge=1, le=MAX_SLOTS), WrapValidator(_or_none)]
 
 
 class Record(BaseModel):
@@ -175,7 +175,7 @@ class LinkRecord(Record):
     """Describe a link of rank-N.metrics.json."""
 
     source: Annotated[_Rank, Field(alias="from")]
-    hop_seconds: Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+    hop_seconds: Annotated[float, Field(ge=0, le=MAX_SECONDS)]
     wait_seconds: MaybeTime = None
     bytes: MaybeCount = None
 
@@ -233,7 +233,7 @@ class ManifestRecord(Record):
 AnyRecord = TypeVar("AnyRecord", bound=Record)
 
 
-def read_record(path: Path, kind: type[AnyRecord], most: int = MOST_BYTES) -> AnyRecord | None:
+def read_record(path: Path, kind: type[AnyRecord], most: int = MAX_BYTES) -> AnyRecord | None:
     """Return the record in a file; None where there is none."""
     data = read_bytes(path, most)
     return None if data is None else _record(_value_of(data), kind)
@@ -241,7 +241,7 @@ def read_record(path: Path, kind: type[AnyRecord], most: int = MOST_BYTES) -> An
 
 def read_lines(path: Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Return the records of a file, one a line, without incomplete ones."""
-    data = read_bytes(path, MOST_LINES_BYTES, last=True) or b""
+    data = read_bytes(path, MAX_LINES_BYTES, last=True) or b""
     found = (_record(_value_of(line), kind) for line in data.split(b"\n") if line)
     return [one for one in found if one is not None]
 

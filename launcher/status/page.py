@@ -29,7 +29,7 @@ from .table import StatusTable, memory_text, number_text, plain, seconds_text, t
 
 WIDTH, HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 18, 14, 30
-MOST_POINTS = 1500  # of a chart: more than it has columns of pixels
+MAX_POINTS = 1500  # of a chart: more than it has columns of pixels
 COLOURS = ("#2f6fde", "#d9731a", "#1f9d6b", "#a44fc4", "#c23b5a", "#6b7f2a")  # of attempts, in turn
 
 
@@ -57,7 +57,7 @@ def chart(
         fault_steps: the steps in which attempts failed: a dashed line each.
         from_zero: the axis begins at 0.
     """
-    every = max(-(-len(points) // MOST_POINTS), 1)
+    every = max(-(-len(points) // MAX_POINTS), 1)
     points = points[(len(points) - 1) % every :: every]  # the last one among them
     values = [point.value for point in points if point.is_drawn]
     if not values:
@@ -129,7 +129,7 @@ def _short(value: float) -> str:
 
 
 REFRESH_SECONDS = 20
-MOST_ROWS = 2048  # of a table
+MAX_ROWS = 2048  # of a table
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#5d6675;--line:#d9dee6;--ground:#fff;--bad:#b3261e}
@@ -194,7 +194,7 @@ def page_of(status: RunStatus) -> str:
             _tiles(status),
             f'<h2 class="bad">Hosts that are missing</h2><ul>{gone}</ul>' if gone else "",
             _charts(status),
-            *(_table(one) for one in tables_of(status, MOST_ROWS)),
+            *(_table(one) for one in tables_of(status, MAX_ROWS)),
             f"<script>{_SCRIPT}</script></body></html>\n",
         ]
     )

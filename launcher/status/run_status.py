@@ -36,9 +36,9 @@ from ..run.run_records import (
 )
 
 MANIFEST = "ds_ring_manifest.json"  # written last: a folder without one is not whole
-_MOST_BYTES = 1 << 24
-_MOST = 5
-_MOST_RANKS = 1 << 16  # that are listed
+_MAX_BYTES = 1 << 24
+_MAX_RUNS = 5
+_MAX_RANKS = 1 << 16  # that are listed
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
                 found.append(((path / MANIFEST).stat().st_mtime, path.name))
     except (OSError, ValueError):
         return ()
-    newest = sorted(found, reverse=True)[:_MOST]
+    newest = sorted(found, reverse=True)[:_MAX_RUNS]
     return tuple(
         Checkpoint(tag, *_step_and_bytes(folder / tag / MANIFEST), saved_at, tag == latest)
         for saved_at, tag in newest
@@ -69,13 +69,13 @@ def newest_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
 
 
 def _step_and_bytes(path: Path) -> tuple[int | None, int | None]:
-    found = read_record(path, ManifestRecord, _MOST_BYTES)
+    found = read_record(path, ManifestRecord, _MAX_BYTES)
     return (None, None) if found is None else (found.global_steps, sum(one.bytes for one in found.files))
 
 
 SILENT_SECONDS = 180.0  # the launcher writes every few seconds
 CONFIRM_SECONDS = 2.5 * BEAT_SECONDS  # in which a living launcher writes
-MOST_CURVES = 40  # attempts whose steps are read: the latest ones
+MAX_CURVES = 40  # attempts whose steps are read: the latest ones
 NO_RING = "no rank has made a ring"
 _DONE = ("done", "failed", "preempted", "interrupted")
 
@@ -225,7 +225,7 @@ def _read_run(path: Path, now: float) -> RunStatus:
     last = attempts[-1] if attempts else None
     course = tuple(
         HistoryMoment(number, one.step, one.loss, one.tokens_per_second)
-        for number in numbers[-MOST_CURVES:]
+        for number in numbers[-MAX_CURVES:]
         for one in read_lines(folder.attempt(number) / HISTORY, HistoryRecord)
     )
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
@@ -304,7 +304,7 @@ def _attempt(number: int, folder: RunFolder, events: list[EventRecord]) -> Attem
 
 def _hosts_by_rank(hosts: Mapping[str, int]) -> list[str]:
     names: Iterable[str] = chain.from_iterable(repeat(name, slots) for name, slots in hosts.items())
-    return list(islice(names, _MOST_RANKS))
+    return list(islice(names, _MAX_RANKS))
 
 
 def _lateness(one: LateRecord, now: float) -> str:
@@ -320,7 +320,7 @@ def _ranks(path: Path, attempt: AttemptStatus, now: float) -> tuple[RankStatus, 
     raised = {fault.rank: fault.type for fault in reversed(faults_of(path))}
     hosts = _hosts_by_rank(attempt.hosts)
     found = []
-    for rank in sorted({*figures, *exits, *raised, *range(min(attempt.world_size or 0, _MOST_RANKS))}):
+    for rank in sorted({*figures, *exits, *raised, *range(min(attempt.world_size or 0, _MAX_RANKS))}):
         one, state = figures.get(rank), "at work" if attempt.verdict is None else "gone"
         if rank in raised:
             state = f"raised {raised[rank]}"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from .run_status import AttemptStatus, RankStatus, RunStatus
 
-MOST_ROWS = 16  # of a table on a terminal; --json has all
-_MOST_LETTERS = 2000
+MAX_ROWS = 16  # of a table on a terminal; --json has all
+_MAX_LETTERS = 2000
 
 
 class StatusTable(NamedTuple):
@@ -40,7 +40,7 @@ def print_status(status: RunStatus) -> None:
     missing = status.attempts[-1].missing if status.attempts else {}
     lines += [escape(plain(f"missing host {name}: {why}")) for name, why in missing.items()]
     console().print("\n".join(lines), soft_wrap=True)
-    for one in tables_of(status, MOST_ROWS):
+    for one in tables_of(status, MAX_ROWS):
         left = f"; {one.left_out:,} more are in --json" if one.left_out else ""
         table = Table(title=f"{one.title}{left}", title_justify="left")
         for head in one.heads.split(", "):
@@ -150,7 +150,7 @@ def number_text(value: float | None) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def plain(text: str, most: int = _MOST_LETTERS) -> str:
+def plain(text: str, most: int = _MAX_LETTERS) -> str:
     """Return text of any origin, cut, and without letters that a browser hides or a terminal obeys."""
     text = text if len(text) <= most else f"{text[:most]} ..."
     return "".join(sign if sign.isprintable() else " " for sign in text)

@@ -209,7 +209,7 @@ def _words(result: TuningResult) -> list[str]:
     return lines
 
 
-MOST = 4.0  # how far a pass can move the rate of the kernel; beyond that something else was measured
+MAX_CHANGE = 4.0  # how far a pass can move the rate of the kernel; beyond that something else was measured
 
 
 def describe_hardware(result: TuningResult) -> Json:
@@ -287,4 +287,4 @@ def _slower(result: TuningResult, hardware: Hardware) -> float:
     per_pair = FORWARD_FLOPS / efficiency.forward + BACKWARD_FLOPS / efficiency.backward
     arithmetic = planned.executed * request.head_dim * per_pair / hardware.flops(request.dtype)
     took = arithmetic + count * result.chosen_s - planned.seconds  # `chosen_s` is a layer's mean
-    return min(max(took / arithmetic, 1 / MOST), MOST)
+    return min(max(took / arithmetic, 1 / MAX_CHANGE), MAX_CHANGE)

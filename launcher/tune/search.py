@@ -28,7 +28,7 @@ from .model import Measured, Model
 from .request import TuningRequest
 from .result import Finalist, TuningResult
 
-FEWEST, MOST = 8, 24  # contestants; between these a tenth of the candidates
+MIN_CONTESTANTS, MAX_CONTESTANTS = 8, 24  # contestants; between these a tenth of the candidates
 HOPELESS = 2.5  # times the best prediction: not even a family's best gets a pass
 FINALISTS = 4  # and the defaults
 FINAL_ROUNDS = 3
@@ -111,7 +111,7 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
         with _bar(progress, TURNS * len({candidate.kernel for candidate in everyone}) + 3) as bar:
             measured = measure_machine(everyone, request, clock, passes, bar)
         model = Model(request, measured)
-        size = min(max(len(everyone) // 10, FEWEST), MOST)
+        size = min(max(len(everyone) // 10, MIN_CONTESTANTS), MAX_CONTESTANTS)
         contestants, before = contestants_of(everyone, size, tokens, model), passes.count
         with _bar(progress, 2 * len(contestants) + FINAL_ROUNDS * (FINALISTS + 1)) as bar:
             bar.set_description_str(f"{len(contestants)} contestants")

@@ -59,7 +59,7 @@ _END_SECONDS = 5.0
 _GRACE_SECONDS = 3.0
 _LOG_LINES = 40
 # gloo's threads wake a hundred times a second. Those of groups that DeepSpeed still refers to never end.
-_MOST_THREADS = 40
+_MAX_THREADS = 40
 _SKIPPED = pytest.skip.Exception.__name__
 
 
@@ -183,7 +183,7 @@ class RankPool:
         silent: Sequence[int] = (),
     ) -> list[RankOutcome]:
         request = _request(fn, args, kwargs)
-        if any(_threads(pid) > _MOST_THREADS for pid in self.pids):
+        if any(_threads(pid) > _MAX_THREADS for pid in self.pids):
             self.close()
         try:
             if not self._processes:

@@ -30,7 +30,7 @@ from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
 TOKENS, HEADS, HEAD_DIM = 16384, 2, 16
-MOST = 1.05  # of the work over its mean, and of the bytes over the least that must cross
+MAX_RATIO = 1.05  # of the work over its mean, and of the bytes over the least that must cross
 # Of a (query, key) pair of one head: two products of head_dim forward, five back; 2 FLOPs each.
 FORWARD_FLOPS, BACKWARD_FLOPS = 4 * HEAD_DIM, 10 * HEAD_DIM
 
@@ -128,7 +128,7 @@ def test_executed_work_is_even_and_no_byte_is_sent_that_need_not_be(
     for way in (0, 1):
         flops = np.array([found.flops[way] for found in ranks])
         assert flops.tolist() == [found.claimed_flops[way] for found in ranks]
-        assert flops.min() > 0 and flops.max() <= MOST * flops.mean(), flops / flops.mean()
+        assert flops.min() > 0 and flops.max() <= MAX_RATIO * flops.mean(), flops / flops.mean()
         sent = [found.sent_bytes[way] for found in ranks]
         assert sent == [found.planned_bytes[way] for found in ranks]
-        assert sum(sent) <= MOST * ranks[0].needed_bytes[way]
+        assert sum(sent) <= MAX_RATIO * ranks[0].needed_bytes[way]

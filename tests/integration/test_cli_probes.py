@@ -27,7 +27,7 @@ from tests.cli_probes import CLUSTER, Probe, base_of, cli_probes, parsers
 WORK_SECONDS = 3.0  # of this process; a plan of 10^9 tokens takes 0.5 s on a quiet core, 1.0 s on a busy one
 TRIES = 3  # what they do count can only add to a time
 HANG_SECONDS = 30.0
-MOST_LETTERS, MOST_LINES = 6000, 40
+MAX_LETTERS, MAX_LINES = 6000, 40
 SAYS_SO = ("expected", "did you mean", "not JSON", "not YAML", "does not exist", "does not divide")
 
 
@@ -76,7 +76,7 @@ def faults_of(probe: Probe) -> list[str]:
         faults += [] if said.startswith("ds-ring") and " error: " in said else ["no line that says error"]
         faults += [] if any(words in said for words in SAYS_SO) else [f"says nothing: {said[-200:]!r}"]
         faults += ["prints results as well"] if out.getvalue() else []
-    if len(said) > MOST_LETTERS or said.count("\n") > MOST_LINES:
+    if len(said) > MAX_LETTERS or said.count("\n") > MAX_LINES:
         faults.append(f"{len(said)} letters, {said.count(chr(10))} lines")
     faults += ["sends control characters"] if any(sign in said for sign in "\x1b\x00\r\x07") else []
     return faults

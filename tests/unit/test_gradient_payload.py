@@ -13,7 +13,7 @@ from tests.cases import Shape, tensors
 from tests.reference import dense_attention
 
 SHAPE = Shape(batch=1, query_heads=2, kv_heads=1, tokens=512, head_dim=32)
-MOST = 1.5  # times the error of one rank
+MAX_RATIO = 1.5  # times the error of one rank
 
 
 def errors(pattern: Pattern, layout_name: str, ring_size: int, payload: str) -> dict[str, float]:
@@ -53,7 +53,7 @@ def test_the_error_stays_near_that_of_one_rank(
     alone = errors(pattern, layout_name, 1, "float32")
     for size in sizes:
         for name, error in errors(pattern, layout_name, size, "bfloat16").items():
-            assert alone[name] < error < MOST * alone[name], (size, name, error / alone[name])
+            assert alone[name] < error < MAX_RATIO * alone[name], (size, name, error / alone[name])
 
 
 def units(payload: str, backward: bool) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from ds_ring_launcher.run.run_records import EventRecord, MetricsRecord, newest_
 from ds_ring_launcher.status import page as page_module
 from ds_ring_launcher.status.page import (
     HEIGHT,
-    MOST_POINTS,
+    MAX_POINTS,
     WIDTH,
     ChartPoint,
     chart,
@@ -421,7 +421,7 @@ def test_a_chart_stays_inside_its_box() -> None:
     for odd in ([0.0], [1.0, 1.0], [-1e-320, 1e-320], [1e308, -1e308], [1e300], [math.nan]):
         chart("x", [ChartPoint(1, 7, value) for value in odd])
     many = chart("x", [ChartPoint(1, step, step % 7) for step in range(50_000)])
-    assert len(many) < 30 * MOST_POINTS
+    assert len(many) < 30 * MAX_POINTS
 
 
 def test_the_page_is_renewed_while_the_launcher_lives(run: RunFolder) -> None:

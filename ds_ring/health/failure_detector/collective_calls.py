@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from .wire import NOT_COMPARED
 
-MOST_STAGES = 32  # that are remembered of a rank
+MAX_STAGES = 32  # that are remembered of a rank
 
 
 class RankStage(NamedTuple):
@@ -52,7 +52,7 @@ class CollectiveCalls:
         self._numbers: defaultdict[str, dict[int, int]] = defaultdict(dict)
         self._moved: dict[int, float] = {}  # when a rank has begun a collective of any group
         self._stages: defaultdict[int, deque[tuple[float, RankStage]]] = defaultdict(
-            lambda: deque(maxlen=MOST_STAGES)
+            lambda: deque(maxlen=MAX_STAGES)
         )
 
     def hear(self, rank: int, stage: RankStage, numbers: dict[str, int], now: float) -> None:
@@ -75,7 +75,7 @@ class CollectiveCalls:
             self._moved[rank] += seconds
         for rank, stages in self._stages.items():
             moved = [(at + seconds, stage) for at, stage in stages]
-            self._stages[rank] = deque(moved, MOST_STAGES)
+            self._stages[rank] = deque(moved, MAX_STAGES)
 
     def waits(self) -> dict[int, CallWait]:
         """Return the ranks that have begun a collective which others of its group have not."""

@@ -48,8 +48,8 @@ MANIFEST = "ds_ring_manifest.json"
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
 NO_TAG = "(unreadable)"  # what a torn `latest` names
-_MOST_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
-_MOST_LATEST_BYTES = 4096
+_MAX_MANIFEST_BYTES = 1 << 26  # of some 400 000 files
+_MAX_LATEST_BYTES = 4096
 _FAULTS_NAMED = 20
 
 
@@ -217,7 +217,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest in `folder`; RingCheckpointError where there is none to trust."""
     require_folder(folder)
     try:
-        manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MOST_MANIFEST_BYTES))
+        manifest = Manifest.model_validate_json(read_small(folder / MANIFEST, _MAX_MANIFEST_BYTES))
     except FileNotFoundError:
         raise RingCheckpointError(
             f"{folder}: expected {MANIFEST}, got none: saving was cut short, or ds_ring did not write it;"
@@ -369,7 +369,7 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
 def read_latest(root: Path, name: str = LATEST) -> str | None:
     """Return the tag in the file `name`, NO_TAG if that is no text; None without that file."""
     try:
-        data = read_small(root / name, _MOST_LATEST_BYTES)
+        data = read_small(root / name, _MAX_LATEST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -554,7 +554,7 @@ def require_alike(what: str, options: dict[str, Any]) -> None:
 
 log = logging.getLogger(__name__)
 LOCK, OWNER = ".ds_ring_lock", ".ds_ring_lock.json"
-_MOST_BYTES = 4096
+_MAX_BYTES = 4096
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 _TOKEN = secrets.token_hex(8)  # with the pid: this process, on whatever host and after whatever restart
 
@@ -693,7 +693,7 @@ def _owner_of(folder: Path) -> _Owner:
 def _object_in(path: Path) -> dict[str, Any]:
     """Return the JSON object in a small file; nothing where there is none."""
     try:
-        value = json.loads(read_small(path, _MOST_BYTES))
+        value = json.loads(read_small(path, _MAX_BYTES))
     except (OSError, ValueError, RecursionError, RingCheckpointError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-_MOST_DIMS = 64
-_MOST_ELEMENTS = 1 << 62
-_MOST_KEY_ITEMS = 64  # of a tuple that is a key, tuples in it included: hashing visits them again and again
+_MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 62
+_MAX_KEY_ITEMS = 64  # of a tuple that is a key, tuples in it included: hashing visits them again and again
 _LEGACY_HEADERS = 3  # a number, a version, facts about the machine
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -86,7 +86,7 @@ def _require(holds: object, what: str) -> None:
 
 
 def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_ELEMENTS
+    return type(value) is int and 0 <= value < _MAX_ELEMENTS
 
 
 def _is_plain(value: object) -> bool:
@@ -95,7 +95,7 @@ def _is_plain(value: object) -> bool:
     return all(type(one) in _PLAIN or (isinstance(one, Name) and one.path in DTYPES) for one in items)
 
 
-def _require_key(key: object, left: int = _MOST_KEY_ITEMS) -> int:
+def _require_key(key: object, left: int = _MAX_KEY_ITEMS) -> int:
     """Raise Malformed for what cannot be, or takes long to be, a key; return the items that are left."""
     _require(left > 0, "a key of too many items")
     if type(key) is tuple:
@@ -117,9 +117,9 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks:
         _require(more[0].path in DTYPES, f"{more[0].path} for a dtype")
         item_bytes = DTYPES[more.pop(0).path]
     _require(type(size) is tuple and type(stride) is tuple and len(size) == len(stride), "a tensor's shape")
-    _require(len(size) <= _MOST_DIMS, "a tensor of too many dimensions")
+    _require(len(size) <= _MAX_DIMS, "a tensor of too many dimensions")
     _require(all(map(_is_size, (offset, *size, *stride))), "a tensor's numbers")
-    _require(prod(size) < _MOST_ELEMENTS, "a tensor of too many elements")
+    _require(prod(size) < _MAX_ELEMENTS, "a tensor of too many elements")
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     inside = not prod(size) or (last + 1) * item_bytes <= storage.nbytes
     _require(inside, f"a tensor of {size} beyond its storage of {storage.nbytes} bytes")
@@ -206,7 +206,7 @@ def _array(kind: Any, shape: Any, code: Any) -> Made:
 def _array_state(_: Made, state: Any) -> None:
     _require(type(state) is tuple and len(state) == 5 and state[0] == 1, "the state of a numpy array")
     _, shape, dtype, fortran, data = state
-    _require(type(shape) is tuple and len(shape) <= _MOST_DIMS, "a numpy array's shape")
+    _require(type(shape) is tuple and len(shape) <= _MAX_DIMS, "a numpy array's shape")
     _require(all(map(_is_size, shape)), "a numpy array's shape")
     _require(isinstance(dtype, Made) and dtype.item_bytes and type(data) is bytes, "a numpy array's data")
     _require(type(fortran) is bool and prod(shape) * dtype.item_bytes == len(data), "a numpy array's size")

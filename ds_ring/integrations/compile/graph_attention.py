@@ -279,7 +279,7 @@ def _call(value: Any, scope: Scope, name: str, second: object = None) -> Node | 
 # attention does not compute: to replace it would train another model without a word.
 
 _HIDDEN = -1e4  # at most: no softmax in any precision sees such a token; the least of float16 is -65504
-_MOST_VALUES = 8
+_MAX_VALUES = 8
 
 
 def refuse_bias(mask: Node, scope: Scope) -> None:
@@ -348,7 +348,7 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
         raise _may_be_a_bias(f"and is made by {name}{where(value)}, of which the values are not known")
     left, right = (_values(arg, scope) for arg in value.args[:2])
     found = frozenset(_ARITHMETIC[name](a, b) for a, b in itertools.product(left, right))
-    if len(found) > _MOST_VALUES:
+    if len(found) > _MAX_VALUES:
         raise _may_be_a_bias(f"and is made by {name}{where(value)}, with many values")
     return found
 

@@ -40,7 +40,7 @@ from ds_ring.integrations.adapter import apply, patch
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch, pad_value
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, part_of
-from ds_ring.limits import MOST_TOKENS
+from ds_ring.limits import MAX_TOKENS
 
 T = TypeVar("T")
 Cut = Callable[[Any], dict[str, Tensor]]
@@ -245,7 +245,7 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     """
     unit, batches = order.unit, length_of(order)
     epoch, done = (state.get("epoch"), state.get(unit)) if isinstance(state, Mapping) else (None, None)
-    if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MOST_TOKENS and done >= 0):
+    if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MAX_TOKENS and done >= 0):
         keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
         raise RingConfigError(
             f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got {keys}'
@@ -438,7 +438,7 @@ def _end_with(rank_pid: int, also: Callable[[int], object] | None, worker: int) 
 
 # Read only the tokens that this rank keeps, where the data set gives slices of its samples.
 
-_MOST_TOKENS = 2**31  # of a sample; a code is its index and a position
+_MAX_TOKENS = 2**31  # of a sample; a code is its index and a position
 
 
 def is_sliced(dataset: Any) -> bool:
@@ -453,14 +453,14 @@ def stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
     """Return the batch of codes of samples ([Note: stand-ins])."""
     lengths = torch.tensor([int(dataset.length(index)) for index in indices])
     tokens = int(lengths.max())
-    if not 0 < tokens < _MOST_TOKENS or int(lengths.min()) < 1:
+    if not 0 < tokens < _MAX_TOKENS or int(lengths.min()) < 1:
         raise RingShapeError(
-            f"length: expected 1 to {_MOST_TOKENS - 1} tokens in a sample, got {lengths.tolist()} in the"
+            f"length: expected 1 to {_MAX_TOKENS - 1} tokens in a sample, got {lengths.tolist()} in the"
             f" samples {list(indices)}"
         )
     positions_T = torch.arange(tokens)
     real_BT = positions_T < lengths[:, None]
-    codes_BT = ((torch.tensor(indices)[:, None] + 1) * _MOST_TOKENS + positions_T) * real_BT
+    codes_BT = ((torch.tensor(indices)[:, None] + 1) * _MAX_TOKENS + positions_T) * real_BT
     batch = {"input_ids": codes_BT, "labels": codes_BT.masked_fill(~real_BT, IGNORE)}
     if not bool(real_BT.all()):
         batch["attention_mask"] = real_BT.long()
@@ -479,7 +479,7 @@ def read_slices(dataset: Any, local: Batch) -> None:
     for first, end in zip(starts, [*starts[1:], len(codes)], strict=True):  # one slice for each run of codes
         if first == end:  # nothing is wanted at all
             continue
-        sample, position = divmod(int(codes[first]), _MOST_TOKENS)
+        sample, position = divmod(int(codes[first]), _MAX_TOKENS)
         part = part_of(dataset, sample - 1, position, position + end - first)
         for name in ("input_ids", "labels"):
             if name in part:

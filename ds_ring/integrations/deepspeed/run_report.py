@@ -47,7 +47,7 @@ FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
 # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 FILE = "history.jsonl"
-MOST_LINES = 4000  # some 500 KB
+MAX_LINES = 4000  # some 500 KB
 _LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
 _LINK_SECONDS = 10.0  # between two steps whose hops are timed
 _IN_HISTORY = ("step", "at", "loss", "tokens_per_second", "step_seconds")
@@ -68,7 +68,7 @@ class RunHistory:
     log2(steps / most_lines) times in all, and its lines stay evenly spaced. `most_lines` is at least 2.
     """
 
-    def __init__(self, path: Path, most_lines: int = MOST_LINES) -> None:
+    def __init__(self, path: Path, most_lines: int = MAX_LINES) -> None:
         self._path, self._most_lines = path, most_lines
         self._lines: list[str] = []
         self._every, self._count = 1, 0

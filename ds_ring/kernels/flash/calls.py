@@ -263,7 +263,7 @@ def _merged(rows: IntArray) -> Axis | None:
     return Axis(slot, np.full_like(slot, dense), position, step, length)
 
 
-MOST = 1 << 15  # maximum number of sequences of one call; CUDA has a grid of at most 65,535 of them
+MAX_SEQUENCES = 1 << 15  # maximum number of sequences of one call; CUDA has a grid of at most 65,535 of them
 GAP = 256  # a larger gap (slots, beyond the lengths of both sequences) costs more than another call
 
 
@@ -370,7 +370,7 @@ def _batches(windows: Iterable[FlashWindow]) -> Iterator[FlashCall]:
                 k_apart = group[index + 1].k.start - head.k.start
             while (
                 index + count < len(group)
-                and count < MOST
+                and count < MAX_SEQUENCES
                 and group[index + count].q.start == head.q.start + count * q_apart
                 and group[index + count].k.start == head.k.start + count * k_apart
                 and _apart(head.q, count + 1, q_apart)
@@ -408,7 +408,7 @@ def _chains(windows: list[FlashWindow]) -> Iterator[FlashCall]:
 
 def _follows(last: FlashWindow, window: FlashWindow, count: int) -> bool:
     sides = ((last.q, window.q), (last.k, window.k))
-    return 2 * count + 2 < MOST and all(
+    return 2 * count + 2 < MAX_SEQUENCES and all(
         0 <= after.start - end_of(before) <= (before.length + after.length + GAP) * after.step
         and (after.start - before.start) % after.step == 0
         for before, after in sides

@@ -45,7 +45,7 @@ from ds_ring.schedule.steps import HeadChunk, Payload, Schedule
 from ds_ring.transports.pull.places import BufferOffsets, MessageKey, place_buffers
 from ds_ring.transports.pull.shared_memory import CudaShared, HostShared, Pull, share_memory
 
-MOST_BLOCKS = 1024  # places whose tensors are kept
+MAX_BLOCKS = 1024  # places whose tensors are kept
 GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is needed
 
 
@@ -79,7 +79,7 @@ class SharedBuffers(Buffers):
         assert kind.place is not None, "a buffer without a place"
         key = kind.place, kind.nbytes
         if key not in self._blocks:
-            if len(self._blocks) >= MOST_BLOCKS:
+            if len(self._blocks) >= MAX_BLOCKS:
                 self._blocks.clear()
             self._blocks[key] = Block(kind.nbytes, kind.device, storage=self.shared.storage)
         return self._blocks[key]

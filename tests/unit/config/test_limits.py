@@ -12,7 +12,7 @@ from ds_ring.comm.groups import check_seconds
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import LongSequenceConfig, pattern_from_config
-from ds_ring.limits import MOST_BLOCK, MOST_BYTES, MOST_RANKS, MOST_SECONDS, MOST_TOKENS, Timeouts
+from ds_ring.limits import MAX_BLOCK, MAX_BYTES, MAX_RANKS, MAX_SECONDS, MAX_TOKENS, Timeouts
 from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
 
@@ -20,13 +20,13 @@ _EDGES = (
     0,
     1,
     16,
-    MOST_RANKS,
+    MAX_RANKS,
     2**31,
-    MOST_TOKENS,
-    MOST_BYTES,
-    MOST_BLOCK,
+    MAX_TOKENS,
+    MAX_BYTES,
+    MAX_BLOCK,
     10**9,
-    int(MOST_SECONDS),
+    int(MAX_SECONDS),
     5 * 10**8,
 )
 VALUES: list[Any] = sorted({edge + step for edge in _EDGES for step in (-1, 0, 1)})
@@ -36,8 +36,8 @@ VALUES += [
     0.5,
     1.0,
     math.nextafter(1.0, 2.0),
-    MOST_SECONDS,
-    math.nextafter(MOST_SECONDS, math.inf),
+    MAX_SECONDS,
+    math.nextafter(MAX_SECONDS, math.inf),
 ]
 VALUES += [-0.5, math.inf, math.nan, 1e300, 10**400, True, False, None, "auto", "1"]
 # The keys of the section that an option of a pass has.
@@ -90,7 +90,7 @@ def test_so_do_the_keys_of_its_parts(part: type[Any]) -> None:
     name = "pattern" if part is PatternConfig else "long_sequence"
     taken = 0
     for key in part.model_fields:
-        for value in [*VALUES, [1], [MOST_TOKENS], [MOST_TOKENS + 1]]:
+        for value in [*VALUES, [1], [MAX_TOKENS], [MAX_TOKENS + 1]]:
             section = {key: value}
             if key in ("segment_lengths", "dilation_rates"):
                 section = {"segment_lengths": value, "dilation_rates": value}
@@ -104,9 +104,9 @@ def test_so_do_the_keys_of_its_parts(part: type[Any]) -> None:
 
 @pytest.mark.parametrize(
     ("key", "most"),
-    [("ring_size", MOST_RANKS), ("sequence_parallel_size", MOST_RANKS), ("hop_timeout_seconds", MOST_SECONDS),
-     ("step_timeout_seconds", MOST_SECONDS), ("min_sequence_length", MOST_TOKENS),
-     ("stage_bytes", MOST_BYTES), ("chunk_bytes", MOST_TOKENS)],
+    [("ring_size", MAX_RANKS), ("sequence_parallel_size", MAX_RANKS), ("hop_timeout_seconds", MAX_SECONDS),
+     ("step_timeout_seconds", MAX_SECONDS), ("min_sequence_length", MAX_TOKENS),
+     ("stage_bytes", MAX_BYTES), ("chunk_bytes", MAX_TOKENS)],
 )  # fmt: skip
 def test_each_limit_is_where_limits_says(key: str, most: float) -> None:
     assert config_of(key, most) is not None

@@ -21,7 +21,7 @@ from ds_ring import (
 )
 from ds_ring.comm.mesh import check_mesh
 from ds_ring.errors import true_or_false, whole_number
-from ds_ring.limits import MOST_TOKENS
+from ds_ring.limits import MAX_TOKENS
 from ds_ring.schedule.grid import Grid
 
 MESH, LAYOUT, X = RingMesh.single(), make_layout("contiguous", tokens=8, ring_size=1), torch.zeros(1, 8, 2)
@@ -56,7 +56,7 @@ def gather(x: Any = X, layout: Any = LAYOUT, dim: Any = 1) -> Callable[[], objec
         (gather(7), RingShapeError, "the tensor: expected"),
         (lambda: check_mesh("mesh"), RingMeshError, "expected a RingMesh, got 'mesh'"),
         (lambda: Grid(1 << 21, 1 << 21), RingMeshError, "expected a positive integer of at most 1048576"),
-        (lambda: whole_number(MOST_TOKENS + 1, "x", RingConfigError), RingConfigError, "x: .* of at most"),
+        (lambda: whole_number(MAX_TOKENS + 1, "x", RingConfigError), RingConfigError, "x: .* of at most"),
         (lambda: whole_number(0, "x", RingConfigError), RingConfigError, "x: .* got 0; pass an int"),
         (lambda: true_or_false(1, "x", RingConfigError), RingConfigError, "x: expected True or False, got"),
     ],

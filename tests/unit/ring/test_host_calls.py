@@ -16,7 +16,7 @@ from ds_ring.comm.exchange import Exchange
 
 # Of a hop, built-in functions and those of torch.distributed included: 235 and 457 in a process of its own,
 # and 462 backward where a pool of ranks was started before (tests/dist).
-MOST_CALLS = {"forward": 240, "backward": 466}
+MAX_CALLS = {"forward": 240, "backward": 466}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def hops() -> Iterator[Hops]:
         yield hops
 
 
-@pytest.mark.parametrize("name", list(MOST_CALLS))
+@pytest.mark.parametrize("name", list(MAX_CALLS))
 def test_calls_of_python_a_hop(hops: Hops, name: str) -> None:
     work = getattr(hops, name)
     for _ in range(3):
@@ -33,7 +33,7 @@ def test_calls_of_python_a_hop(hops: Hops, name: str) -> None:
     with cProfile.Profile() as found:
         work()
     calls = pstats.Stats(found).total_calls / hops.ring_size  # type: ignore[attr-defined]
-    assert calls <= MOST_CALLS[name], f"{calls:.0f} calls a hop"
+    assert calls <= MAX_CALLS[name], f"{calls:.0f} calls a hop"
 
 
 def test_a_batch_is_checked_and_looked_up_at_the_first_pass_of_its_shape(hops: Hops) -> None:

@@ -17,7 +17,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LONG_PATTERNS, longnet
 
-MOST_BYTES = 1.05  # over the least that must cross
+MAX_BYTES = 1.05  # over the least that must cross
 PatternOf = Callable[[int], Pattern]
 
 # Windows that are short and long against a shard, and LongNet with shards below 8 shortest segments.
@@ -41,7 +41,7 @@ def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, 
     layout = make_layout("auto", tokens=tokens, ring_size=ring_size, pattern=pattern)
     plan = build_plan(pattern, layout, query_heads=4, kv_heads=2)
     sent = sum(plan.rank(rank).tokens_sent for rank in range(ring_size))
-    assert sent <= MOST_BYTES * plan.tokens_needed
+    assert sent <= MAX_BYTES * plan.tokens_needed
 
 
 def test_pieces_are_dealt_out_to_and_fro() -> None:

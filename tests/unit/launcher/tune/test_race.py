@@ -9,7 +9,7 @@ import pytest
 
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.model import Model
-from ds_ring_launcher.tune.search import FEWEST, MOST, contestants_of, race
+from ds_ring_launcher.tune.search import MAX_CONTESTANTS, MIN_CONTESTANTS, contestants_of, race
 from tests.unit.launcher.tune.cases import machine, request
 
 TOKENS = 32768
@@ -34,7 +34,7 @@ def test_the_best_wins_though_the_model_is_wrong_and_the_clock_trembles(world: i
         spent.append(truth[candidate])
         return truth[candidate] * draw.uniform(0.99, 1.01)
 
-    size = min(max(len(everyone) // 10, FEWEST), MOST)
+    size = min(max(len(everyone) // 10, MIN_CONTESTANTS), MAX_CONTESTANTS)
     chosen, times = race(contestants_of(everyone, size, TOKENS, model), measure)
     assert truth[chosen] <= 1.05 * min(truth.values())
     assert everyone[0] in times and chosen in times
@@ -54,7 +54,10 @@ def test_of_all_sizes_one_races_in_the_smallest_field_though_the_model_thinks_li
     def predict(candidate: TuningCandidate, tokens: int) -> float:
         return model(candidate, tokens) * (2.0 if candidate.ulysses_size == 4 else 1.0)
 
-    sizes = {(one.ring_size, one.ulysses_size) for one in contestants_of(everyone, FEWEST, TOKENS, predict)}
+    sizes = {
+        (one.ring_size, one.ulysses_size)
+        for one in contestants_of(everyone, MIN_CONTESTANTS, TOKENS, predict)
+    }
     assert sizes == {(4, 1), (2, 2), (1, 4)}
 
 
