@@ -1,6 +1,6 @@
 """Patches of other packages: everything that ds_ring replaces, wraps or hooks there.
 
-`@patch(owner, "name", stage=...)` stands where the replacement is written, and adds a row to the table of a
+`@patch(owner, "name", stage=...)` decorates the replacement, and adds a row to the table of a
 package. `apply` makes the change, `undo` takes it back, `describe` prints the rows. No other file assigns an
 attribute of a foreign object or registers a hook; tests/test_architecture.py checks this.
 """
@@ -78,10 +78,10 @@ class PatchTable:
 
 @dataclass(frozen=True)
 class Owner:
-    """What rows of a table change; made by `PatchTable.given` or `PatchTable.imported`.
+    """An object that rows of a table change; made by `PatchTable.given` or `PatchTable.imported`.
 
     Attributes:
-        class_name: of an object that is given, its class; None for what is imported.
+        class_name: of an object that is given to `apply`, its class; None for an imported object.
     """
 
     table: PatchTable
@@ -94,7 +94,7 @@ class Owner:
         return self.path.partition(".")[0]
 
     def find(self, objects: Mapping[str, Any]) -> Any:
-        """Return the owner itself; `objects` are those that are given."""
+        """Return the owner itself; `objects` are those given to `apply`."""
         if self.class_name is None:
             return pkgutil.resolve_name(self.path)
         return functools.reduce(getattr, self.path.split(".")[1:], objects[self.root])
@@ -105,15 +105,15 @@ class Patch:
     """A row of a table: one change to an object of another package.
 
     Attributes:
-        owner: what is changed.
-        name: of its attribute; "" for a hook on the owner itself.
+        owner: of the changed attribute.
+        name: of the attribute; "" for a hook on the owner itself.
         stage: when the change acts.
-        kind: what the replacement is. "wrapped": a function f(original, *args, **kwargs). "replaced", "set"
+        kind: of the replacement. "wrapped": a function f(original, *args, **kwargs). "replaced", "set"
             or "added" (a new attribute): the value. "hook": a function that torch calls, with keyword
             arguments too (or with the gradient, if the owner is a tensor). "registered": a function without
-            arguments, which `apply` calls and which changes the owner in an official way; it may return what
-            takes the change back.
-        feature: name of what asks for the change; "checkpoint.files" is a part of "checkpoint".
+            arguments, which `apply` calls and which changes the owner in an official way; it may return a
+            function that takes the change back.
+        feature: name of the feature that needs the change; "checkpoint.files" is a part of "checkpoint".
         versions: of the table's package, as in pip ("<0.20"); "" if the row is for all supported versions.
         when: the condition in words; "" if always.
         options: names of options of the hook's registration that are True.
@@ -131,7 +131,7 @@ class Patch:
 
     @property
     def target(self) -> str:
-        """Return the dotted name of what is changed."""
+        """Return the dotted name of the changed attribute."""
         return f"{self.owner.path}.{self.name}" if self.name else self.owner.path
 
     @property
@@ -312,7 +312,7 @@ def import_all() -> None:
 
 @contextmanager
 def imports_of(feature: str, package: str) -> Iterator[None]:
-    """Refuse a feature by its name where an import inside fails: the installed package lacks what it needs.
+    """Refuse a feature by its name if an import inside fails: the installed package lacks something.
 
     Raises:
         RingConfigError: in place of the ImportError.

@@ -61,15 +61,15 @@ def require_loadable(
     scheduler: bool,
     module: bool,
 ) -> None:
-    """Raise RingCheckpointError for what DeepSpeed cannot load of a checkpoint into an engine.
+    """Raise RingCheckpointError if DeepSpeed cannot load a part of a checkpoint into an engine.
 
     Args:
         folder: of the checkpoint, for the message.
-        saved: what it is of.
+        saved: the training that it is of.
         engine: that will load it.
         universal: it is a universal checkpoint: ZeRO stages are compared by its files.
         strict: names of the model must be the same.
-        optimizer, scheduler, module: what is to be loaded.
+        optimizer, scheduler, module: the parts to load.
     """
     mine = training_of(engine)
     problem = ""
@@ -178,8 +178,8 @@ def deepspeed_errors_typed(folder: Path, engine: DeepSpeedEngine, optimizer: boo
         of_another_kind = isinstance(error, _OF_ANOTHER_KIND) or _LOADING.match(str(error))
         if isinstance(error, RingError) or not of_another_kind:
             raise
-        said = f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
-        raise RingCheckpointError(f"{folder}: DeepSpeed cannot load it: {said}; {advice}") from error
+        text = f"{type(error).__name__}: {str(error)[:500]}".rstrip(": ")
+        raise RingCheckpointError(f"{folder}: DeepSpeed cannot load it: {text}; {advice}") from error
     if own is None or not optimizer:
         return
     after = list(map(_public, own.param_groups))
@@ -220,7 +220,7 @@ def _states_after_a_step(engine: DeepSpeedEngine) -> tuple[str, ...]:
     """Return the states that a new optimizer of the engine's class has after a step, as far as known."""
     own = _own_optimizer(engine)
     make: Callable[..., Any] = type(own)
-    # Whoever wrote the class says what it takes: where that is more than defaults, nothing is compared.
+    # If the class needs more arguments than its defaults, nothing is compared.
     with suppress(Exception), torch.enable_grad():
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = make([parameter], **(own.defaults if own is not None else {}))

@@ -64,7 +64,7 @@ _load = patch(
 _universal = patch(
     DEEPSPEED.given("engine._config", "deepspeed.runtime.config.DeepSpeedConfig"),
     "load_universal_checkpoint", stage="around_load", kind="set", feature="checkpoint.universal",
-    reason="a folder is loaded as what it is",
+    reason="a folder is loaded by its kind",
 )  # fmt: skip
 
 
@@ -106,17 +106,17 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Load the newest checkpoint that is whole, by DeepSpeed's load_checkpoint. Collective.
 
-    Without a tag it starts from the one that `latest` names and goes back, one checkpoint at a time, past
-    what does not verify; each step is logged as an error with the file, what was expected and what is there.
-    Without a file `latest` it returns (None, None), as DeepSpeed does. The path tells which one was taken.
-    Nothing that is pickled there is run ([Note: weights only] in pickles.py).
+    Without a tag it takes the checkpoint that `latest` names, or the newest one before it that verifies. Each
+    checkpoint that it skips is logged as an error with the file, the expected and the found contents.
+    Without a file `latest` it returns (None, None), as DeepSpeed does. The returned path is of the checkpoint
+    taken. No pickled code is run ([Note: weights only] in pickles.py).
 
     Raises:
-        RingCheckpointMissingError: there is no checkpoint of the tag asked for.
-        RingCheckpointError: the tag asked for, or every checkpoint, is damaged or unfinished, or the first
-            that is whole has what no crash leaves there ([Note: damage or changes]), is not the same on all
-            ranks ([Note: one checkpoint for all]) or is of another ZeRO stage, dtype, optimizer, scheduler or
-            model, as far as DeepSpeed cannot load that. On every rank.
+        RingCheckpointMissingError: there is no checkpoint of this tag.
+        RingCheckpointError: the checkpoint of the tag, or every checkpoint, is damaged or unfinished, or the
+            first whole one has changes that no crash makes ([Note: damage or changes]), is not the same on
+            all ranks ([Note: one checkpoint for all]) or is of another ZeRO stage, dtype, optimizer,
+            scheduler or model, as far as DeepSpeed cannot load that. On every rank.
         RingMismatchError: the ranks ask for different tags, or with different options.
     """
     under_way.finish()
@@ -139,7 +139,7 @@ def load_checkpoint(
         scheduler=load_lr_scheduler_states and not load_module_only,
     )  # fmt: skip
     typed = nullcontext() if custom_load_fn else deepspeed_errors_typed(folder, engine, optimizer)
-    # DeepSpeed takes a checkpoint for what it is, whatever "load_universal" says in the JSON.
+    # DeepSpeed loads the kind of checkpoint that is there; the JSON's "load_universal" does not matter.
     with typed, weights_only_below(Path(load_dir)), applied(_universal.to(universal), engine=engine):
         if optimizer:
             _require_size(engine, folder, universal)
@@ -157,16 +157,17 @@ def load_checkpoint(
 
 
 def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None, damaged: set[Path]) -> str | None:
-    """Choose the tag to load, the same on every rank; None where there is nothing to load and none was asked
-    for. Folders that are not whole are added to `damaged`.
+    """Choose the tag to load, the same on every rank; None without a tag if there is nothing to load.
+
+    Folders that are not whole are added to `damaged`.
     """
-    asked = together(lambda: None if tag is None else require_plain_tag(str(tag), "tag"))
-    if len(set(asked)) > 1:
-        raise RingMismatchError(f"tag: expected the same on all ranks, got {asked} by rank; pass one tag")
+    tags = together(lambda: None if tag is None else require_plain_tag(str(tag), "tag"))
+    if len(set(tags)) > 1:
+        raise RingMismatchError(f"tag: expected the same on all ranks, got {tags} by rank; pass one tag")
     storage = storage_of(engine.local_rank, engine.use_node_local_storage())
     universal = bool(engine.load_universal_checkpoint())
     leads, found = dist.get_rank() == 0, list[str]()
-    proposals = _proposals(root, asked[0], universal, storage)
+    proposals = _proposals(root, tags[0], universal, storage)
     for position, name in enumerate(proposals):
         folder = root / name
         _require_seen_by_all(folder, storage)
@@ -174,7 +175,7 @@ def _choose(engine: DeepSpeedEngine, root: Path, tag: str | None, damaged: set[P
             together(partial(require_folder, folder))
         together(partial(_require_unchanged, folder))
         faults = _faults_everywhere(folder, storage, universal)
-        # The first whole one is taken; what is older is not even read.
+        # The first whole one is taken; older ones are not read.
         if not faults:
             together(lambda: require_weights_only(folder, storage.share_of(files_in(folder))))  # noqa: B023
             left = [tag for tag in unfinished_tags(root) if tag != name] if leads else []
@@ -276,7 +277,7 @@ def _require_size(engine: DeepSpeedEngine, folder: Path, universal: bool) -> Non
 
 
 def _require_latest(root: Path, chosen: str) -> None:
-    """Require that `latest` names the tag: DeepSpeed 0.19.8 then reads its weights, whatever is asked for."""
+    """Require that `latest` names the tag: DeepSpeed 0.19.8 reads the weights of `latest` for every tag."""
     named = together(lambda: read_latest(root) if dist.get_rank() == 0 else None)[0]
     if named != chosen:
         raise RingCheckpointError(
@@ -315,7 +316,7 @@ def _require_one_latest(path: Path, named: Sequence[str | None], storage: Storag
 
 
 def _faults_everywhere(folder: Path, storage: Storage, universal: bool) -> list[str]:
-    """Return what is wrong with a checkpoint on any storage, each fault once. Collective."""
+    """Return the faults of a checkpoint on all storages, each fault once. Collective."""
     if universal and not any(together((folder / MANIFEST).exists)):
         if dist.get_rank() == 0:
             log.error("%s is a universal checkpoint without %s: it is loaded unverified", folder, MANIFEST)

@@ -6,7 +6,7 @@ would lead out of it, a FIFO would be waited for, a device read without end. Imp
 A folder of checkpoints is locked for one job, as long as it may save there (`FolderLocks`). The lock is
 `filelock`'s on `.ds_ring_lock`, which is the kernel's (flock): that of a job that ended, however it ended, is
 gone. On NFS, Linux makes it a lock of the server's, which a client that crashed may keep until the server's
-lease ends (minutes). A file system without locks gets a warning. `.ds_ring_lock.json` says who has it.
+lease ends (minutes). A file system without locks gets a warning. `.ds_ring_lock.json` names the owner.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Manifest(Strict):
 
     format: Literal[1] = 1  # another number is another version's
     global_steps: int  # optimizer steps done, which puts the checkpoints of a run in order
-    saved_unix_seconds: float  # tells checkpoints of one step apart
+    saved_unix_seconds: float  # distinguishes checkpoints of one step
     files: tuple[FileRecord, ...]  # sorted by path
     training: Training | None = (
         None  # unknown of a checkpoint that was accepted, or saved by an older version
@@ -255,7 +255,7 @@ def require_folder(folder: Path) -> None:
 
 
 def changes_by_others(folder: Path) -> list[str]:
-    """Return what no crash leaves behind: files that the manifest does not name, links, FIFOs, bad paths."""
+    """Return changes that no crash makes: files that the manifest does not name, links, FIFOs, bad paths."""
     # One sentence each. A person has to look at such a folder: going back one checkpoint would not help.
     if not is_folder(folder):
         return [not_regular(folder, folder.lstat().st_mode, "a folder")]
@@ -292,7 +292,7 @@ def changes_by_others(folder: Path) -> list[str]:
 
 
 def faults_of(folder: Path, share_of: Callable[[list[FileRecord]], list[FileRecord]] = list) -> list[str]:
-    """Return what is wrong with the checkpoint in `folder`: one sentence for each fault.
+    """Return the faults of the checkpoint in `folder`, one sentence each.
 
     Every caller looks at all sizes, and hashes the files that `share_of` selects.
     """
@@ -388,7 +388,7 @@ def tag_in(root: Path, tag: str | None) -> str:
 
 
 # [Note: latest goes forward] A run that begins anew in the folder of another one would set `latest` back, and
-# whatever resumes later would lose what was trained since. So a save is refused where `latest` names a whole
+# a job that resumes later would lose the training since. So a save is refused where `latest` names a whole
 # checkpoint of a later step, before anything is written; `make_latest` is the way back.
 def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = ()) -> None:
     """Raise RingCheckpointError if `latest` names a checkpoint that is later than `global_steps`.
@@ -489,7 +489,7 @@ class Storage(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes what is written once."""
+        """Whether this rank writes the files that are written once a storage."""
         return self.rank == self.ranks[0]
 
     def share_of(self, work: Iterable[T]) -> list[T]:
@@ -556,7 +556,7 @@ log = logging.getLogger(__name__)
 LOCK, OWNER = ".ds_ring_lock", ".ds_ring_lock.json"
 _MAX_BYTES = 4096
 _NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
-_TOKEN = secrets.token_hex(8)  # with the pid: this process, on whatever host and after whatever restart
+_TOKEN = secrets.token_hex(8)  # with the pid, unique over hosts and restarts
 
 
 class Attempt(NamedTuple):
@@ -592,7 +592,7 @@ def _token_in(path: Path) -> str:
 
 
 class _Owner(BaseModel):
-    """Say who has locked a folder of checkpoints; whatever is no such thing is left out."""
+    """The owner of the lock of a folder of checkpoints; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -683,7 +683,7 @@ class FolderLocks:
 
 
 def _owner_of(folder: Path) -> _Owner:
-    """Return what the owner's file says; nothing where it cannot be read."""
+    """Return the contents of the owner's file; empty if it cannot be read."""
     try:
         return _Owner.model_validate(_object_in(folder / OWNER))
     except ValidationError:

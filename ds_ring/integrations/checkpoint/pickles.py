@@ -41,7 +41,7 @@ _MARK = (
     " saving and loading, or "
 )
 _SHOWN_CHARACTERS = 200
-_ZIP = b"PK\x03\x04"  # as torch itself tells its formats apart
+_ZIP = b"PK\x03\x04"  # by which torch itself distinguishes its formats
 _BEFORE_PYTHON_3_11_4 = "builtins.getattr"  # by which members of an Enum were pickled
 
 
@@ -61,11 +61,11 @@ _ALLOWED: list[Any] = [
 ]
 
 
-# [Note: weights only] A pickle may call any function while it is read. A manifest does not help, because
-# whoever can write a file into the folder can write its manifest. So before any rank hands the folder to
-# DeepSpeed, the ranks together read every file into stand-ins ([Note: pickles as stand-ins] in stand_ins.py)
-# and then by torch's restricted unpickler, mapped, so that only the pickle is read. While DeepSpeed loads, so
-# is each file of the folder that somebody gives to `torch.load`.
+# [Note: weights only] A pickle may call any function while it is read. A manifest does not help, because a
+# process that can write a file into the folder can write its manifest. So before any rank passes the folder
+# to DeepSpeed, the ranks together read every file into stand-ins ([Note: pickles as stand-ins] in
+# stand_ins.py) and then by torch's restricted unpickler, mapped, so that only the pickle is read. While
+# DeepSpeed loads, so is each file of the folder that is passed to `torch.load`.
 def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
     """Read those of `paths` below `folder` that torch has pickled, without running anything from them.
 
@@ -79,12 +79,14 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
             with torch.serialization.safe_globals(_ALLOWED):
                 # The older format cannot be mapped: such a file is read as a whole.
                 torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-        except Exception as error:  # what the stand-ins do not see, such as a gradient of whole numbers
+        except (
+            Exception
+        ) as error:  # unseen by `require_stand_ins`: an integer gradient
             raise RingCheckpointError(_unread(path, error)) from None
 
 
 def require_stand_ins(path: Path) -> None:
-    """Read the pickles of a file of torch.save into stand-ins.
+    """Read the pickles of a file of torch.save without calling what they name: [Note: pickles as stand-ins].
 
     Raises:
         RingCheckpointError: as `require_weights_only`.
@@ -110,9 +112,9 @@ def require_stand_ins(path: Path) -> None:
 
 
 def _unread(path: Path, error: Exception) -> str:
-    said = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
-    said = said if said.isprintable() else repr(said)
-    return f"{path}: expected a file of torch.save, got {type(error).__name__}: {said}"
+    text = str(error).partition("\n")[0][:_SHOWN_CHARACTERS]
+    text = text if text.isprintable() else repr(text)
+    return f"{path}: expected a file of torch.save, got {type(error).__name__}: {text}"
 
 
 def _is_zip(path: Path) -> bool:
@@ -140,7 +142,7 @@ def _load_restricted(inside: str, load: Callable[..., Any], f: Any, *args: Any, 
 
 @contextmanager
 def weights_only_below(root: Path) -> Iterator[None]:
-    """Restrict `torch.load` to `weights_only=True` for files below `root`, whatever its caller says."""
+    """Restrict `torch.load` to `weights_only=True` for files below `root`, against its caller if need be."""
     restricted = partial(_load_restricted, os.path.abspath(root))
     with torch.serialization.safe_globals(_ALLOWED), applied(restricted):
         yield

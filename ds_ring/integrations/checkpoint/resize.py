@@ -1,11 +1,11 @@
 """Convert a checkpoint to DeepSpeed's universal form, which any number of ranks can load, with a manifest.
 
-The universal checkpoint stands beside the one that it was made from, and becomes `latest`. DeepSpeed 0.19.8
-converts ZeRO 1, 2 and 3.
+The universal checkpoint is written next to its source, and becomes `latest`. DeepSpeed 0.19.8 converts ZeRO
+1, 2 and 3.
 
-[Note: a folder is loaded as what it is]
-Whatever "load_universal" says in the JSON, a folder is loaded as the kind of checkpoint that it has.
-Otherwise a job that is started again would go back to the conversion, and not to what it saved since.
+[Note: a folder is loaded by its kind]
+A folder is loaded as the kind of checkpoint that it has; the JSON's "load_universal" does not matter.
+Otherwise a job that is started again would load the conversion, and not a checkpoint that it saved since.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ds_ring.integrations.checkpoint.save import give_its_name
 log = logging.getLogger(__name__)
 
 SUFFIX = "-universal"
-_ADAM = {"exp_avg", "exp_avg_sq"}  # what the universal form has beside the weights and the step
+_ADAM = {"exp_avg", "exp_avg_sq"}  # of the universal form, besides the weights and the step
 
 
 def ranks_of(folder: Path) -> int:
@@ -135,7 +135,7 @@ def resize_checkpoint(
 
 
 def samples_of_a_step(directory: str | os.PathLike[str], tag: str | None = None) -> int:
-    """Return the samples of an optimizer step that the JSON of a checkpoint says: of all replicas together.
+    """Return the samples of an optimizer step by the JSON of a checkpoint: of all replicas together.
 
     Raises:
         RingCheckpointMissingError, RingCheckpointError: there is no such checkpoint, or it is not whole.
@@ -187,7 +187,7 @@ def _load_one(folder: Path, ending: str) -> dict[str, Any]:
 
 
 def _convert(source: Path, target: Path, workers: int) -> None:
-    """Run DeepSpeed's converter; what it prints is shown where it fails."""
+    """Run DeepSpeed's converter; log its output if it fails."""
     options = argparse.Namespace(
         input_folder=str(source), output_folder=str(target), num_extract_workers=workers,
         num_merge_workers=workers, keep_temp_folder=False, strict=True, inject_missing_state=True,
@@ -198,7 +198,7 @@ def _convert(source: Path, target: Path, workers: int) -> None:
             ds_to_universal.main(options)
     except OSError:
         raise
-    except Exception as error:  # its assertions, and whatever a file that it does not know makes it raise
+    except Exception as error:  # its assertions, and errors of any type for an unknown file
         log.error("DeepSpeed's converter printed:\n%s", printed.getvalue())
         raise RingCheckpointError(
             f"{source}: DeepSpeed cannot convert it: {type(error).__name__}: {error}"

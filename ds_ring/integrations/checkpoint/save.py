@@ -1,11 +1,11 @@
 """Save a checkpoint: `engine.save_checkpoint` of an engine of `ds_ring.initialize`.
 
-DeepSpeed writes its files to a hidden folder beside the one of the tag, `.TAG.saving`, which is renamed to
-the tag once its manifest is written. So the checkpoint before stays, whatever happens.
+DeepSpeed writes its files to a hidden folder, `.TAG.saving`, which is renamed to the tag once its manifest is
+written. So a failed save never damages the checkpoint before it.
 
 [Note: the order of a save]
-Every rank hashes what it wrote, one rank of each storage writes the manifest, then the folder gets its name,
-and `latest` comes last. A save that fails or is killed leaves what was there.
+Every rank hashes its files, one rank of each storage writes the manifest, then the folder gets its name, and
+`latest` comes last. A save that fails or is killed leaves the older checkpoints as they are.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ _REST_SECONDS = 10.0  # to seal a checkpoint, or to say why not, after the last 
 
 
 class HostCopy:
-    """Copy what a checkpoint holds to host memory, so that the next step may change the original.
+    """Copy the contents of a checkpoint to host memory, so that the next step may change the original.
 
     Tensors that share memory share it in the copy as well: torch.save writes shared memory once.
     """
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._kept: list[Any] = []  # so that no address is used twice meanwhile
+        self._kept: list[Any] = []  # so that no address is reused during the copy
 
     def __call__(self, value: Any) -> Any:
-        """Return a copy of nested dicts, lists and tuples of tensors, and of what else is in them."""
+        """Return a copy of nested dicts, lists and tuples of tensors and other values."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, OrderedDict):
@@ -106,7 +106,7 @@ class HostCopy:
 # [Note: no collective in the background]
 # A save in the background copies all tensors to the host's memory; a thread writes, hashes and commits them.
 # The thread uses no collective, because the order of collectives belongs to the main thread. Ranks report by
-# small files beside the checkpoint, and the first rank of a storage seals it when all have reported.
+# small files next to the checkpoint, and the first rank of a storage seals it when all have reported.
 class BackgroundSave:
     """Hold the one checkpoint of an engine that is being written.
 
@@ -126,11 +126,11 @@ class BackgroundSave:
         def run() -> None:
             try:
                 work()
-            except Exception as error:  # told by `finish`, on all ranks
+            except Exception as error:  # raised by `finish`, on all ranks
                 self._fault = f"{type(error).__name__}: {error}"
 
         self._fault = ""
-        # A daemon: a rank that ends by a fault waits for nobody's files.
+        # A daemon: a rank that ends by a fault does not wait for files.
         self._thread = threading.Thread(target=run, name="ds_ring checkpoint", daemon=True)
         self._thread.start()
 
@@ -153,7 +153,7 @@ class BackgroundSave:
     def wait(self) -> None:
         """Wait for this rank's part alone."""
         if self._thread is not None:
-            # The thread has the same limit for the others' reports; its own error says more than this one.
+            # The thread has the same limit for the others' reports; its own error is more precise than this.
             self._thread.join(self.limit.seconds + _REST_SECONDS)
             if self._thread.is_alive():
                 limit = f"{self.limit.seconds:g} s ({self.limit.key})"
@@ -161,7 +161,7 @@ class BackgroundSave:
             self._thread = None
 
     def wait_at_exit(self) -> None:
-        """Wait at the end of a script, where nobody hears of an error but by the log."""
+        """Wait at the end of a script, where an error can only be logged."""
         self.wait()
         if self._fault:
             log.error("the last checkpoint is not whole: %s", self._fault)
@@ -181,7 +181,7 @@ def _wait_at_exit() -> None:
 def exchange_reports(
     folder: Path, storage: Storage, make: Callable[[], Sequence[FileRecord]], limit: Limit
 ) -> dict[int, list[FileRecord]] | None:
-    """Write this rank's report beside a checkpoint; return those of all ranks, on the storage's first rank.
+    """Write this rank's report on a checkpoint; return those of all ranks, on the storage's first rank.
 
     `folder` is of the reports. `make` writes this rank's files and returns their records. `limit` is for the
     others' reports.
@@ -192,11 +192,11 @@ def exchange_reports(
     report: dict[str, Any]
     try:
         report = {"files": [record.model_dump() for record in make()]}
-    except Exception as error:  # a full disk, say
+    except Exception as error:  # such as a full disk
         report = {"fault": f"rank {storage.rank}: {type(error).__name__}: {error}"}
     part = folder / f".{storage.rank}"
     flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-    # No room: what is cut short is a report as well, and nobody waits for it.
+    # On a full disk a truncated report is a report, too: the others read it as a failure and do not wait.
     with suppress(OSError), open(os.open(part, flags), "wb") as file:
         file.write(json.dumps(report).encode())
     part.rename(folder / f"{storage.rank}.json")
@@ -252,7 +252,7 @@ def save_checkpoint(
 
     With `background` it returns when all tensors are copied to host memory, which takes as much as the
     checkpoint; files, hashes and commit follow in a thread. The next save or load, `engine.ring.leave()` and
-    the end of the script wait for it. What goes wrong there is raised by the next save or load.
+    the end of the script wait for it. An error in it is raised by the next save or load.
 
     Raises:
         RingCheckpointError: a file could not be written or read back (a full disk, a read-only folder),
@@ -297,7 +297,7 @@ def save_checkpoint(
             return bool(done)
         reports = dict(enumerate(together(writes.records)))
         together(lambda: _seal(hidden, storage, reports, *of) if storage.leads else None)
-    except RingCheckpointError:  # the same on all ranks: nobody writes any more
+    except RingCheckpointError:  # raised on all ranks: none of them writes any more
         if storage.leads:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
@@ -377,7 +377,7 @@ class _Writes:
         return record_files(self.folder, self.paths)
 
     def watching(self, engine: DeepSpeedEngine) -> AbstractContextManager[None]:
-        """Record what is written. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
+        """Record written files. Keep an error for later: DeepSpeed's other ranks wait in a barrier."""
         return applied(self, engine=engine)
 
     @patch(
@@ -416,7 +416,7 @@ class _Writes:
             return None  # the disk is full: more would only take time
         try:
             return write(*args, **options)
-        except Exception as error:  # torch names a full disk by a RuntimeError; pickling raises what it likes
+        except Exception as error:  # a RuntimeError of torch for a full disk; any type of pickling
             self.fault = f"{path}: cannot be written: {type(error).__name__}: {error}"
 
 
@@ -435,7 +435,7 @@ def _copy_scripts(copy: Callable[[str], object], folder: str, hidden: Path) -> N
 def _seal(
     folder: Path, storage: Storage, reports: Reports, global_steps: int, training: Training | None = None
 ) -> None:
-    """Write the manifest of one storage, over its ranks' files and whatever else lies in the folder."""
+    """Write the manifest of one storage, of its ranks' files and all other files in the folder."""
     files: dict[str, FileRecord] = {}
     for rank in storage.ranks:
         for record in reports[rank]:

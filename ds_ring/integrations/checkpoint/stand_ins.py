@@ -1,13 +1,13 @@
-"""Read a file of torch.save into stand-ins: nothing that its pickle names is imported or called.
+"""Read a file of torch.save symbolically: nothing that its pickle names is imported or called.
 
-Owns what a checkpoint's pickles may name, and with which arguments. torch's `weights_only` compares names
-alone, and some of what it allows can be called so that the process ends: `numpy.ndarray((1,), "O", b"A" * 8)`
-makes a pointer of the file's bytes, and a storage may be said to be longer than its bytes in the file.
+Owns the names and arguments that a checkpoint's pickles may have. torch's `weights_only` compares names
+alone, and some allowed functions can be called so that the process ends: `numpy.ndarray((1,), "O", b"A" * 8)`
+makes a pointer of the file's bytes, and a storage may claim more bytes than it has in the file.
 
 [Note: pickles as stand-ins]
-Only the opcodes of torch's restricted unpickler are known here. A name of the pickle becomes a `Name`, what a
-call would return a `Made`, a storage a `StorageRecord` with its size. Each call is compared with the calls
-that torch, numpy and DeepSpeed write. What has passed is then read by torch itself.
+Only the opcodes of torch's restricted unpickler are known here. A name of the pickle becomes a `Name`, the
+result of a call a `Made`, a storage a `StorageRecord` with its size. Each call is compared with the calls
+that torch, numpy and DeepSpeed write. A file that passes is then read by torch itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NotAllowed(Exception):
 
 
 class Malformed(Exception):
-    """A pickle is none that torch.save writes; the text says what was found."""
+    """A pickle is not of torch.save; the text describes the difference."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ def _require_key(key: object, left: int = _MAX_KEY_ITEMS) -> int:
     return left
 
 
-# What may be called. Each function gets the arguments and returns the stand-in of the result.
+# Allowed calls. Each function gets the arguments and returns a symbol of the result.
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any) -> Made:
@@ -138,7 +138,7 @@ def _parameter(data: Any, grad: Any, hooks: Any) -> Made:
 
 
 def _with_attributes(function: Any, kind: Any, args: Any, attributes: Any) -> Made:
-    """Check a tensor that has got attributes, DeepSpeed's `ds_id`, say."""
+    """Check a tensor that has attributes, such as DeepSpeed's `ds_id`."""
     _require(isinstance(function, Name) and function.path in _TENSORS, "a tensor's function")
     _require(isinstance(kind, Name) and kind.path == "torch.Tensor", "a tensor's type")
     _require(type(args) is tuple and type(attributes) is dict, "a tensor's attributes")
@@ -296,7 +296,7 @@ CLASSES: dict[str, Callable[[Made, Any], None]] = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": _fields(*_DYNAMIC),
 }
 VALUES = {*STORAGES, *DTYPES, "torch.Tensor", "numpy.ndarray"}  # not called, but handed on
-# Whoever has marked these as safe globals (transformers does) has not said with which arguments.
+# Safe globals of these packages (transformers marks some) are still checked here with their arguments.
 _OURS = ("torch", "numpy")
 
 
@@ -309,7 +309,7 @@ class StandInReader:
         legacy: storages have a fifth field, as in torch's format before 1.6.
 
     Attributes:
-        storages: by key, what the pickle names.
+        storages: that the pickle names, by key.
     """
 
     def __init__(self, file: BinaryIO, trusted: Collection[str] = (), legacy: bool = False) -> None:
@@ -321,10 +321,10 @@ class StandInReader:
         self._memo: dict[int, Any] = {}
 
     def read(self) -> Any:
-        """Return the stand-in of the whole.
+        """Return a symbol of the whole object.
 
         Raises:
-            NotAllowed: it names what a checkpoint has no need of.
+            NotAllowed: it names an object that a checkpoint does not need.
             Malformed, ValueError, IndexError, KeyError: it is no pickle of torch.save.
         """
         for opcode, argument, _ in pickletools.genops(self._file):
@@ -465,7 +465,7 @@ def read_zip(file: BinaryIO, trusted: Collection[str] = ()) -> None:
     """Read a file of torch's format since 1.6, by torch's own reader of the archive.
 
     Raises:
-        NotAllowed, or whatever arbitrary bytes make the readers raise: as `StandInReader.read`.
+        NotAllowed, or any error of the readers for arbitrary bytes: as `StandInReader.read`.
     """
     file.seek(0)
     archive = torch._C.PyTorchFileReader(file)
@@ -482,7 +482,7 @@ def read_legacy(file: BinaryIO, trusted: Collection[str] = ()) -> None:
     """Read a file of torch's format before 1.6: five pickles, then the bytes of each storage and their count.
 
     Raises:
-        NotAllowed, or whatever arbitrary bytes make the reader raise: as `StandInReader.read`.
+        NotAllowed, or any error of the reader for arbitrary bytes: as `StandInReader.read`.
     """
     file.seek(0)
     for _ in range(_LEGACY_HEADERS):
@@ -498,6 +498,6 @@ def read_legacy(file: BinaryIO, trusted: Collection[str] = ()) -> None:
 
 
 def _record_bytes(archive: Any, name: str) -> int:
-    """Return the size of a record, which torch 2.11 tells by reading it."""
+    """Return the size of a record, which torch 2.11 can only read."""
     size = getattr(archive, "get_record_size", None)
     return int(size(name)) if size is not None else len(archive.get_record(name))
