@@ -79,9 +79,7 @@ def require_weights_only(folder: Path, paths: Iterable[str]) -> None:
             with torch.serialization.safe_globals(_ALLOWED):
                 # The older format cannot be mapped: such a file is read as a whole.
                 torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path))
-        except (
-            Exception
-        ) as error:  # unseen by `require_stand_ins`: an integer gradient
+        except Exception as error:  # unseen by `require_stand_ins`: an integer gradient
             raise RingCheckpointError(_unread(path, error)) from None
 
 

@@ -1,6 +1,6 @@
 """Put the ring into a model that does not know it: `torch.compile(model, backend="ds_ring")`.
 
-The attention of the graph is replaced by the ring's; the graph then goes to Inductor, or to the backend
+The attention of the graph is replaced by the ring's; the graph is then passed to Inductor, or to the backend
 that `inner` names.
 
     options = {"mesh": mesh, "pattern": ds_ring.Causal(), "layout": layout}
@@ -208,7 +208,7 @@ Compiled = Callable[..., Any]
 class BackendOptions:
     """The options of the backend."""
 
-    source: StaticSource | SessionSource  # where tokens lie
+    source: StaticSource | SessionSource  # of the layout and the pattern
     inner: str = "inductor"  # the backend for the rewritten graph, by its name
     inner_options: Mapping[str, Any] | None = None  # that backend's own options
     # "check" raises for masks that cannot be read; "replace": every mask tensor means the pattern
@@ -263,8 +263,8 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     pattern, layout = given.pop("pattern"), given.pop("layout")
     if config is None:
         options = Options(**given)
-    context_for(pattern, layout, mesh, options)  # refuses what is no pattern, or a layout of another ring
-    # Without a mask that is read nothing tells padding slots from tokens.
+    context_for(pattern, layout, mesh, options)  # raises for a wrong pattern, or a layout of another ring
+    # If no mask is read, padding slots cannot be distinguished from tokens.
     if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
         raise RingConfigError(
             f"options: layout: expected a layout of known length beside masks='replace', got {layout!r}; pass"
@@ -274,9 +274,8 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
 
 
 # [Note: refusals of a backend]
-# Dynamo wraps what a backend raises into an error of its own. So a refused graph becomes a function that
-# raises the RingError, as it is, whenever it is called, and tells the other ranks first where there is a
-# mesh.
+# Dynamo wraps an error of a backend into one of its own. So a refused graph becomes a function that raises
+# the original RingError whenever it is called, and, with a mesh, notifies the other ranks first.
 def backend(
     module: GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **more: Any
 ) -> Compiled:
@@ -299,7 +298,7 @@ def backend(
             if not isinstance(mesh, RingMesh):
                 raise copy(refusal)
             with collective(mesh, "attention"):
-                raise copy(refusal)  # each call tells the other ranks of its own
+                raise copy(refusal)  # each call is a collective that refuses
 
         return refused
     own = {"options": dict(read.inner_options)} if read.inner_options else {}

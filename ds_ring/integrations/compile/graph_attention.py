@@ -4,16 +4,15 @@ These are `scaled_dot_product_attention` and `flex_attention`, in the graph and 
 Attention that cannot be read raises: a graph must never attend to one rank's tokens only. Of masks, known is
 what transformers' `masking_utils` and hand-written masks of FlexAttention are made of: comparisons of query
 and key positions (or slots), joined by `&`. Nothing is guessed: a node that is not known here makes the mask
-unreadable, with the node's name and line. Whether a pattern may stand for the mask is decided in
-graph_sharding.py.
+unreadable, with the node's name and line. graph_sharding.py decides whether a pattern may replace the mask.
 
 [Note: a mask is read]
 The backend compares the facts that it reads with the pattern, and position ids with the layout in every run.
-A mask that cannot be read raises, unless the option "masks" is "replace", which says that the pattern means
-it. To run the mask's subgraph (`fx.Interpreter`) would not do: it gives the mask of one rank's S slots in
-O(S^2) memory, and does not tell a window that is wider than the shard, or documents, from no restriction.
-A model that is left to the backend carries an operator that raises when it runs (`needs_backend` in
-graph_sharding.py); only the backend takes it out.
+A mask that cannot be read raises, unless the option "masks" is "replace", by which the user guarantees that
+the pattern equals it. To run the mask's subgraph (`fx.Interpreter`) would not do: it gives the mask of one
+rank's S slots in O(S^2) memory, in which a window wider than the shard, and documents, look like no
+restriction. A model that is left to the backend carries an operator that raises when it runs (`needs_backend`
+in graph_sharding.py); only the backend takes it out.
 
 
 """
@@ -38,10 +37,9 @@ class TableColumn(NamedTuple):
     """A number for every slot along one axis: the slot itself, or what a table holds for it."""
 
     axis: int  # 0 batch, 1 head, 2 query, 3 key
-    # what is looked up: ("slots", None), ("positions", node), ("documents", node of positions) or
-    # ("values", node)
+    # ("slots", None), ("positions", node), ("documents", node of positions) or ("values", node)
     table: tuple[str, Node | None] = ("slots", None)
-    minus: int = 0  # what is subtracted
+    minus: int = 0  # subtracted from the number
 
 
 class QueryMinusKey(NamedTuple):
@@ -51,10 +49,10 @@ class QueryMinusKey(NamedTuple):
 
 
 class MaskMeaning(NamedTuple):
-    """What a mask says; all of it holds."""
+    """The conditions of a mask; a pair must meet all of them."""
 
     causal: bool = False  # no later key is seen
-    window: int | None = None  # tokens that are seen, itself included; only beside `causal`
+    window: int | None = None  # tokens that are seen, itself included; only with `causal`
     documents: bool = False  # only keys of the same document (consecutive positions) are seen
     positions: Node | None = None  # the node of the position ids; None for a mask over slots alone
 
@@ -86,7 +84,7 @@ class Scope:
 
 
 def resolve(value: Any, scope: Scope) -> tuple[Any, Scope]:
-    """Return a node where it is computed: a placeholder of an inner graph is what it is called with."""
+    """Return a node in the graph that computes it: a placeholder of an inner graph becomes its argument."""
     while isinstance(value, Node) and value.op == "placeholder" and scope.outer is not None:
         value, scope = scope.given.get(value), scope.outer
     return value, scope
@@ -104,7 +102,7 @@ def argument(node: Node, place: int, name: str) -> Any:
 
 
 def where(node: Node) -> str:
-    """Return the user's line that a node comes from, in words; empty if nobody knows."""
+    """Return the user's line that a node comes from, in words; empty if unknown."""
     lines = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip()]
     return f", at {lines[-2]}: {lines[-1]}" if len(lines) > 1 else ""
 
@@ -246,7 +244,7 @@ def _table(base: Any, scope: Scope) -> tuple[str, Node | None]:
 
 
 def _plain(value: Any, scope: Scope) -> Any:
-    """Return the tensor behind expands and conversions to where it already is."""
+    """Return the source tensor of expands and of copies that change no value."""
     value, scope = resolve(value, scope)
     while isinstance(value, Node) and name_of(value) in ("expand", "contiguous", "clone"):
         value, scope = resolve(value.args[0], scope)
@@ -275,8 +273,8 @@ def _call(value: Any, scope: Scope, name: str, second: object = None) -> Node | 
 
 
 # Which values a float mask can have. A mask of zeros and of large negative numbers hides tokens, so a pattern
-# may stand for it. Any other number added to the scores (ALiBi, a learned bias) is mathematics that ring
-# attention does not compute: to replace it would train another model without a word.
+# may replace it. Ring attention does not add any other number to the scores (ALiBi, a learned bias): a
+# pattern in its place would silently train another model.
 
 _HIDDEN = -1e4  # at most: no softmax in any precision sees such a token; the least of float16 is -65504
 _MAX_VALUES = 8
@@ -325,7 +323,7 @@ _ARITHMETIC = {
 
 
 def _values(value: Any, scope: Scope) -> frozenset[float]:
-    """Return every number that may stand in a tensor."""
+    """Return all values that a tensor may have."""
     value, scope = resolve(value, scope)
     if isinstance(value, (bool, int, float)):
         return frozenset({float(value)})
@@ -355,7 +353,7 @@ def _values(value: Any, scope: Scope) -> frozenset[float]:
 
 _SDPA = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _LONG = ("query", "key", "value")
-_NO_TABLES = 1 << 30  # the block size with which FlexAttention says that there is no block mask
+_NO_TABLES = 1 << 30  # FlexAttention's block size without a block mask
 
 _WHAT_TO_DO = (
     "A mask over one rank's tokens says nothing about the sequence: say it with the configured pattern, leave"
@@ -368,12 +366,12 @@ class AttentionNode(NamedTuple):
     """An attention node and its arguments."""
 
     node: Node
-    scope: Scope  # the graph that it stands in
+    scope: Scope  # the graph that it is in
     q: Node
     k: Node
     v: Node
     scale: float | None  # None for 1 / sqrt(D)
-    facts: MaskMeaning | None  # what it masks; None if the pattern replaces that whatever it is
+    facts: MaskMeaning | None  # of its mask; None if the pattern replaces the mask unread
 
 
 def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:

@@ -1,4 +1,4 @@
-"""Find where the tokens of a compiled model lie, and check its masks against that in every run of the graph.
+"""Find the layout of a compiled model's tokens, and compare its masks with it in every run of the graph.
 
 The backend puts the operator `ds_ring::place_attention` into a graph, once per kind of mask. See
 [Note: placements in compiled code] in ops/ring_op.py.
@@ -37,7 +37,7 @@ KEPT = 64  # shardings of a source; more batches are never between a forward and
 
 
 class GraphSharding(NamedTuple):
-    """Where the tokens of a batch lie, and what attends in it."""
+    """The layout of a batch's tokens, and its attention."""
 
     mesh: RingMesh
     pattern: Pattern
@@ -46,9 +46,9 @@ class GraphSharding(NamedTuple):
     checks_positions: bool = True
 
 
-# Sources tell where the tokens lie, in every run of a graph. `sharding` takes what the mask of one attention
-# says (None where it is not read), whether other attentions of the graph say otherwise, and `local_tokens`
-# where the graph knows them.
+# Sources return the sharding of the tokens in every run of a graph. `sharding` takes the pattern of one
+# attention's mask (None if it is not read), whether masks of the graph differ, and `local_tokens` if the
+# graph knows them.
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class StaticSource:
         if model_pattern is not None:
             pattern = pattern_of_layer(model_pattern, pattern, tokens, False, mixed)
         if pattern != self.pattern:
-            if layout is None:  # a name may stand for another layout where the pattern is another one
+            if layout is None:  # for another pattern the name may mean another layout
                 raise RingPatternError(
                     f"the model's mask is {model_pattern}, the pattern of the options {self.pattern}; pass"
                     " options={'layout': make_layout(...)} of known length, or that pattern"
@@ -178,8 +178,8 @@ place_op.register_fake(lambda positions, *_: torch.empty(1, dtype=torch.int64, d
 
 
 # [Note: what may replace a mask]
-# A graph's mask is over local slots; the pattern of the layer says what was meant, in global positions. It is
-# put together from the mask and the configured pattern by [Note: the pattern of a layer] in
+# A graph's mask is over local slots; the pattern of the layer is the same in global positions. It is
+# combined from the mask and the configured pattern by [Note: the pattern of a layer] in
 # layer_patterns.py. Where the mask is computed from position ids, these are this rank's positions of the
 # layout. Then they restart nowhere, and what looks like packed documents in a shard is where the layout was
 # cut. With documents in the pattern they may also count within each document.
@@ -221,7 +221,7 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
 @operator("ds_ring::needs_backend")
 def needs_backend_op(position_ids: Tensor) -> Tensor:
     """Mark the position ids of a model whose own attention would see local tokens only."""
-    # The backend takes the mark away; wherever it runs, nobody has rewritten the attention.
+    # The backend removes the mark; where this runs, the attention has not been replaced.
     raise RingConfigError(
         "the model's own attention would attend to this rank's tokens only, and this call does not go through"
         ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'
@@ -233,8 +233,8 @@ needs_backend_op.register_fake(torch.empty_like)
 
 
 # Rotary embeddings that depend on the length take the greatest position. In a graph this is a maximum over a
-# whole tensor of integers that is computed from integers alone (position ids; never what a router or the
-# scores decided): the backend puts the operator `ds_ring::greatest_position` behind it. For a model of
+# whole tensor of integers that is computed from integers alone (position ids; never the choices of a router
+# or of scores): the backend inserts the operator `ds_ring::greatest_position` after it. For a model of
 # `ds_ring.initialize`, integrations/transformers does the same.
 
 
@@ -258,7 +258,7 @@ greatest_position_op.register_fake(lambda local, source: torch.empty_like(local)
 
 
 def ask_for_greatest_positions(module: GraphModule, source: int) -> None:
-    """Insert the operator behind every maximum of positions in a graph, in place."""
+    """Insert the operator after every maximum of positions in a graph, in place."""
     for node in list(module.graph.nodes):
         if name_of(node) not in ("max", "amax") or not is_tensor(node) or node.meta["example_value"].ndim:
             continue

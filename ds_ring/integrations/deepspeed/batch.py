@@ -58,9 +58,9 @@ def cache_name(names: Container[str]) -> str:
 
 
 class ImageNeeds(NamedTuple):
-    """Say how a model's batches have images."""
+    """The form in which a model's batches have images."""
 
-    token: int  # id of the tokens that stand for a feature of an image each
+    token: int  # id of the tokens that are replaced by one image feature each
     tensors: frozenset[str]  # that are not by token, and go whole to every rank
     # numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one position each
     number_axes: Callable[[Batch], Tensor] | None
@@ -70,9 +70,9 @@ class ImageNeeds(NamedTuple):
 class ModelNeeds:
     """List what a model needs; empty if attention is its only use of other tokens."""
 
-    slots: bool = False  # the position of every local slot in the sequence goes with the sharding
-    real_tokens: bool = False  # which local tokens are no padding goes with it, too
-    # what the model says of its layers, in their order, for the choice of a layout; empty: nobody knows
+    slots: bool = False  # the sharding has the position of every local slot in the sequence
+    real_tokens: bool = False  # the sharding has a mask of the local tokens that are not padding
+    # patterns of the model's layers, in their order, for the choice of a layout; empty if unknown
     layers: tuple[Pattern, ...] = ()
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
@@ -83,13 +83,13 @@ class ModelNeeds:
 
 
 class ImageTokens(NamedTuple):
-    """Say which features of its images a batch's local tokens stand for."""
+    """The image features that replace embeddings of a batch's local tokens."""
 
     places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
     tokens: int  # image tokens of the whole batch
     axes_BSA: Tensor | None  # positions on several axes, where the model has such
-    # by rank of the sequence, the features that its tokens stand for, from 0 on, in the order of its tokens;
-    # none where samples are whole
+    # by rank of the sequence, the features of its tokens, from 0 on, in the order of its tokens; empty where
+    # samples are whole
     wanted: tuple[Tensor, ...] = ()
 
 
@@ -342,7 +342,7 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
     """Number the image tokens of a prepared batch, from 1 on; others, and padding of the layout, are 0.
 
     Raises:
-        RingShapeError: images, and no input_ids to say which tokens stand for them.
+        RingShapeError: images without input_ids, which mark their tokens.
         RingConfigError: packed documents, and positions on several axes.
     """
     if "input_ids" not in prepared:

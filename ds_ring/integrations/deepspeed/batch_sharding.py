@@ -1,9 +1,9 @@
-"""Record where the tokens of a batch lie, and find that again when the batch reaches the model.
+"""Record the sharding of a batch, and find it again when the batch reaches the model.
 
-A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch`
-records where each batch went, and a forward pass looks its batch up: by the identity of its tensors, or,
-where they were copied, by their local length if that leaves no doubt. A doubt is an error, never a guess.
-Owns no tensors: it holds weak references.
+A model sees local tensors only, and many global lengths pad to one local length. So `shard_batch` records
+the sharding of each batch, and a forward pass looks its batch up: by the identity of its tensors, or, if they
+were copied, by their local length if that is unique. An ambiguous length is an error. Owns no tensors: it
+holds weak references.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys o
 
 @dataclass(frozen=True, eq=False)
 class BatchSharding:
-    """Hold what attention must know of a batch."""
+    """The properties of a batch that attention needs."""
 
     is_replicated: ClassVar[bool] = False  # True if every rank has all tokens of the call (generation)
-    config: RingConfig  # kernel, transport and the other options; its layout and ring size are not looked at
-    layout: Layout  # where the batch's tokens lie
+    config: RingConfig  # kernel, transport and the other options; its layout and ring size are not read
+    layout: Layout  # of the batch's tokens
     mesh: RingMesh  # the ranks they are spread over: one rank for a batch that is not cut
-    patterns: LayerPatterns  # the JSON's: who attends to whom in every sample, where a layer says no more
+    patterns: LayerPatterns  # of the JSON, for every sample and layer
     groups: tuple[RowGroup, ...] = ()  # rows by their documents, which narrow it; none if all rows are alike
     # the greatest position of the whole batch, int64 []. A tensor, so that a graph reads it anew.
     longest: Tensor = field(default_factory=lambda: torch.tensor(0), repr=False)
-    # position in the sequence of each local slot, int64 [S], -1 for padding; None if nobody asks
+    # position in the sequence of each local slot, int64 [S], -1 for padding; None if not needed
     slots: Tensor | None = field(default=None, repr=False)
     # 1 for local tokens of the batch, 0 for its padding, [B, S]; None if there is none
     real_tokens: Tensor | None = field(default=None, repr=False)
@@ -151,7 +151,7 @@ class BatchSharding:
 class RowsAttention:
     """Run attention whose pattern differs between the rows of a batch, one pass for each group of rows."""
 
-    # Every rank of a ring walks the groups in the same order, since all were told the same documents.
+    # Every rank of a ring walks the groups in the same order, since all have the same documents.
 
     def __init__(self, parts: list[RingAttention], rows: tuple[tuple[int, ...], ...]) -> None:
         self._parts, self._rows = parts, rows
@@ -160,7 +160,7 @@ class RowsAttention:
 
     @property
     def contexts(self) -> tuple[tuple[RingContext, tuple[int, ...]], ...]:
-        """Return the context of each pass and its rows, in the order of the passes; no rows stand for all."""
+        """Return the context of each pass and its rows, in the order of the passes; no rows mean all rows."""
         if len(self._parts) == 1:
             return ((self._parts[0].context, ()),)
         return tuple((part.context, rows) for part, rows in zip(self._parts, self._rows, strict=True))
@@ -201,7 +201,7 @@ def _take(x: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 class RecentBatches:
-    """Keep where the latest batches lie, and which of them the model is working on."""
+    """Keep the shardings of the latest batches, and the one that the model is working on."""
 
     def __init__(self) -> None:
         self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
@@ -211,7 +211,7 @@ class RecentBatches:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Look no batch up meanwhile."""
+        """Look no batch up inside the block."""
         before, self.is_off = self.is_off, True
         try:
             yield
@@ -220,7 +220,7 @@ class RecentBatches:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Let a model with a tiled head defer its logits meanwhile, labels or not."""
+        """Let a model with a tiled head defer its logits inside the block, with or without labels."""
         self.defers_logits = True
         try:
             yield
@@ -237,7 +237,7 @@ class RecentBatches:
         return self._current
 
     def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
-        """Remember where these local tensors lie."""
+        """Remember the sharding of these local tensors."""
         self._recent.append(({name: weakref.ref(tensor) for name, tensor in local.items()}, sharding))
         self._current = sharding
 
@@ -331,8 +331,8 @@ def check_consistency(
 ) -> int:
     """Exchange the reports of all ranks; return the labelled tokens of the whole world, each counted once.
 
-    `mine` is `REFUSED` where `fault` says why this rank could not prepare its batch. The ranks that share a
-    sequence are consecutive in the world. Collectives of the default group live on `device`.
+    `mine` is `REFUSED` if this rank could not prepare its batch, for the reason `fault`. The ranks that share
+    a sequence are consecutive in the world. Tensors of collectives of the default group are on `device`.
 
     Raises:
         RingPeerError: another rank failed.
@@ -360,7 +360,7 @@ def check_consistency(
         )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)
-    # Smaller rings are blocks of a sequence's ranks: whoever names a first rank is in its ring.
+    # Smaller rings are blocks of a sequence's ranks: ranks that name the same first rank share a ring.
     firsts = [
         sequence if report.first_rank < 0 else report.first_rank
         for sequence, report in zip(sequences, reports, strict=True)

@@ -5,8 +5,8 @@ ring sizes would wait for each other in different collectives. A hash is compare
 differ are the configurations themselves exchanged, to name the rank, the key and both values.
 
 [Note: one start]
-The comparison comes before any group of the ring is made. A rank that cannot read its configuration tells the
-others where a process group exists already. Where there is none it raises alone, and the launcher ends the
+The comparison comes before any group of the ring is made. If a process group exists already, a rank that
+cannot read its configuration reports it to the others. Without one it raises alone, and the launcher ends the
 others.
 """
 
@@ -53,7 +53,7 @@ def agree_on_config(
     Returns how many ranks share a node; None where nodes have different numbers of them.
 
     Raises:
-        RingPeerError: another rank failed meanwhile; names it.
+        RingPeerError: another rank failed during the call; names it.
         RingError: `fault`, on the rank that has one.
         RingMismatchError: another rank has a fault, or ranks differ in a key; the rank and the key are named.
     """

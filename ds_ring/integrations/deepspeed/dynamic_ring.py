@@ -67,10 +67,10 @@ class ModelSizes(NamedTuple):
 
 
 class MeasuredRates(NamedTuple):
-    """Hold what was measured while all ranks were busy; the slowest rank counts."""
+    """Rates measured while all ranks were busy; those of the slowest rank."""
 
     kernel_flops: tuple[float, float]  # FLOP/s, forward and backward, of the pairs that the kernel executes
-    tile_s: tuple[float, float]  # of a tile beside its pairs, forward and backward
+    tile_s: tuple[float, float]  # fixed cost of a tile, forward and backward
     product_flops: float  # FLOP/s of a product of large matrices
     link_bytes_per_s: float  # from a rank to the next one
     hop_s: float  # of a hop that computes and sends next to nothing
@@ -246,11 +246,11 @@ def _fit(flops: tuple[float, float], seconds: tuple[float, float]) -> tuple[floa
 
 
 # [Note: dynamic rings]
-# Every rank runs one forward and one backward pass of each batch, whatever ring it is in: ZeRO and gradient
+# Every rank runs one forward and one backward pass of each batch, in a ring of any size: ZeRO and gradient
 # accumulation count calls. So a batch is divided as a whole, and a rank has one ring in it. The loss of each
 # rank is its labelled tokens' sum over those of the world ([Note: gradient scale] in loss.py), so gradients
-# do not depend on the division. What a model needs of all samples (a router's loss) is summed over the whole
-# ring, as ever: each token lies on one rank. Divisions are made from lengths alone, by the same arithmetic
+# do not depend on the division. A sum over all samples (a router's loss) is taken over the whole ring, as
+# without division: each token is on one rank. Divisions are made from lengths alone, by the same arithmetic
 # everywhere; a checksum of them travels with the report of every batch.
 
 
@@ -343,7 +343,7 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
     """Return the samples of a ring as one batch: a packed row [1, N], or padded rows [B, T].
 
     Raises:
-        RingShapeError: a sample has not the length that was told, or other tensors than the one before.
+        RingShapeError: a sample has another length than reported, or other tensors than the one before.
         RingPatternError: a sample has positions or documents of its own.
     """
     rows: list[dict[str, Tensor]] = []

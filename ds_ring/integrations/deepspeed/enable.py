@@ -86,7 +86,7 @@ def _refuse_to_be_late() -> None:
     """Refuse to begin where something has read a JSON with the section, and knows of no ring."""
     late = _made_before()
     if late:
-        gc.collect()  # what nobody has any more is not late
+        gc.collect()  # engines that are garbage do not count
         late = _made_before()
     if late:
         raise RingConfigError(
@@ -185,7 +185,7 @@ class WholeBatches:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Shard a batch. The engine and its module call this; the outer of two calls does the work."""
         if self._outermost is not None:
-            self._nested += self._outermost[0] is module  # a look at what it computes, before its own call
+            self._nested += self._outermost[0] is module  # a trial call of its forward, before its own call
             return None
         if self._session.batches.is_off or torch.compiler.is_compiling():
             return None
@@ -268,7 +268,7 @@ class WholeBatches:
         documents = session.config.pattern.documents
         if mask_BT is None or mask_BT.ndim != 2 or documents or not session.pattern.is_causal:
             return batch, None
-        if session.needs.decoder_ids is not None:  # an encoder's mask: its padding may stand anywhere
+        if session.needs.decoder_ids is not None:  # an encoder's mask: its padding may be anywhere
             return batch, None
         if bool(mask_BT[:, 0].all()):
             return batch, None

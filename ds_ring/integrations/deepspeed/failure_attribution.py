@@ -64,8 +64,8 @@ def join_job(config: RingConfig | None) -> DetectorClient | None:
 
 
 # [Note: results that stay]
-# On a GPU the host runs ahead of the messages. After a failed hop the device computes with whatever the
-# receive buffers hold, and only the watchdog's thread knows. So before parameters change, and before anything
+# On a GPU the host runs ahead of the messages. After a failed hop the device computes with invalid receive
+# buffers, and only the watchdog's thread knows. So before parameters change, and before anything
 # is saved, the host waits until the watchdog has seen every message, and raises the fault.
 # Cost: at the last micro batch of a step the host waits for the last message of the backward pass, about a
 # millisecond, and loses its lead over the device. With gradient clipping or fp16 DeepSpeed reads the norm on
@@ -102,7 +102,7 @@ _OF_CHECKPOINTS = {
 }  # fmt: skip
 
 
-# The outermost patch: a rank's failure is named whatever was called.
+# The outermost patch: every method of the engine names the failed rank.
 @patch(
     ENGINE, "forward", "backward", "step", "allreduce_gradients", "save_checkpoint", "load_checkpoint",
     "save_16bit_model", "save_fp16_model", "module_state_dict", "load_module_state_dict",
@@ -113,7 +113,7 @@ def attribute_engine_failure(mesh: RingMesh, call: Callable[P, T], *args: P.args
     """Call a method of the engine as `attribute_failure` does, with a deadline for the ranks that wait.
 
     The deadline is `checkpoint_timeout_seconds` for a method that saves or loads, else `hop_timeout_seconds`,
-    or what a rank that compiles has asked for ([Note: compile skew] in `ops/options.py`).
+    or the longer time that a rank requests while it compiles ([Note: compile skew] in `ops/options.py`).
     """
     name = getattr(call, "__name__", "")
     limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")

@@ -100,10 +100,10 @@ class Difference(NamedTuple):
 
 @dataclass
 class Numbers:
-    """Hold what a run of a model computed, over the whole sequence."""
+    """The results of a run of a model, over the whole sequence."""
 
     logits: Tensor  # [B, T, ...], or [B, ...] where there is one result for a sample
-    loss: float | None = None  # the mean over labelled tokens; None where nobody computed one
+    loss: float | None = None  # the mean over labelled tokens; None if it was not computed
     # outputs [B, T, ...] of the model's layers by their names, in the order of computing
     layers: dict[str, Tensor] = field(default_factory=dict)
     # by the names of parameters; those without one are left out
@@ -147,7 +147,7 @@ def largest(found: list[Difference]) -> dict[str, Difference]:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs [B, T, ...] of the model's layers meanwhile: what stands in a ModuleList and learns.
+    """Record the outputs [B, T, ...] of the model's layers: modules in a ModuleList that have parameters.
 
     Those of image encoders, which each rank runs on images of its own, are left out.
     """
@@ -336,7 +336,7 @@ def _drop_mask(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @contextmanager
 def without_masks(alone: nn.Module) -> Iterator[None]:
-    """Take padding masks from the models inside meanwhile, as a ring does: the module around them has one."""
+    """Run inner models without padding masks, as a ring does: the module around them has one."""
     with ExitStack() as stack:
         for part in alone.modules():
             if part is not alone and _is_of_transformers(part):
@@ -476,8 +476,8 @@ class FirstBatch:
         """Return None if the ring's numbers are right, or what differs. On rank 0."""
         dtype = next((x.dtype for x in weights.values() if x.is_floating_point()), torch.float32)
         if dtype is torch.float16 and not all(bool(x.isfinite().all()) for x in gradients.values()):
-            # An overflow skips the step: fp16 training lowers its loss scale and goes on, and so does this
-            # check.
+            # An overflow skips the step: fp16 training lowers its loss scale and continues. This check is
+            # then repeated.
             return _AGAIN
         alone = filled(self._alone, module, weights, self.session.device)
         choose_attention(alone, self.session.config)
@@ -527,7 +527,7 @@ class FirstBatch:
 
     @contextmanager
     def _one_rank(self, part: Forward) -> Iterator[BatchSharding]:
-        """Make `session.attention()` attend to all tokens on this rank meanwhile."""
+        """Make `session.attention()` attend to all tokens on this rank inside the block."""
         tokens, patterns, groups = part.attended
         layout, book = make_layout("contiguous", tokens=tokens, ring_size=1), self.session.batches
         single = BatchSharding(self.session.config, layout, RingMesh.single(), patterns, groups)

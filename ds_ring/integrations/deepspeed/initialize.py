@@ -122,7 +122,7 @@ def initialize(
         ring_config, deepspeed_config = _configurations(source, model, optimizer, lr_scheduler)
     except RingError as error:
         if not dist.is_initialized():
-            raise  # nobody hears of it: the launcher ends the ranks that wait for this one
+            raise  # no group to report it: the launcher ends the ranks that wait for this one
         fault = error  # raised below, on all ranks together
     timeouts = Timeouts() if ring_config is None else ring_config.timeouts
     device = init_distributed(distributed_port, dist_init_required, timeouts)

@@ -1,9 +1,9 @@
 """Load samples by data replica, and cut batches for this rank.
 
-Owns which samples a rank sees (shuffled, grouped by length, divided among replicas), where in an epoch it is,
-and the worker processes of loaders. Orders are index arithmetic that every rank of a ring repeats; only
-`DrawnBatches` reads what it leaves out. DeepSpeed's own loader would give every rank of a ring other samples:
-with `mpu=None` it takes all ranks of the world for data replicas.
+Owns the order of a rank's samples (shuffled, grouped by length, divided among replicas), its position in an
+epoch, and the worker processes of loaders. Orders are index arithmetic that every rank of a ring repeats;
+only `DrawnBatches` reads samples that it skips. DeepSpeed's own loader would give every rank of a ring other
+samples: with `mpu=None` it takes all ranks of the world for data replicas.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Order:
         """Return the batches of an epoch."""
 
     def state(self) -> dict[str, Any]:
-        """Return what the order depends on beside epoch and position: nothing."""
+        """Return the state of the order besides epoch and position: empty."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -228,7 +228,8 @@ def _turns(batches: Iterable[T], turns: tuple[int, int]) -> Iterator[T]:
 
 def _from(batches: Iterator[T], first: int) -> Iterator[T]:
     """Yield all batches but the first ones."""
-    # Nothing is drawn before the first batch is asked for: a DataLoader draws its own seed in between.
+    # A generator: nothing is drawn before the first batch is requested, since a DataLoader draws its own seed
+    # in between.
     left_out = sum(1 for _ in islice(batches, first))
     if left_out < first:
         raise RingConfigError(
@@ -241,7 +242,7 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     """Return (epoch, batches of this replica) of a loader's state.
 
     Raises:
-        RingConfigError: it is another loader's, lies within a batch of this one, or beyond its last one.
+        RingConfigError: it is another loader's, inside a batch of this one, or beyond its last one.
     """
     unit, batches = order.unit, length_of(order)
     epoch, done = (state.get("epoch"), state.get(unit)) if isinstance(state, Mapping) else (None, None)
@@ -274,7 +275,7 @@ def length_of(order: Order) -> int | None:
 class RingLoader:
     """Yield this rank's share of every batch; otherwise a `DataLoader`.
 
-    After an epoch has been read to its end the next one has another order; `set_epoch` says which.
+    After a complete epoch the next one has another order, which `set_epoch` selects.
     `state_dict` between two batches and `load_state_dict` on a new loader continue in mid epoch: the same
     batches in the same order, if the data set gives a sample by its index alone.
 
@@ -422,10 +423,10 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
     return replicas > 1 and split is not False
 
 
-# [Note: workers] A forked worker inherits the sockets of the process groups, and as long as it lives nobody
-# sees that its rank is dead: torch's workers look for their parent every five seconds. So the kernel ends
-# them with their rank. It would also end them with the thread that forked them, hence from the main thread
-# only. Workers that were not forked (forkserver, spawn) inherit nothing and are left alone.
+# [Note: workers] A forked worker inherits the sockets of the process groups, and while it lives the peers do
+# not notice that its rank is dead: torch's workers look for their parent every five seconds. So the kernel
+# ends them with their rank. It would also end them with the thread that forked them, hence from the main
+# thread only. Workers that were not forked (forkserver, spawn) inherit nothing and are left alone.
 def _end_with(rank_pid: int, also: Callable[[int], object] | None, worker: int) -> None:
     """Make the kernel end this worker process when its rank ends ([Note: workers]); a worker_init_fn."""
     if sys.platform == "linux" and os.getppid() == rank_pid:
@@ -446,11 +447,11 @@ def is_sliced(dataset: Any) -> bool:
     return hasattr(dataset, "slice") and hasattr(dataset, "length")
 
 
-# [Note: stand-ins] A batch of codes (which sample, which position; 0 for padding) takes the path that tokens
-# would take: labels are shifted, documents and padding looked at, the ranks' checksums compared, the codes
-# sharded. What comes out says which tokens this rank needs as inputs and as labels, and only these are read.
-def stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
-    """Return the batch of codes of samples ([Note: stand-ins])."""
+# [Note: token codes] A batch of codes (sample and position; 0 for padding) takes the path of tokens: labels
+# are shifted, documents and padding read, the ranks' checksums compared, the codes sharded. The local codes
+# are the tokens that this rank needs as inputs and as labels, and only these are read.
+def code_batch(dataset: Any, indices: Sequence[int]) -> Batch:
+    """Return the batch of codes of samples ([Note: token codes])."""
     lengths = torch.tensor([int(dataset.length(index)) for index in indices])
     tokens = int(lengths.max())
     if not 0 < tokens < _MAX_TOKENS or int(lengths.min()) < 1:
@@ -470,7 +471,7 @@ def stand_in(dataset: Any, indices: Sequence[int]) -> Batch:
 
 
 def read_slices(dataset: Any, local: Batch) -> None:
-    """Put the data set's tokens where their codes stand in this rank's part of a batch."""
+    """Replace the codes in this rank's part of a batch by the data set's tokens."""
     wanted = {"input_ids": local["input_ids"].cpu(), "labels": local["labels"].cpu()}
     codes = torch.cat([x.flatten() for x in wanted.values()]).unique()
     codes = codes[codes > 0]
@@ -515,7 +516,7 @@ def stacked(samples: list[Any]) -> Any:
 
 
 def padded(samples: Sequence[dict[str, Tensor]]) -> Batch:
-    """Collate samples of different lengths: padding on the right, and an attention_mask that says so."""
+    """Collate samples of different lengths, with padding on the right and an attention_mask."""
     tokens = max(len(sample["input_ids"]) for sample in samples)
     batch: Batch = {}
     for key in samples[0]:

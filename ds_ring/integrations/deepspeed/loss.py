@@ -90,7 +90,7 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
 
 
 def check_loss(function: str, loss: object) -> None:
-    """Raise RingShapeError for what is no loss: a model that gets no labels returns None."""
+    """Raise RingShapeError unless `loss` is a tensor: a model without labels returns None."""
     if not isinstance(loss, Tensor):
         raise RingShapeError(
             f"{function}: expected the loss of a model, got {type(loss).__name__}; give labels in the batch"

@@ -71,7 +71,7 @@ def _values(output: Any) -> dict[Any, Any]:
 
 
 def _copied(output: Any, values: dict[Any, Any], later: Mapping[Any, Callable[[Any], Any]]) -> Any:
-    """Return a copy of an object that gathers what is in `later` when it is read."""
+    """Return a copy of an object that gathers the values of `later` when they are read."""
     kind: Any = type(output)
     new = (kind.__new__ if isinstance(kind.__new__, BuiltinFunctionType) else object.__new__)(_class_of(kind))
     own = object.__getattribute__(new, "__dict__")
@@ -91,7 +91,7 @@ def _store(output: Any, name: Any, value: Any) -> None:
 
 
 class _ReadLater:
-    """Make whole what is read of an output, when it is read; a base of the class of each such output."""
+    """Gather a value of an output when it is read; a base of the class of each such output."""
 
     def __getattribute__(self, name: str) -> Any:
         if name[0] != "_":

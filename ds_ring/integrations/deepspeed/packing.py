@@ -94,11 +94,11 @@ def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
 # from `document_ids` [B, T] in the batch (equal within a document; negative: padding, which sees nothing and
 # is not seen), or else from `position_ids` that restart. Given ids and no positions, positions count within
 # each document, as Hugging Face packs. Where the document changes between tokens t and t + 1 the label that
-# token t predicts is -100 (Hugging Face's packing collators do the same): nothing in one document tells how
-# the next one begins. An attention_mask marks padding. A model never sees `document_ids`: its attention gets
+# token t predicts is -100 (Hugging Face's packing collators do the same): a document cannot predict how the
+# next one begins. An attention_mask marks padding. A model never sees `document_ids`: its attention gets
 # them as patterns.
 def has_no_label(document_ids: Tensor) -> Tensor:
-    """Return bool [B, T]: padding, and the last token of every stretch of a document; see [Note: packing]."""
+    """Return bool [B, T]: padding, and the last token of every run of a document; see [Note: packing]."""
     ends = torch.nn.functional.pad(document_ids.diff(dim=1) != 0, (0, 1), value=True)
     return ends | (document_ids < 0)
 
@@ -108,7 +108,7 @@ def group_rows(
 ) -> tuple[RowGroup, ...]:
     """Group rows with equal documents, or trees; the group whose attention is most work comes first.
 
-    `ids` are [B, T], or [1, T] for all rows alike: document ids, or what `of_row` reads.
+    `ids` are [B, T], or [1, T] for all rows alike: document ids, or the input of `of_row`.
     """
     documents = [(of_row or _documents)(row) for row in ids.cpu().numpy()]
     if len(documents) == 1:
@@ -121,7 +121,7 @@ def group_rows(
 
 
 def _documents(ids_T: np.ndarray) -> Documents:
-    """Number documents as they appear, so that equal borders make equal patterns whatever the ids were."""
+    """Number documents in their order, so that the pattern depends on their borders, not on their ids."""
     starts, lengths = _stretches(ids_T)
     _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
     numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
@@ -225,7 +225,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         return ids
 
     def slice(self, row: int, start: int, stop: int) -> dict[str, Tensor]:
-        """Return tokens `start` to `stop` of a row by name; reads the documents that lie there."""
+        """Return tokens `start` to `stop` of a row by name; reads only the documents in this range."""
         found: dict[str, Tensor] = {"input_ids": torch.zeros(stop - start, dtype=torch.int64)}
         for piece in self.rows[row]:
             first = max(start, piece.at)

@@ -8,8 +8,8 @@ model.
 The encoder's attention is full, the decoder's own is causal, and its cross attention reads the encoder's
 sequence. Each of these has a sharding, and the decoder's holds the others (`BatchSharding.encoder`, `cross`).
 An attention_mask of the encoder makes its padding a document that sees nothing and is not seen; rows of
-different lengths are passes of their own. The decoder's ids are made of labels before they are cut: the first
-token behind a border is the last label in front of it.
+different lengths are passes of their own. The decoder's ids are made of labels before they are cut, because
+the first token of a shard is the last label of the shard before.
 
 Shapes: B samples, E and D tokens of the encoder and of the decoder.
 """

@@ -33,7 +33,7 @@ class MeasuredSpeeds:
     """
 
     def __init__(self, engine: Any, session: RingSession) -> None:
-        if session.device.type != "cpu":  # a trace has the host's times, and kernels run behind them
+        if session.device.type != "cpu":  # a trace has the host's times; kernels run later
             raise RingConfigError(
                 f'rank_speeds: expected a list of numbers on {session.device.type}, got "measured", which'
                 " times hops on CPU ranks only; give [1, 0.5], say"

@@ -1,4 +1,4 @@
-"""Refuse what would train on something else beside a ring without an error.
+"""Refuse features that would silently train another model with a ring.
 
 Owns the refusals of DeepSpeed's features that the JSON or the model show before training starts: another
 gradient scale, other samples on the ranks of a ring, groups of ranks that the ring uses otherwise. What
@@ -73,7 +73,7 @@ _TRAINS_OFF = (
 )
 _PLAIN = "scaled_dot_product_attention", "flex_attention"
 _SOFTMAX = "softmax", "_softmax"
-_MULTIHEAD = "multi_head_attention_forward"  # of nn.MultiheadAttention; what it calls is not seen
+_MULTIHEAD = "multi_head_attention_forward"  # of nn.MultiheadAttention; its inner calls are not seen
 
 
 def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
@@ -235,8 +235,8 @@ def refuse_checkpoints(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn
 class RingUse:
     """Check the first forward pass of an engine's model in each mode (training, evaluation).
 
-    The graph of a compiled model is not examined: the backend has read it. Of a module without transformers'
-    interface nobody knows how it numbers tokens and what its loss is: what looks wrong is a warning.
+    The graph of a compiled model is not examined: the backend has read it. A module without transformers'
+    interface may number tokens and compute its loss in any way: suspicious values give a warning.
     """
 
     def __init__(self, session: RingSession, engine: Any, is_own: bool) -> None:

@@ -5,10 +5,10 @@ time, memory and links go to `rank-N.metrics.json`; rank 0 writes the history of
 The status page reads them, and a relaunch reads in which step a rank failed. There is no collective.
 
 [Note: whose loss]
-A script asks for the mean loss of step k before `engine.step()` or after it. In the second case the loss is
-not known when the step ends. What is asked for after the first forward pass of step k began, and before the
-first forward pass after the step (of training or of an evaluation), is the loss of step k. Rank 0 writes the
-line of a step without a loss when that pass begins, or at the end of the process.
+A script reads the mean loss of step k before `engine.step()` or after it. In the second case the loss is not
+known when the step ends. A loss that is read after the beginning of the first forward pass of step k, and
+before the first forward pass after the step (of training or of an evaluation), is the loss of step k. Rank 0
+writes the line of a step without a loss when that pass begins, or at the end of the process.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def attempt_folder() -> Path | None:
 
 
 def mark_ring() -> None:
-    """Say in the folder of this attempt that this rank has made a ring: the launcher tells where none has."""
+    """Mark in this attempt's folder that this rank has made a ring: the launcher warns without a mark."""
     folder = attempt_folder()
     if folder is not None:
         with suppress(OSError):  # a full disk ends no training
@@ -116,9 +116,9 @@ def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
         if isinstance(notice, int):
             (folder / f"rank-{notice}.late.json").unlink(missing_ok=True)
         elif notice.rank != own:
-            told = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
-            told |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
-            replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(told))
+            late = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
+            late |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
+            replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(late))
 
 
 def step_under_way() -> int | None:
@@ -148,7 +148,7 @@ def _finish_reports() -> None:
 
 @dataclass
 class _EndedStep:
-    """Hold what is known of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
+    """The figures of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
 
     number: int
     at: float
@@ -165,11 +165,11 @@ class _Report:
         self._world_size = dist.get_world_size()
         self._path = folder / f"rank-{self._rank}.metrics.json"
         self._history = RunHistory(folder / FILE) if self._rank == 0 else None
-        self._started_s: float | None = None  # of the step under way; None until training goes on
+        self._started_s: float | None = None  # of the step under way; None until the next training batch
         self._began = False  # its first forward pass
         self._tokens: float | None = 0.0  # of its batches
         self._loss_before: Tensor | None = None  # the one that was known when it began
-        self._last: _EndedStep | None = None  # what is not written, or not as a whole
+        self._last: _EndedStep | None = None  # not written yet, or without its loss
         self._awaits_loss = False
         self._written_s = self._timed_s = -math.inf
         self._links: list[dict[str, Any]] = []
@@ -296,6 +296,6 @@ def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
 
 
 def ranks_per_node() -> int | None:
-    """Return the ranks that share a node; None where no launcher has said so."""
+    """Return the ranks that share a node; None if no launcher has set the variable."""
     texts = (os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES)
     return next((int(text) for text in texts if text.isdecimal() and int(text)), None)

@@ -1,8 +1,8 @@
-"""Give a training script what it needs of the ring as one object: `engine.ring`.
+"""The interface of the ring for a training script, as one object: `engine.ring`.
 
-Owns the path of a batch from the loader to the model (which layout, sharded or split by samples). How labels
-are shifted, batches compared, losses scaled and shardings found again stands in the files it imports. Knows
-neither DeepSpeed nor transformers.
+Owns the path of a batch from the loader to the model (its layout, sharded or split by samples). Files that it
+imports shift labels, compare batches, scale losses and look shardings up. Knows neither DeepSpeed nor
+transformers.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ from ds_ring.integrations.deepspeed.loader import (
     RingLoader,
     SampleOrder,
     check_dataset,
+    code_batch,
     is_sliced,
     ordered_loader,
     padded,
     read_slices,
-    stand_in,
     wrapped,
 )
 from ds_ring.integrations.deepspeed.loss import (
@@ -114,7 +114,7 @@ _SLACK = 1.125  # of the whole ring's tokens of a rank, for a ring that is small
 # made by all ranks together. So a signal only sets a flag here, and the flags are added up after each step:
 # every rank gets the sum of the same step, and all leave after that one.
 class StopRequest:
-    """Note that a signal has asked this process to end."""
+    """Record a signal that requests the end of this process."""
 
     def __init__(self) -> None:
         self.came = self._listens = False
@@ -145,18 +145,18 @@ class RingSession:
     Attributes:
         config: the "ring_attention" section.
         mesh: this process's place in the data x ring x ulysses grid.
-        pattern: who attends to whom in every batch, where neither the model nor the JSON says otherwise of a
-            layer; packed documents narrow it batch by batch.
-        device: where sharded batches go.
-        gradient_divisor: what the engine divides the summed gradients by ([Note: gradient scale] in loss.py).
-        batches: where the latest batches lie.
-        needs: what the model must know of whole batches.
-        attached: for each model on the ring, what takes it off meanwhile.
-        dynamic: what batches are divided with, under `"dynamic_ring": true`.
-        stop_request: the signals by which this process was asked to end.
+        pattern: of every batch, for layers without a pattern of their own in the model or the JSON; packed
+            documents narrow it batch by batch.
+        device: of sharded batches.
+        gradient_divisor: by which the engine divides summed gradients ([Note: gradient scale] in loss.py).
+        batches: the shardings of the latest batches.
+        needs: the facts on whole batches that the model needs.
+        attached: for each model on the ring, a context manager that takes it off.
+        dynamic: divides batches, under `"dynamic_ring": true`.
+        stop_request: the signals that have requested the end of this process.
         changes: of objects that outlive the session: `end` takes them back.
         ended: why the session has ended; empty until then.
-        latest: "loss", the last mean loss that was asked for; for the report of run_report.py.
+        latest: "loss", the last mean loss that was read; for the report of run_report.py.
     """
 
     config: RingConfig
@@ -187,7 +187,7 @@ class RingSession:
 
     @contextmanager
     def ending_on_error(self) -> Iterator[None]:
-        """End the session if what is done inside fails: a start that is tried again finds a plain model."""
+        """End the session if the block raises, so that a second start finds a plain model."""
         try:
             yield
         except BaseException:
@@ -225,7 +225,7 @@ class RingSession:
 
     @functools.cached_property
     def patterns(self) -> LayerPatterns:
-        """Return what the JSON says of layers."""
+        """Return the patterns of layers in the JSON."""
         return LayerPatterns(self.pattern, named_patterns(self.config))
 
     @property
@@ -236,7 +236,7 @@ class RingSession:
     def attention(self, scale: float | None = None, layer: int | None = None) -> RowsAttention:
         """Return attention over the batch that the model is working on, packed documents included.
 
-        For modules of your own: `out = session.attention()(q, k, v)`, asked for in every forward pass.
+        For modules of your own: `out = session.attention()(q, k, v)`, called in every forward pass.
         `layer` counts from 0; it is needed where the JSON names layers.
         """
         current = self.batches.current
@@ -244,7 +244,7 @@ class RingSession:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Make the model plain and local meanwhile: its own attention, each rank by itself, nothing sharded.
+        """Make the model plain and local inside the block: its own attention, each rank by itself, unsharded.
 
         For `engine.module.generate`, an evaluation of short texts, an export. At ZeRO 3 all ranks must run
         equally many forward passes, since each gathers parameters. Training is refused.
@@ -266,7 +266,7 @@ class RingSession:
         """Return this rank's part of a batch that every rank of its sequence group holds whole. Collective.
 
         Takes input_ids (or inputs_embeds) [B, T] and optionally labels, attention_mask, position_ids and
-        other per-token tensors, document_ids among them if the JSON says "documents": true
+        other per-token tensors, document_ids among them if the JSON has "documents": true
         ([Note: packing] in packing.py). Returns local tensors [B, S] on `device`, with position_ids and, if
         there were labels, `labels` and `shift_labels` (both shifted already) and `num_items_in_batch`, so
         that `engine(**batch).loss` of a transformers model is the loss to hand to `engine.backward`.
@@ -388,8 +388,8 @@ class RingSession:
             per_token = -engine.ring.logprobs(engine, batch)
             means, labelled_tokens = engine.ring.document_losses(per_token, batch)
 
-        The same on all ranks of a ring, and whatever their number: documents of all rows that these ranks
-        share, as `gather` returns them. A row that is not packed is one document.
+        The same on all ranks of a ring, for every ring size: documents of all rows that these ranks share, as
+        `gather` returns them. A row that is not packed is one document.
 
         Args:
             losses: one for each local token of the batch, [B, S]; those without a label are not read.
@@ -599,10 +599,10 @@ class RingSession:
     def _cut(
         self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
     ) -> tuple[Batch, BatchSharding]:
-        """Return this rank's part of a prepared batch, and where it lies; `document_ids` become patterns.
+        """Return this rank's part of a prepared batch, and its sharding; `document_ids` become patterns.
 
-        `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of what it is a
-        part of.
+        `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
+        batch.
         """
         if self.needs.decoder_ids is not None:
             local, pair = cut_pair(prepared, self.mesh, self.config.min_sequence_length, self._pair)
@@ -664,7 +664,7 @@ class RingSession:
         mix = (patterns or self.patterns).counted(tokens, layers)
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         speeds = self.speeds if self.speeds and name == config.layout else None
-        if block > 1:  # the entries of such blocks are seen by all tokens behind them
+        if block > 1:  # the entries of such blocks are seen by all tokens after them
             blocks = make_layout(
                 name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal(),
                 multiple_of=mesh.ulysses_size, speeds=speeds,
@@ -703,7 +703,7 @@ class RingSession:
         return sharding
 
     def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
-        local = self.shard_batch(stand_in(dataset, indices))
+        local = self.shard_batch(code_batch(dataset, indices))
         read_slices(dataset, local)
         # Labels of the data set may be -100, which codes do not tell.
         count = world_sum((local["labels"] != IGNORE).sum(), self.mesh)

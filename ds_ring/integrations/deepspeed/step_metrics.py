@@ -79,7 +79,7 @@ class StepMetrics:
         self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
         self._spans = 0  # before the forward pass that is under way
         self._tokens = 0.0  # of the step's training batches, this rank's part
-        self._started_s: float | None = None  # of the monotonic clock; None until training goes on
+        self._started_s: float | None = None  # of the monotonic clock; None until the next training batch
         session.mesh.owners[Observers].append(self._trace)
 
     @_patch(stage="before_forward")

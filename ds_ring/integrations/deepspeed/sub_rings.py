@@ -39,7 +39,7 @@ def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
 
     Raises:
         RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
-        RingPeerError: another rank failed meanwhile.
+        RingPeerError: another rank failed during the call.
     """
     if mesh.ulysses_size > 1:
         raise RingMeshError(
@@ -96,7 +96,7 @@ class SampleSeconds(Protocol):
     """Say what training on samples takes; rising with tokens."""
 
     def fixed(self, ranks: int) -> float:
-        """Return the seconds that a ring of so many ranks costs beside its samples."""
+        """Return the fixed cost of a ring of so many ranks, without its samples, in seconds."""
 
     def sample(self, tokens: int, ranks: int) -> float:
         """Return the seconds of one sample of so many tokens on so many ranks."""
@@ -122,7 +122,7 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Divisio
             f" {list(batch.lengths)[:8]}; leave empty samples out"
         )
 
-    @cache  # a length is asked for once
+    @cache  # `times` is called once for a length
     def sample_seconds(ranks: int) -> list[float]:
         known = {tokens: times.sample(tokens, ranks) for tokens in set(batch.lengths)}
         return [known[tokens] for tokens in batch.lengths]

@@ -42,7 +42,7 @@ class _MixesError(Exception):
     """An operator mixes tokens."""
 
 
-# By the name of an operator without overload: where its dimensions stand, it does not mix tokens.
+# Operators by name without overload, with a dimension argument: they mix tokens only along that dimension.
 _ALONG = {
     "_softmax", "_log_softmax", "softmax", "log_softmax", "_safe_softmax", "cumsum", "cumprod",
     "logcumsumexp", "sort", "argsort", "topk", "flip", "roll", "split", "split_with_sizes", "chunk", "gather",
@@ -85,8 +85,8 @@ class TokenFlow(TorchDispatchMode):
         self.found: str | None = None
         self.sums = self.shifts = self.sends = False
         self._tokens = tokens
-        # By storage and geometry: autograd hands on other objects than the ones seen here. The storages are
-        # held, so that no other tensor takes their place meanwhile.
+        # By storage and geometry: autograd passes on other objects than those seen here. The storages are
+        # held, so that no other tensor reuses their memory.
         self._flows: dict[Any, tuple[Flow, Any]] = {}
         self._labels: set[Any] = set()
         self._results: set[Any] = set()  # of inner models
@@ -100,7 +100,7 @@ class TokenFlow(TorchDispatchMode):
             self._labels.add(_key(labels))
 
     def add_results(self, values: Iterable[Tensor], whole: Iterable[Tensor] = ()) -> None:
-        """Take what an inner model returned: entries by token, its loss, and what it knows of all tokens."""
+        """Record the results of an inner model: entries by token, its loss, and values for all tokens."""
         for x in values:
             self._results.add(_key(x))
             if x.ndim == 0:
@@ -172,7 +172,7 @@ class TokenFlow(TorchDispatchMode):
         outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
         line, is_ours = _caller()
         found: list[Flow | None] = []
-        if is_ours:  # what it received from other ranks comes from no tensor here
+        if is_ours:  # tokens received from other ranks have no source tensor here
             found = [Flow("whole")] * len(outputs)
         elif any(flow is not None for flow in flows):
             try:
@@ -307,7 +307,7 @@ class TokenFlow(TorchDispatchMode):
         return flow._replace(axis=flow.axis + (dim <= flow.axis))
 
     def _axis_of_view(self, x: Tensor, axis: int, out: Tensor, picked: bool) -> int:
-        """Tokens stay the fastest part of a dimension, with as many entries behind them as before."""
+        """Tokens stay the fastest part of a dimension, with as many inner entries as before."""
         behind = x.shape[axis + 1 :].numel()
         for place in range(out.ndim):
             size = out.shape[place]

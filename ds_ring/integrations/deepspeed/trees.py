@@ -4,9 +4,9 @@ Owns the merging of token lists into a tree (`TreeBatch`), and how a tree is wri
 and read again. The pattern is core's `Tree`.
 
 [Note: trees]
-A batch says by `tree_ends` [B, T] who sees what: for each token, one past the last position of the row that
-may see it. Nodes lie in depth-first order, so these are the tokens of its subtree, without a gap; 0 marks
-padding. One row may hold several trees, one after the other. `position_ids` count along each path.
+A batch describes its trees by `tree_ends` [B, T]: for each token, one past the last position of the row that
+may attend to it. Nodes are in depth-first order, so the tokens of a subtree have no gap; 0 marks padding. One
+row may hold several trees, one after the other. `position_ids` count along each path.
 
 [Note: one next token for each]
 A token at the end of a shared prefix has several next tokens, and a position of a row has one label. So each
@@ -111,7 +111,7 @@ def _merged(ids: list[IntArray]) -> tuple[list[tuple[int, IntArray]], list[IntAr
 
     See [Note: one next token for each].
     """
-    # Sorted, lists with a common prefix stand together, and one that ends first stands first.
+    # After sorting, lists with a common prefix are adjacent, the shortest first.
     order = sorted(range(len(ids)), key=lambda one: ids[one].tolist())
     lists = [ids[one] for one in order]
     shared = np.array([_common(a, b) for a, b in itertools.pairwise(lists)], dtype=np.int64)
@@ -149,7 +149,7 @@ def _common(a: IntArray, b: IntArray) -> int:
 
 
 def ends_of(tree: Tree) -> IntArray:
-    """Return `tree_ends` [T] of a tree whose nodes lie in depth-first order; see [Note: trees]."""
+    """Return `tree_ends` [T] of a tree whose nodes are in depth-first order; see [Note: trees]."""
     ends = tree.starts[1:].copy()
     for node in range(len(ends) - 1, -1, -1):
         if tree.parents[node] >= 0:
@@ -163,7 +163,7 @@ def tree_of(ends_T: IntArray) -> Tree:
     """Return the tree that `tree_ends` of a row describe; see [Note: trees].
 
     Raises:
-        RingPatternError: subtrees that do not lie inside each other.
+        RingPatternError: subtrees that overlap without nesting.
     """
     tokens = int(np.count_nonzero(ends_T))
     starts = np.append(0, np.flatnonzero(np.diff(ends_T)) + 1)

@@ -277,7 +277,7 @@ def _count_last_batch(loader: Any) -> None:
     patches = [_stream.to(_LastBatch(base, loader))]
     if isinstance(base.dataset, IterableDatasetShard):  # one of several replicas
         if base.num_workers:
-            return  # they read the samples, and accelerate says that the caller has to know their number
+            return  # they read the samples; by accelerate's documentation the caller must know their number
         patches.append(_counted_samples.to(_Counted(base.dataset.dataset)))
     apply(*patches, loader=loader, shard=base.dataset)
 

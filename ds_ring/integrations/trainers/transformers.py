@@ -92,7 +92,7 @@ def _without_product(process: Callable[..., None], json: Any, args: Any, *others
 
 
 def _refuse_other_engines(args: Any) -> None:
-    """Refuse what would sample rollouts beside the ring, and methods of TRL that nobody has compared."""
+    """Refuse engines that sample rollouts outside the ring, and methods of TRL that no test compares."""
     kind = type(args)
     for name, why in _ENGINES.items():
         if getattr(args, name, False):
@@ -194,7 +194,7 @@ def _reading_the_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Evaluate a batch; where nothing but the loss is asked for, leave out what else was computed."""
+    """Evaluate a batch; with `prediction_loss_only` drop all outputs but the loss."""
     # Trainer walks over all outputs before it drops them: logits would be gathered.
     if not prediction_loss_only:
         return predict(trainer, model, inputs, prediction_loss_only, *args, **kwargs)

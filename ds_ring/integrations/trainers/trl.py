@@ -33,7 +33,7 @@ TRL = PatchTable("trl", ">=1.16")
 _BASE = TRL.given("base", "transformers.PreTrainedModel")
 _BASE_FEATURE = "redirection.base"
 _FOUND = "found"
-_IMAGES = ("pixel", "image", "spatial_shapes", "token_type_ids")  # in the names of what goes with images
+_IMAGES = ("pixel", "image", "spatial_shapes", "token_type_ids")  # in the names of tensors of images
 _NOT_OF_BACKBONES = (*LABEL_KEYS, "num_items_in_batch")
 
 

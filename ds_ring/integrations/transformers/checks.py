@@ -117,7 +117,7 @@ def check_class(model: PreTrainedModel, request: Request) -> None:
     """Refuse models that mix tokens otherwise than by attention, or number them by themselves.
 
     Raises:
-        RingConfigError, RingPatternError: a variant refuses the model, or none covers what it needs.
+        RingConfigError, RingPatternError: a variant refuses the model, or none covers its layers.
     """
     as_is, covered = request.as_is, set[str]()
     for variant in variants():
@@ -222,7 +222,7 @@ def bypasses_interface(model: PreTrainedModel) -> bool:
 
 
 def uses_interface(kind: type[PreTrainedModel]) -> bool:
-    """Return whether all attention of a class goes through transformers' attention interface."""
+    """Return whether all attention of a class is called through transformers' attention interface."""
     return kind._supports_attention_backend or any(variant.uses_interface(kind) for variant in variants())
 
 

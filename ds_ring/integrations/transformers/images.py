@@ -168,7 +168,7 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
 
 # [Note: shares of images]
 # Images are divided among the ranks of a sequence in their order, by their numbers of patches: each is
-# encoded once. An image token takes one feature, so each feature goes to the one rank that has its
+# encoded once. An image token takes one feature, so each feature is sent to the one rank that has its
 # token, and its gradient comes back from there: the encoder's gradient is a sum over the ranks, like any
 # other. Which rank needs which feature is known from the whole batch; how many features a rank has found is
 # exchanged once. A rank that has no image encodes the first one without using its features, so every rank

@@ -2,8 +2,8 @@
 
 The inner model is on the ring and returns hidden states of this rank's tokens. A head on each token is right
 there. A last token, a mean, a maximum, a softmax over tokens would be this rank's: in the first forward pass
-`TokenFlow` says whether the module computes one. Then the inner model stays on the ring, and the module's own
-code gets whole sequences ([Note: whole wrappers]). Owns this decision and both kinds of calls.
+`TokenFlow` detects whether the module computes one. Then the inner model stays on the ring, and the module's
+own code gets whole sequences ([Note: whole wrappers]). Owns this decision and both kinds of calls.
 
 Shapes: B samples, T global tokens, S local tokens.
 """
@@ -82,11 +82,11 @@ class _WholeCall:
 
 
 # [Note: whole wrappers]
-# The module gets the batch's tensors by token gathered, [B, T, ...]. A hook in front of the inner model cuts
-# them again, one behind it gathers its results, so the module's own code sees what it sees on one process.
+# The module gets the batch's tensors by token gathered, [B, T, ...]. A hook before the inner model cuts them
+# again, and a hook after it gathers its results, so the module's own code sees the tensors of one process.
 # Every rank computes the same; `gather_sequence` sums the gradients of all ranks of a sequence, and DeepSpeed
 # averages over the world, so that a loss of whole sequences has the right gradient as it is, and the module's
-# parameters as well. What the module returns for each token is cut to this rank's: its gradient is that of a
+# parameters as well. Results of the module for each token are cut to this rank's: their gradient is that of a
 # loss of local tokens. Which dimension that is shows by comparison with a pass over local tokens: it has S
 # entries there and T here. `num_items_in_batch` grows by the ranks of a sequence, since each of them now sums
 # over all tokens.
@@ -96,11 +96,11 @@ class WrappedModel:
     def __init__(self, module: nn.Module, session: RingSession, inner: list[PreTrainedModel]) -> None:
         self._name, self._session = type(module).__name__, session
         self._whole: dict[bool, bool] = {}  # by training mode, whether it reads across tokens
-        self._shapes: dict[Path, Tensor] = {}  # what it returned for local tokens, by place in the output
+        self._shapes: dict[Path, Tensor] = {}  # its results for local tokens, by place in the output
         self._axes: dict[Path, int | None] = {}  # the dimension of tokens, by place in the output
         self._flow: TokenFlow | None = None
         self._call: _WholeCall | None = None
-        self._masks: list[Tensor] = []  # what stands for the batch's attention_mask in this call
+        self._masks: list[Tensor] = []  # copies of the batch's attention_mask in this call
         self._parameters = inspect.signature(module.forward).parameters
         one = self._parameters.get(_MASK)
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
@@ -180,14 +180,14 @@ class WrappedModel:
     def _look(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[TokenFlow, dict[Path, Tensor]]:
-        """Run the module on local tokens, and watch whether these meet; return what it returned, too."""
+        """Run the module on local tokens, and record whether it mixes them; return its results, too."""
         device, output = self._session.device, None
         flow = TokenFlow(self._session.batches.current.local_tokens)
         flow.add_tokens((*args, *kwargs.values()), kwargs.get("labels"))
         self._flow = flow
         try:
             with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), flow:
-                output = module._call_impl(*args, **kwargs)  # not what is compiled
+                output = module._call_impl(*args, **kwargs)  # uncompiled
         except Exception as error:
             if isinstance(error, IndexError):
                 flow.found = flow.found or f"an index beyond this rank's tokens ({error})"
@@ -301,7 +301,7 @@ class WrappedModel:
         return (), named
 
     def _is_of_batch(self, mask: Tensor) -> bool:
-        """Return whether a mask says no more than the batch's own, which `shard_batch` has looked at."""
+        """Return whether a mask equals the batch's own, which `shard_batch` has checked."""
         return any(mask is one for one in self._masks) or (
             self._call is not None
             and any(mask.shape == one.shape and torch.equal(mask, one.to(mask)) for one in self._masks)

@@ -1,7 +1,7 @@
 """The table of attention variants: each row is a class, and each variant is a file or a folder.
 
 Delete a variant's file and its row, and models that need it are refused; all others run as before. Rows are
-asked in this order: a variant that chooses which sequence a layer reads comes before those that attend.
+tried in this order: a variant that chooses which sequence a layer reads comes before those that attend.
 """
 
 from __future__ import annotations
