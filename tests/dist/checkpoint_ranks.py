@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tests.clock import unqueued_seconds
-from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed
+from tests.dist.deepspeed_ranks import VOCABULARY, Size, build_model, start_deepspeed, take_step
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
 
@@ -66,10 +66,7 @@ def train_to(engine: Any, steps: int, after: Callable[[int], object] = lambda st
     """Train to step `steps`, each step on its own batch; the losses, exact."""
     losses = []
     for step in range(engine.global_steps + 1, steps + 1):
-        loss = engine(**engine.ring.shard_batch(_batch(step))).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)))
+        losses.append(take_step(engine, _batch(step)))
         after(step)
     return losses
 

@@ -189,14 +189,11 @@ def train_on_ring(
 ) -> Run:
     """The same training through `ds_ring.initialize`, in an ordinary DeepSpeed loop."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     skip_without(*({"fp16", "bf16"} & config.keys()))
     model = build(size, "sdpa")  # ds_ring.initialize gives it the ring's attention
     if checkpointing:
         model.gradient_checkpointing_enable()
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config)
     whole = build_batch(size) if batch is None else batch
     micro_batches = engine.gradient_accumulation_steps()
     parts = [_mine(whole, engine.ring.mesh, part, micro_batches) for part in range(micro_batches)]
@@ -215,6 +212,23 @@ def train_on_ring(
             engine.step()
         losses.append(logged)
     return Run(losses, gradients if rank == 0 else {})
+
+
+def start_engine(model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """An engine of `ds_ring.initialize` that trains by plain SGD, as in a new process."""
+    start_deepspeed()
+    import ds_ring
+
+    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    return ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+
+
+def take_step(engine: Any, batch: Batch) -> float:
+    """The logged loss of a training step with this replica's batch."""
+    loss = engine(**engine.ring.shard_batch(batch)).loss
+    engine.backward(loss)
+    engine.step()
+    return float(engine.ring.mean_loss(loss))
 
 
 def full_gradient(deepspeed: Any, parameter: torch.nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.dist.deepspeed_ranks import _mine, full_gradient, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import _mine, full_gradient, json_config, start_deepspeed, start_engine
 from tests.reference import worst
 
 VOCABULARY, TOKENS, SAMPLES = 97, 53, 4
@@ -86,15 +86,13 @@ def step_on_ring(
 ) -> Step:
     """The same through `ds_ring.initialize`, with an option."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     section = {"long_sequence": OPTIONS.get(option, option)}
-    config = json_config(ring, SAMPLES * ring // world_size, stage, ring_attention=section)
     model = build(family).train()
     if checkpointing:
         model.activation_checkpointing_enable()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(
+        model, json_config(ring, SAMPLES * ring // world_size, stage, ring_attention=section)
+    )
     local = engine.ring.shard_batch(_mine(batch(), engine.ring.mesh, 0, 1))
     loss = engine(**local).loss
     engine.backward(loss)

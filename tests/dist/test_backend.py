@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.dist.deepspeed_ranks import (
-    LEARNING_RATE,
     Run,
     Size,
     build_batch,
@@ -22,6 +21,7 @@ from tests.dist.deepspeed_ranks import (
     full_gradient,
     json_config,
     start_deepspeed,
+    start_engine,
     train_alone,
 )
 from tests.dist.harness import RankPool
@@ -233,17 +233,12 @@ SIZE = Size(hidden=32, layers=2, tokens=TOKENS, samples=2)
 ONE_LAYER = SIZE._replace(layers=1)  # what is compiled once for several batches, or never
 
 
-def start_engine(
+def engine_of(
     world_size: int, stage: int, implementation: str = "sdpa", size: Size = SIZE, **changes: Any
 ) -> tuple[Any, Any]:
     deepspeed = start_deepspeed()
-    import ds_ring
-
     model = build_model(size, implementation)
-    sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    engine, _, _, _ = ds_ring.initialize(
-        model=model, optimizer=sgd, config=json_config(world_size, 2, stage, **changes)
-    )
+    engine = start_engine(model, json_config(world_size, 2, stage, **changes))
     return deepspeed, engine
 
 
@@ -251,7 +246,7 @@ def train_compiled(
     rank: int, world_size: int, stage: int, masks: str, implementation: str, section: dict[str, Any]
 ) -> tuple[Run, list[int]]:
     counted = start_counting()
-    deepspeed, engine = start_engine(world_size, stage, implementation, ring_attention=section)
+    deepspeed, engine = engine_of(world_size, stage, implementation, ring_attention=section)
     options = {"inner": "aot_eager", "masks": masks}
     engine.compile(backend="ds_ring", compile_kwargs={"fullgraph": stage < 3, "options": options})
     losses, gradients = [], {}
@@ -294,7 +289,7 @@ def batches_of_one_graph(rank: int, world_size: int) -> tuple[list[float], list[
     """Batches with one number of local tokens, other lengths and other documents: losses, and graphs."""
     counted = start_counting()
     pattern = {"layout": "zigzag", "pattern": {"documents": True}}
-    _, engine = start_engine(world_size, 0, size=ONE_LAYER, ring_attention=pattern)
+    _, engine = engine_of(world_size, 0, size=ONE_LAYER, ring_attention=pattern)
     engine.compile(backend="ds_ring", compile_kwargs={"options": {"inner": "aot_eager"}})
     losses = []
     with torch.no_grad():
@@ -335,7 +330,7 @@ def test_other_lengths_and_documents_run_in_the_same_graph(rank_pool: Pool) -> N
 
 def not_through_the_backend(rank: int, world_size: int, backend: str | None) -> None:
     start_counting()
-    _, engine = start_engine(world_size, 0, size=ONE_LAYER, ring_attention={"attention": "as_is"})
+    _, engine = engine_of(world_size, 0, size=ONE_LAYER, ring_attention={"attention": "as_is"})
     if backend is not None:
         engine.compile(backend=backend)
     engine(**engine.ring.shard_batch(build_batch(SIZE)))

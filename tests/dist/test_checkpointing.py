@@ -113,12 +113,9 @@ def test_a_step_has_as_many_passes_as_without(rank_pool: Pool) -> None:
 
 def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     """Forward and backward passes of a step of a Llama of 8 layers under DeepSpeed."""
-    from tests.dist.deepspeed_ranks import json_config, start_deepspeed
-
-    start_deepspeed()
     import transformers
 
-    import ds_ring
+    from tests.dist.deepspeed_ranks import json_config, start_engine
 
     counts, pass_of = [0, 0], autograd.pass_of
 
@@ -130,8 +127,7 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
     config = transformers.LlamaConfig(num_hidden_layers=LAYERS, num_key_value_heads=2, **sizes)
     model = transformers.LlamaForCausalLM(config)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(2, 1, 3))[0]
+    engine = start_engine(model, json_config(2, 1, 3))
     ids = torch.arange(TOKENS)[None]
     autograd.pass_of = counting
     try:

@@ -36,8 +36,8 @@ from tests.reference import dense_attention, relative_error
 pytestmark = pytest.mark.needs("compiler")
 
 Pool = Callable[[int], RankPool]
-# Graphs, guards and operators are the same for both. Inductor's C++ takes the compiler half a minute: by day for
-# the operator and the functions next to it, in a test of its own.
+# Graphs, guards and operators are the same for both, and `opcheck` compares the operators' fake results with real
+# ones. Inductor's C++ takes the compiler half a minute.
 each_backend = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.night)]
 )
@@ -162,6 +162,7 @@ def compiled_around(rank: int, world_size: int) -> Compiled:
         return compiled_block(rank, world_size, 1, ("inductor", "aot_eager"), 1, Around)
 
 
+@pytest.mark.night
 def test_inductor_fuses_what_surrounds_the_operator() -> None:
     """On fresh ranks, which forget what they were told of vectors."""
     for found in run_ranks(compiled_around, 2):

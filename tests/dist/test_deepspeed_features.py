@@ -15,6 +15,7 @@ from tests.dist.deepspeed_ranks import (
     build_model,
     json_config,
     start_deepspeed,
+    start_engine,
     train_alone,
     train_on_ring,
 )
@@ -160,13 +161,10 @@ def test_what_is_exact(rank_pool: Any, feature: str) -> None:
 
 def direct_backward(rank: int, world_size: int, stage: int, steps: int) -> tuple[str, float]:
     """`loss.backward()` in place of `engine.backward(loss)`: the error, or how much a weight changed."""
-    start_deepspeed()
     import ds_ring
 
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(2, 2, stage, gradient_accumulation_steps=steps)
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(model, json_config(2, 2, stage, gradient_accumulation_steps=steps))
     batch = engine.ring.shard_batch(build_batch(SIZE))
     for _ in range(steps):
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed, take_step
 
 SIZE = Size(hidden=32, layers=1, tokens=21, samples=2)
 
@@ -104,10 +104,7 @@ def no_labels_at_all(rank: int, world_size: int) -> tuple[float, float]:
     losses = []
     for last in (None, 1):
         labels[:, 1] = -100 if last is None else last
-        loss = engine(**engine.ring.shard_batch(batch | {"labels": labels})).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)))
+        losses.append(take_step(engine, batch | {"labels": labels}))
     assert all(bool(p.isfinite().all()) for p in engine.module.parameters())
     return losses[0], losses[1]
 

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_model,
+    json_config,
+    start_deepspeed,
+    start_engine,
+    take_step,
+)
 from tests.dist.test_ring_use import Own, of_the_session
 
 SIZE = Size(hidden=32, layers=2, tokens=45, samples=2)
@@ -18,19 +26,12 @@ SIZE = Size(hidden=32, layers=2, tokens=45, samples=2)
 def train(rank: int, world_size: int, stage: int, section: dict[str, Any], fault: str = "") -> Any:
     """Two steps; returns their losses, the weights after them, and random numbers."""
     deepspeed = start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(world_size, SIZE.samples, stage, ring_attention=section)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, json_config(world_size, SIZE.samples, stage, ring_attention=section))
     losses = []
     with silently_wrong(fault):
         for _ in range(2 * engine.gradient_accumulation_steps()):
-            loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(engine.ring.mean_loss(loss)))
+            losses.append(take_step(engine, build_batch(SIZE)))
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         weights = [p.detach().clone() for p in engine.module.parameters()]
     return losses, weights, torch.rand(3)
@@ -90,16 +91,12 @@ def test_a_silent_error_is_raised_on_every_rank(rank_pool, fault, layer, stage):
 
 def train_own(rank: int, world_size: int, attend: Any, stage: int, fault: str = "") -> None:
     """A module of one's own, a loss of the training loop's own, two micro-batches, bfloat16 at ZeRO 2."""
-    start_deepspeed()
-    import ds_ring
-
     model = Own(attend)
     changes = {"bf16": {"enabled": True}} if stage == 2 else {}
     config = json_config(
         2, 2, stage, gradient_accumulation_steps=2, ring_attention={"verify_first_batch": True}, **changes
     )
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config)
     model.session = engine.ring
     with silently_wrong(fault):
         for _ in range(2):

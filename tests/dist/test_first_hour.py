@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
 
@@ -32,12 +32,8 @@ class Head(nn.Module):
 
 
 def mistake(rank: int, world_size: int, kind: str) -> None:
-    start_deepspeed()
-    import ds_ring
-
     model: Any = Head() if kind == "index" else build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0))
     model.ring = engine.ring
     if kind.startswith("ragged"):
         data: Any = [{"input_ids": torch.ones(n).long(), "labels": torch.ones(n).long()} for n in (12, 17)]
@@ -70,6 +66,25 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
 def test_a_mistake_is_named_on_every_rank(rank_pool: Any, kind: str, words: str) -> None:
     for outcome in rank_pool(2).collect(mistake, kind, grace_s=30):
         assert outcome.error_type == "RingShapeError" and words in outcome.message, outcome.report
+
+
+def numbered_by_itself(rank: int, world_size: int) -> None:
+    """A model numbers the tokens of a shard from 0, whatever it is given."""
+    model: Any = build_model(SIZE, "sdpa")
+    positions = torch.arange(SIZE.tokens // world_size)[None]
+    model.model.register_forward_pre_hook(
+        lambda _, args, given: (args, given | {"position_ids": positions}), with_kwargs=True
+    )
+    engine = start_engine(model, json_config(world_size, 2, 0, ring_attention={"layout": "contiguous"}))
+    engine(**engine.ring.shard_batch(build_batch(SIZE)))
+
+
+def test_a_model_that_numbers_its_tokens_by_itself_is_named(rank_pool: Any) -> None:
+    """By the second rank; the first one's tokens do begin at 0."""
+    other, own = rank_pool(2).collect(numbered_by_itself, grace_s=30)
+    assert own.error_type == "RingPatternError", own.report
+    assert "LlamaForCausalLM: its LlamaModel numbers this rank's tokens by itself" in own.message
+    assert other.error_type == "RingMismatchError" and "rank 1" in other.message, other.report
 
 
 def test_a_script_without_a_launcher_hears_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingMismatchError
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine, take_step
 from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
@@ -115,24 +115,27 @@ def generate(model: Any, way: str, tokens: int, replica: int = 0) -> Generated:
     return Generated(output.sequences, torch.stack(output.logits) if output.logits else None, size)
 
 
-def on_a_ring(rank: int, world_size: int, case: Case) -> dict[str, tuple[Generated, Generated]]:
-    """What every way gives on this rank, on the ring and alone."""
-    start_deepspeed()
-    import ds_ring
+class Ways(NamedTuple):
+    """What every way gives on a rank, and, on the first one of each replica, without a ring."""
+
+    replica: int
+    on_a_ring: dict[str, Generated]
+    alone: dict[str, Generated]
+
+
+def on_a_ring(rank: int, world_size: int, case: Case) -> Ways:
     from ds_ring.integrations.transformers import ring_cache
 
     ring_cache._RESERVED = case.reserved
-    model, alone = build(case.model), build(case.model)
+    model, plain = build(case.model), build(case.model)
     config = json_config(case.ring_size, 1, case.stage, ring_attention=case.section)
     config["sequence_parallel_size"] *= case.section.get("ulysses_size", 1)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, config)
     engine.eval()
     replica = engine.ring.mesh.data_rank
-    return {
-        way: (generate(model, way, case.tokens, replica), generate(alone, way, case.tokens, replica))
-        for way in case.ways
-    }
+    found = {way: generate(model, way, case.tokens, replica) for way in case.ways}
+    ways = () if engine.ring.mesh.sequence_rank else case.ways
+    return Ways(replica, found, {way: generate(plain, way, case.tokens, replica) for way in ways})
 
 
 RECURRENT = ("greedy", "padded on the left", "beams", "in chunks", "one token")
@@ -175,8 +178,10 @@ def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) 
     case = CASES[name]
     world_size = 4 if "x" in name else case.ring_size
     found = rank_pool(world_size).run(on_a_ring, case)
-    for results in found:
-        for way, (ring, alone) in results.items():
+    by_replica = {one.replica: one.alone for one in found if one.alone}
+    for one in found:
+        for way, ring in one.on_a_ring.items():
+            alone = by_replica[one.replica][way]
             assert torch.equal(ring.tokens, alone.tokens), way
             if alone.logits is not None:
                 assert ring.logits is not None
@@ -185,39 +190,29 @@ def test_tokens_and_logits_are_those_of_one_process(rank_pool: Pool, name: str) 
                 assert torch.allclose(ring.logits[real], alone.logits[real], atol=atol, rtol=1e-5), way
 
 
-def long_prompt(rank: int, world_size: int) -> tuple[int, int]:
-    ring, alone = on_a_ring(rank, world_size, Case(world_size, tokens=1000))["greedy"]
-    assert torch.equal(ring.tokens, alone.tokens)
-    return ring.cache_bytes, alone.cache_bytes
-
-
 @pytest.mark.parametrize("ring_size", [2, 4])
 def test_a_rank_holds_its_part_of_the_cache(rank_pool: Pool, ring_size: int) -> None:
-    for ring, alone in rank_pool(ring_size).run(long_prompt):
-        slot = alone // (1000 + NEW - 1)
-        assert ring * ring_size <= alone + (64 + 1) * ring_size * slot
+    found = rank_pool(ring_size).run(on_a_ring, Case(ring_size, tokens=1000))
+    alone = found[0].alone["greedy"]
+    slot = alone.cache_bytes // (1000 + NEW - 1)
+    for one in found:
+        ring = one.on_a_ring["greedy"]
+        assert torch.equal(ring.tokens, alone.tokens)
+        assert ring.cache_bytes * ring_size <= alone.cache_bytes + (64 + 1) * ring_size * slot
 
 
 def while_training(rank: int, world_size: int, generates: bool) -> list[float]:
     """Losses of two steps, with a generation before, between and after them."""
-    start_deepspeed()
-    import ds_ring
-
     size = Size(32, 2, 40, 2)
     model = build_model(size, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True})
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, json_config(world_size, 2, 3, ring_attention={"verify_first_batch": True}))
     losses: list[float] = []
     for _ in range(2):
         if generates:
             engine.eval()
             engine.generate(build_batch(size)["input_ids"], max_new_tokens=3)
             engine.train()
-        loss = engine(**engine.ring.shard_batch(build_batch(size))).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(engine.ring.mean_loss(loss)))
+        losses.append(take_step(engine, build_batch(size)))
     return losses
 
 
@@ -227,12 +222,8 @@ def test_training_goes_on_as_if_nothing_had_been_generated(rank_pool: Pool) -> N
 
 def refused(rank: int, world_size: int) -> list[str]:
     """What each wrong call raises here; the last one is right."""
-    start_deepspeed()
-    import ds_ring
-
     model = build("Llama")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    _engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 1, 0))
+    _engine = start_engine(model, json_config(world_size, 1, 0))
     ids, found = torch.arange(1, 20)[None], []
     calls: list[tuple[type[Exception], dict[str, Any]]] = [
         (RingConfigError, {"training": True}),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_deepspeed, start_engine
 from tests.dist.long_table import Step, errors, step_alone, step_on_ring
 
 # Family, ZeRO stage, option, whether layers are checkpointed: each option alone, every stage, every family.
@@ -72,10 +72,7 @@ class Largest(TorchDispatchMode):
 
 def largest(rank: int, world_size: int, long_sequence: Any) -> int:
     """Of a training step of a Llama."""
-    start_deepspeed()
     import transformers
-
-    import ds_ring
 
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=2,
@@ -83,10 +80,7 @@ def largest(rank: int, world_size: int, long_sequence: Any) -> int:
     )  # fmt: skip
     section = {"long_sequence": long_sequence, "pattern": {"window": 32}, "layout": "contiguous"}
     model = transformers.LlamaForCausalLM(config)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = ds_ring.initialize(
-        model=model, optimizer=sgd, config=json_config(2, 1, 0, ring_attention=section)
-    )[0]
+    engine = start_engine(model, json_config(2, 1, 0, ring_attention=section))
     ids = torch.arange(2 * LOCAL)[None] % VOCABULARY
     local = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
     with Largest() as seen:

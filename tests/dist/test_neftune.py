@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.neftune import activate_neftune
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=1, tokens=29, samples=2)
 ALPHA = 5.0
@@ -32,14 +32,9 @@ def alone() -> list[float]:
 
 
 def on_a_ring(rank: int, world_size: int, when: str, section: dict[str, Any]) -> Any:
-    start_deepspeed()
-    import ds_ring
-
     model: Any = build_model(SIZE, "sdpa")
     handle = activate_neftune(model, ALPHA) if when == "before" else None
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(world_size, SIZE.samples, 1, ring_attention=section)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(model, json_config(world_size, SIZE.samples, 1, ring_attention=section))
     if handle is None:
         handle = activate_neftune(model, ALPHA)
     batch = engine.ring.shard_batch(build_batch(SIZE))
@@ -64,11 +59,8 @@ def test_noise_is_that_of_one_process_and_goes_with_its_hook(
 
 
 def with_term(rank: int, world_size: int, kind: str) -> None:
-    start_deepspeed()
     import peft
     import transformers
-
-    import ds_ring
 
     model: Any = build_model(SIZE, "sdpa")
     if kind == "activated LoRA":
@@ -83,8 +75,7 @@ def with_term(rank: int, world_size: int, kind: str) -> None:
             mamba_d_head=8, mamba_d_state=8,
         )  # fmt: skip
         model = transformers.BambaForCausalLM(config)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 2, 0))
+    engine = start_engine(model, json_config(world_size, 2, 0))
     engine(**engine.ring.shard_batch(build_batch(SIZE)))
 
 

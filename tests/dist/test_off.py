@@ -16,6 +16,7 @@ from tests.dist.deepspeed_ranks import (
     build_model,
     json_config,
     start_deepspeed,
+    start_engine,
     train_alone,
 )
 
@@ -28,10 +29,8 @@ def train_generate_save(rank: int, world_size: int, stage: int, folder: str) -> 
     import ds_ring
 
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     more = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
-    config = json_config(2, 2, stage, zero_optimization={"stage": stage, **more})
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(model, json_config(2, 2, stage, zero_optimization={"stage": stage, **more}))
     found: dict[str, Any] = {"losses": []}
     for step in range(3):
         if step == 2:  # off and on again between two steps

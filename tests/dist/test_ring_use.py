@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=2, tokens=24, samples=2)
 HEADS = 2
@@ -111,12 +111,11 @@ def over_a_few_latents(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def start(model: nn.Module, sequence_parallel_size: int = 2, section: dict[str, Any] | None = None) -> Any:
-    start_deepspeed()
     import ds_ring
 
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(sequence_parallel_size, 2, 1, ring_attention=section or {"layout": "zigzag"})
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(
+        model, json_config(sequence_parallel_size, 2, 1, ring_attention=section or {"layout": "zigzag"})
+    )
     if isinstance(model, Own):
         model.session = engine.ring
         model.ring = ds_ring.RingAttention(engine.ring.config, mesh=engine.ring.mesh, layout="zigzag")

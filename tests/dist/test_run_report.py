@@ -11,7 +11,7 @@ import torch
 
 from ds_ring.ring.observer import Observers
 from tests.dist.conftest import RankPools
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=2, tokens=48, samples=2)
 STEPS = 4
@@ -19,8 +19,6 @@ STEPS = 4
 
 def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> dict[str, Any]:
     """Steps with an evaluation after the second; `asks` for the loss before or after `engine.step()`."""
-    start_deepspeed()
-    import ds_ring
     from ds_ring.integrations.deepspeed import run_report
 
     patch = pytest.MonkeyPatch()
@@ -29,12 +27,11 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
     patch.setattr(run_report, "_LINK_SECONDS", 0.0)
     try:
         model = build_model(SIZE, "sdpa")
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         config = json_config(world_size, SIZE.samples, 0)
         if monitor:
             config["csv_monitor"] = {"enabled": True, "output_path": folder, "job_name": "ring"}
             config["ring_attention"] = {"monitor": True}
-        engine, _, _, _ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+        engine = start_engine(model, config)
         losses = []
         for step in range(1, STEPS + 1):
             loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss

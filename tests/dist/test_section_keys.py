@@ -25,6 +25,7 @@ from tests.dist.deepspeed_ranks import (
     build_model,
     json_config,
     start_deepspeed,
+    start_engine,
 )
 from tests.dist.test_ring_use import Own, of_the_session
 
@@ -272,15 +273,12 @@ EVENTS = [
 
 def train_monitored(rank: int, world_size: int, folder: str) -> int:
     """Two steps of two micro-batches with an evaluation between; the bytes of K/V and their gradients."""
-    start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "ring"}}
     section = {"monitor": True, "layout": "zigzag", "prune": False}
-    config = json_config(2, 2, 1, gradient_accumulation_steps=2, ring_attention=section, **monitor)
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(
+        model, json_config(2, 2, 1, gradient_accumulation_steps=2, ring_attention=section, **monitor)
+    )
     batch = engine.ring.shard_batch(build_batch(SIZE))
     for _ in range(2):
         for _ in range(2):
@@ -322,14 +320,10 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
 
 
 def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:
-    start_deepspeed()
-    import ds_ring
     from ds_ring.integrations.deepspeed.step_metrics import tokens_of
 
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = json_config(2, 2, 0, ring_attention={"ulysses_size": 2})
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(model, json_config(2, 2, 0, ring_attention={"ulysses_size": 2}))
     batch = engine.ring.shard_batch(build_batch(SIZE))
     return tokens_of(tuple(batch.values()), engine.ring)
 

@@ -31,6 +31,7 @@ from tests.dist.deepspeed_ranks import (
     full_gradient,
     json_config,
     start_deepspeed,
+    start_engine,
 )
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -255,13 +256,9 @@ def step_alone() -> Step:
 
 def step_on_ring(rank: int, world_size: int, ring: int, stage: int, long_sequence: Any) -> Step:
     deepspeed = start_deepspeed()
-    import ds_ring
-
     model = build_model(SIZE, "sdpa")
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     section = {"long_sequence": long_sequence, "min_sequence_length": 4096}  # of which trees know nothing
-    config = json_config(ring, 1, stage, ring_attention=section)
-    engine = ds_ring.initialize(model=model, optimizer=sgd, config=config)[0]
+    engine = start_engine(model, json_config(ring, 1, stage, ring_attention=section))
     tree = engine.ring.tree_batch(answers())
     batch = engine.ring.shard_batch(tree.batch)
     both = engine.ring.logprobs(engine, batch, entropies=True)
@@ -295,10 +292,7 @@ def test_a_step_on_a_tree_is_that_on_its_rollouts(
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     """What each use that a tree does not allow says, on every rank."""
-    start_deepspeed()
     import transformers
-
-    import ds_ring
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 32, "vocab_size": VOCABULARY}
@@ -306,9 +300,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     def message(config: Any, section: dict[str, Any] | None = None, **changes: Any) -> str:
         model = transformers.AutoModelForCausalLM.from_config(config)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         options = json_config(world_size, 1, 0, ring_attention=section or {})
-        engine = ds_ring.initialize(model=model, optimizer=sgd, config=options)[0]
+        engine = start_engine(model, options)
         batch = {key: x for key, x in (tree.batch | changes).items() if x is not None}
         try:
             engine.ring.logprobs(engine, engine.ring.shard_batch(batch))

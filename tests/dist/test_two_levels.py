@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import ds_ring
 from ds_ring import RingMesh, build_plan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import RankPool
 from tests.dist.test_ring_attention import NAMES, run_ring
 from tests.reference import dense_attention, relative_error
@@ -77,7 +76,6 @@ def test_nodes_of_other_sizes_are_refused_on_all_ranks(rank_pool: Pool) -> None:
 
 def node_size_of_an_engine(rank: int, world_size: int, local_sizes: list[str]) -> int | None:
     """What `ds_ring.initialize` takes from the launcher's variable."""
-    start_deepspeed()
     import transformers
 
     os.environ["LOCAL_WORLD_SIZE"] = local_sizes[rank]
@@ -86,8 +84,7 @@ def node_size_of_an_engine(rank: int, world_size: int, local_sizes: list[str]) -
             vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
         )
         model = transformers.LlamaForCausalLM(config)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = ds_ring.initialize(model=model, optimizer=sgd, config=json_config(world_size, 1, 0))[0]
+        engine = start_engine(model, json_config(world_size, 1, 0))
         ids = torch.arange(32)[None]
         engine(**engine.ring.shard_batch({"input_ids": ids, "labels": ids}))
         node_size: int | None = engine.ring.mesh.ranks_per_node

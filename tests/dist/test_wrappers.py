@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.nn import functional
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_model,
+    json_config,
+    start_deepspeed,
+    start_engine,
+)
 
 SIZE = Size(hidden=16, layers=1, tokens=29, samples=4)
 STEPS = 2
@@ -266,15 +273,13 @@ def on_a_ring(
     rank: int, world_size: int, case: str, stage: int, section: dict[str, Any], change: str = ""
 ) -> Any:
     deepspeed = start_deepspeed()
-    import ds_ring
-
     kind, labels, loss_of, _ = CASES[case]
     model, heard = kind(labels), Heard()
     logging.getLogger("ds_ring").addHandler(heard)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     changes: dict[str, Any] = {"gradient_allreduce_op": "sum"} if change == "sum" else {}
-    config = json_config(world_size, SIZE.samples, stage, ring_attention=section, **changes)
-    engine, *_ = ds_ring.initialize(model=model, optimizer=sgd, config=config)
+    engine = start_engine(
+        model, json_config(world_size, SIZE.samples, stage, ring_attention=section, **changes)
+    )
     if kind is Gathers:
         model.ring = engine.ring
     if change == "compiled":

@@ -292,6 +292,13 @@ def test_before_there_is_a_process_group_a_rank_raises_alone():
         ds_ring.initialize(model=torch.nn.Linear(2, 2), config={"ring_attention": {"ring_sice": 2}})
 
 
+def test_an_argument_that_nobody_knows_is_a_type_error():
+    import ds_ring
+
+    with pytest.raises(TypeError, match=r"ds_ring.initialize\(\) got an unexpected .* 'modle'"):
+        ds_ring.initialize(model=torch.nn.Linear(2, 2), config=GOOD, modle=1)
+
+
 def own_paths(rank: int, world_size: int) -> Refusal:
     logs = {"tensorboard": {"enabled": False, "output_path": f"host{rank}", "job_name": str(rank)}}
     return refused(initialize(GOOD | logs))

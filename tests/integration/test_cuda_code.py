@@ -29,10 +29,10 @@ def run(*arguments: str, before: str = "import runpy;") -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
 
 
+@pytest.mark.night  # by day tests/unit/ring/test_merge_triton.py interprets them
 @pytest.mark.needs("triton")
 @pytest.mark.parametrize(
-    ("before", "status", "says"),
-    [("import runpy;", 0, "ok   1 rows"), pytest.param(TOO_MANY, 1, "spilled", marks=pytest.mark.night)],
+    ("before", "status", "says"), [("import runpy;", 0, "ok   1 rows"), (TOO_MANY, 1, "spilled")]
 )
 def test_our_kernels_compile_within_the_budget(before: str, status: int, says: str) -> None:
     done = run("ours", *SMALL, before=before)

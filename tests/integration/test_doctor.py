@@ -204,9 +204,11 @@ def write(folder: Path, number: int = 0, **keys: Any) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.needs("mpirun")  # which starts without torch
 def test_an_all_gather_in_the_place_of_a_ring_is_found_out(tmp_path: Path) -> None:
     path = write(
         tmp_path,
+        engine="mpirun",
         hosts="local",
         slots=2,
         section={"transport": "all_gather"},

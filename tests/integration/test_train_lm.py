@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ds_ring_launcher.cluster.cluster_file import read_cluster
 from ds_ring_launcher.demo import train_lm
 from ds_ring_launcher.demo.lm_compare import Comparison
+from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+QUICK_START = "--steps 2 --sequence_length 512 --hidden_size 64 --layers 1 --evaluate_every 2"
 TINY = ["--sequence_length", "101", "--hidden_size", "16", "--layers", "1", "--evaluate_every", "2"]
 
 
@@ -46,7 +50,15 @@ def check_comparison(log: dict[str, Any]) -> None:
     assert abs(comparison["loss_on_ring"] - comparison["loss_alone"]) < 1e-5
     assert comparison["gradient_difference"] < 2e-4
     assert comparison["gradients"] == 12  # a layer has 9, and there are embedding, last norm and head
-    assert len(comparison["ranks_mib"]) == 2  # test_documents.py compares them, in a larger model
+    assert len(comparison["ranks_mib"]) == 2
+
+
+def check_quick_start(output: Path) -> None:
+    """What README's first command leaves behind."""
+    comparison = log_of(output)["comparison"]
+    check_comparison(log_of(output))
+    assert max(comparison["ranks_mib"]) < 0.75 * comparison["alone_mib"]
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
 
 
 def log_of(output: Path) -> dict[str, Any]:
@@ -97,6 +109,25 @@ def test_the_longnet_configuration_trains(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(5.0 < loss < 6.0 for loss in log_of(tmp_path)["losses"])
     check_comparison(log_of(tmp_path))
+
+
+def quick_start(rank: int, world_size: int, output: str) -> str:
+    """What README's first command prints on this rank."""
+    start_deepspeed()
+    cluster = read_cluster(ROOT / "configs/quickstart.yaml")
+    sys.argv = [str(cluster.script), "--deepspeed_config", str(cluster.deepspeed_config), "--output", output]
+    sys.argv += QUICK_START.split()
+    torch.distributed.destroy_process_group = lambda: None  # the harness does that
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_quick_start_is_exact(tmp_path):
+    """On ranks that have torch loaded already; at night test_documents.py runs the command itself."""
+    output, other = run_ranks(quick_start, 2, str(tmp_path))
+    assert "same weights, same batch (4 x 512 tokens)" in output and not other
+    check_quick_start(tmp_path)
 
 
 def test_a_difference_is_seen_in_the_three_lines():

@@ -198,6 +198,9 @@ def refused(rank: int, world_size: int, what: str) -> None:
     many = module.llama3_flash_attn_prepare_cu_seqlens(ends * world_size, True, rank, world_size)
     if what == "dropout":
         module.ring_flash_attn_func(x[None], x[None], x[None], dropout_p=0.1 * wrong, causal=True)
+    elif what == "slopes":
+        slopes = torch.ones(2, HEADS) if wrong else None
+        module.ring_flash_attn_func(x[None], x[None], x[None], causal=True, alibi_slopes=slopes)
     elif what == "window":
         module.ring_flash_attn_func(x[None], x[None], x[None], window_size=(2, 3 if wrong else 2))
     elif what == "tokens":
@@ -215,6 +218,7 @@ def refused(rank: int, world_size: int, what: str) -> None:
     ("what", "says"),
     {
         "dropout": "dropout_p: expected 0, got 0.1",
+        "slopes": "alibi_slopes: expected one number for each head, and no softcap beside them, got (2, ",
         "window": "expected equally many keys on both sides",
         "tokens": "expected 4 tokens of q, k and v on each of 2 ranks",
         "ends": "the tensor that llama3_flash_attn_prepare_cu_seqlens returned",

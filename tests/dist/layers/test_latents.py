@@ -43,6 +43,8 @@ from tests.dist.deepspeed_ranks import (
     build_model,
     json_config,
     start_deepspeed,
+    start_engine,
+    take_step,
 )
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -244,9 +246,6 @@ SIZE = Size(hidden=32, layers=2, tokens=61, samples=2)
 
 def train(rank: int, world_size: int, stage: int, latents: object, **model: Any) -> dict[str, Any]:
     """Losses of two steps, how many passes took latents, and the loss of the model off the ring."""
-    start_deepspeed()
-    import ds_ring
-
     passes, forward = [0], LatentKernel.forward
 
     def counting(kernel: LatentKernel, *given: Any) -> Any:
@@ -254,19 +253,14 @@ def train(rank: int, world_size: int, stage: int, latents: object, **model: Any)
         return forward(kernel, *given)
 
     built = build_latent_model(SIZE, **model)
-    sgd = torch.optim.SGD(built.parameters(), lr=0.1)
     section = {"layout": "zigzag", "latents": latents}
-    config = json_config(world_size, 2, stage, ring_attention=section)
-    engine = ds_ring.initialize(model=built, optimizer=sgd, config=config)[0]
+    engine = start_engine(built, json_config(world_size, 2, stage, ring_attention=section))
     engine.module.gradient_checkpointing_enable()
     losses = []
     LatentKernel.forward = counting  # type: ignore[method-assign]
     try:
         for _ in range(2):
-            loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(engine.ring.mean_loss(loss)))
+            losses.append(take_step(engine, build_batch(SIZE)))
         on = passes[0]
         engine.eval()
         with engine.ring.off(), torch.no_grad():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ds_ring import contrib
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations import adapter
 from ds_ring.integrations.adapter import PatchTable, applied, apply, describe, patch, paused, undo
@@ -187,6 +189,18 @@ def test_a_function_of_a_module_is_replaced_inside_the_context_only(table: Patch
     with applied(load.to(len), session=(session := torch.nn.Identity())):
         assert "torch.load" in describe(session)
     assert torch.load is before
+
+
+def test_a_file_that_imports_what_ds_ring_lacks_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose package is not installed is."""
+    monkeypatch.setattr(contrib, "__path__", [*contrib.__path__, str(tmp_path)])
+    (tmp_path / "not_installed.py").write_text("import a_package_that_is_not_installed  # patch\n")
+    adapter.import_all()
+    (tmp_path / "renamed.py").write_text("import ds_ring.renamed  # patch\n")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'ds_ring\.renamed'"):
+        adapter.import_all()
 
 
 def test_the_printed_tables_have_the_rows_of_all_files() -> None:
