@@ -205,6 +205,7 @@ def write(folder: Path, number: int = 0, **keys: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.needs("mpirun")  # which starts without torch
+@pytest.mark.night  # by day tests/dist/test_self_test.py finds it on ranks that have torch loaded already
 def test_an_all_gather_in_the_place_of_a_ring_is_found_out(tmp_path: Path) -> None:
     path = write(
         tmp_path,
