@@ -12,7 +12,8 @@ import torch
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
-from ds_ring.schedule.layout import Layout, ResidueLayout
+from ds_ring.schedule.choose import ResidueLayout
+from ds_ring.schedule.layout import Layout
 from ds_ring_launcher.demo.lm_data import PackedBytes
 
 RING_SIZES = (1, 2, 3, 4, 8)

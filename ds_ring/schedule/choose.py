@@ -35,7 +35,7 @@ from ds_ring.masks.cuts import block_intervals, cut_at_blocks
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, IntArray
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
-from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, ResidueLayout
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, expand_runs
 from ds_ring.schedule.plan import one_way, sampled_origins
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
@@ -320,6 +320,43 @@ def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
         return shapes[0]
     options = [_rated(mix, layout) for layout in shapes]
     return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
+
+
+@dataclass(frozen=True)
+class ResidueLayout(Layout):
+    """Sort tokens of each window by residue class, so that a dilation becomes block-sparse.
+
+    Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
+    moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
+    go to ranks as in a chunk layout.
+
+    """
+
+    window: int = 1  # positions of a window; the smallest segment of the pattern
+    moduli: tuple[int, ...] = (1,)  # r_1, lcm(r_1, r_2), ...: each divides the next
+    chunks_per_rank: int = 1  # 1 for contiguous chunks, 2 for zigzag
+
+    name = "residue"
+
+    def runs(self, ring_rank: int) -> IntArray:
+        # a chunk layout of windows instead of tokens
+        chunks = ChunkLayout(-(-self.tokens // self.window), self.ring_size, 1, self.chunks_per_rank)
+        windows = expand_runs(chunks.runs(ring_rank)) * self.window
+        period = self.moduli[-1]
+        residues = np.arange(min(period, self.window))
+        # lexsort's last key counts most, so the first modulus comes last
+        order = np.lexsort([residues % modulus for modulus in reversed(self.moduli)])
+        # one run for each residue of each window, in slot order
+        starts = (windows[:, None] + residues[order][None, :]).reshape(-1)
+        ends = np.repeat(np.minimum(windows + self.window, self.tokens), len(residues))
+        # ceil; 0 where the last window ends before the residue
+        length = np.maximum(-((starts - ends) // period), 0)
+        runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
+        return runs[length > 0]
+
+    def __str__(self) -> str:
+        how = f"windows of {self.window}, moduli {self.moduli}, chunks {self.chunks_per_rank}"
+        return f"{super().__str__()}, {how}"
 
 
 def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[ResidueLayout]:

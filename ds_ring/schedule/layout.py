@@ -8,8 +8,6 @@ the shard: no tile covers them, no query attends to them, and `gather_sequence` 
 The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
 (Zhu 2024, ring-flash-attention). The striped layout deals out single tokens for the same reason (Brandon et
 al. 2023, Striped Attention).
-
-`PairLayout` is the layout of two sequences as one, for cross attention.
 """
 
 from __future__ import annotations
@@ -17,15 +15,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError, RingPatternError, RingShapeError, shown, whole_number
+from ds_ring.errors import RingLayoutError, RingShapeError, shown, whole_number
 from ds_ring.limits import MAX_RANKS
-from ds_ring.masks.catalog import Documents, Full, Slices
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray, repeat_rows
 from ds_ring.registry import LAYOUTS, load
@@ -192,43 +189,6 @@ class PieceLayout(Layout):
         return f"{super().__str__()}, {len(self.owners)} pieces, {hash((self.boundaries, self.owners))}"
 
 
-@dataclass(frozen=True)
-class ResidueLayout(Layout):
-    """Sort tokens of each window by residue class, so that a dilation becomes block-sparse.
-
-    Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
-    moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
-    go to ranks as in a chunk layout.
-
-    """
-
-    window: int = 1  # positions of a window; the smallest segment of the pattern
-    moduli: tuple[int, ...] = (1,)  # r_1, lcm(r_1, r_2), ...: each divides the next
-    chunks_per_rank: int = 1  # 1 for contiguous chunks, 2 for zigzag
-
-    name = "residue"
-
-    def runs(self, ring_rank: int) -> IntArray:
-        # a chunk layout of windows instead of tokens
-        chunks = ChunkLayout(-(-self.tokens // self.window), self.ring_size, 1, self.chunks_per_rank)
-        windows = expand_runs(chunks.runs(ring_rank)) * self.window
-        period = self.moduli[-1]
-        residues = np.arange(min(period, self.window))
-        # lexsort's last key counts most, so the first modulus comes last
-        order = np.lexsort([residues % modulus for modulus in reversed(self.moduli)])
-        # one run for each residue of each window, in slot order
-        starts = (windows[:, None] + residues[order][None, :]).reshape(-1)
-        ends = np.repeat(np.minimum(windows + self.window, self.tokens), len(residues))
-        # ceil; 0 where the last window ends before the residue
-        length = np.maximum(-((starts - ends) // period), 0)
-        runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
-        return runs[length > 0]
-
-    def __str__(self) -> str:
-        how = f"windows of {self.window}, moduli {self.moduli}, chunks {self.chunks_per_rank}"
-        return f"{super().__str__()}, {how}"
-
-
 @lru_cache(maxsize=64)
 def in_whole_blocks(layout: Layout, size: int) -> Layout:
     """Return the layout with its borders moved to the nearest multiples of `size`.
@@ -370,193 +330,3 @@ def _made(
     more |= {"speeds": speeds} if speeds else {}
     made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, **more)
     return made
-
-
-@dataclass(frozen=True)
-class BlockLayout(Layout):
-    """A layout of blocks of consecutive tokens: a block is on the rank of its first token.
-
-    Blocks begin where the sequence or a document begins, and then at every `size`-th token. They are numbered
-    in the order of positions; `tokens` counts them. Padding has no blocks.
-    """
-
-    size: int = field(kw_only=True)  # tokens of a block
-    of: Layout = field(kw_only=True)  # of the tokens
-    documents: Documents | None = field(kw_only=True, default=None)
-    whole: bool = field(kw_only=True, default=True)  # omit the incomplete block at the end of a document
-
-    name = "blocks"
-
-    @classmethod
-    def of_tokens(
-        cls, layout: Layout, size: int, documents: Documents | None = None, whole: bool = True
-    ) -> BlockLayout:
-        """Return the layout of the blocks of the tokens of `layout`.
-
-        Raises:
-            RingLayoutError: shards that are not consecutive tokens.
-            RingPatternError: documents of another length, or a document that has gaps.
-        """
-        for ring_rank in range(layout.ring_size):
-            runs = layout.runs(ring_rank)
-            if bool((runs[runs[:, 2] > 1, 1] != 1).any()):
-                raise RingLayoutError(
-                    f"{layout}: expected shards of consecutive positions, since keys are chosen by blocks of"
-                    f' {size} tokens, got others; use the layout "zigzag", "contiguous" or "balanced"'
-                )
-        counts = cls._counts(layout.tokens, size, documents, whole)
-        return cls(
-            int(counts.sum()), layout.ring_size, size=size, of=layout, documents=documents, whole=whole
-        )
-
-    @staticmethod
-    def _counts(tokens: int, size: int, documents: Documents | None, whole: bool) -> IntArray:
-        """Return the number of blocks of each document."""
-        if documents is None:
-            lengths, ids = np.array([tokens]), np.array([0])
-        else:
-            if documents.tokens != tokens:
-                raise RingPatternError(
-                    f"documents: expected ids for {tokens} tokens (the layout's), got {documents.tokens};"
-                    " build both for one length"
-                )
-            lengths, ids = np.diff([*documents.starts, tokens]), np.array(documents.ids)
-            real = ids[ids >= 0]
-            if len(np.unique(real)) < len(real):
-                raise RingPatternError(
-                    f"documents: expected documents of consecutive tokens, since blocks of {size} tokens"
-                    " begin with a document, got one with a gap; give each stretch an id of its own"
-                )
-        return np.where(ids >= 0, (lengths if whole else lengths + size - 1) // size, 0)
-
-    @cached_property
-    def starts(self) -> IntArray:
-        """Return the position of each block's first token, int64 [tokens], ascending."""
-        counts = self._counts(self.of.tokens, self.size, self.documents, self.whole)
-        begins = np.array([0] if self.documents is None else self.documents.starts, dtype=np.int64)
-        document, within = repeat_rows(counts)
-        return begins[document] + within * self.size
-
-    @cached_property
-    def ends(self) -> IntArray:
-        """Return the end of the document of each block, exclusive, int64 [tokens]."""
-        edges = [self.of.tokens] if self.documents is None else [*self.documents.starts, self.of.tokens]
-        borders = np.array(edges, dtype=np.int64)
-        return borders[np.searchsorted(borders, self.starts, side="right")]
-
-    def runs(self, ring_rank: int) -> IntArray:
-        runs = self.of.runs(ring_rank)
-        first, end = (np.searchsorted(self.starts, where) for where in (runs[:, 0], runs[:, 0] + runs[:, 2]))
-        found = np.stack([first, np.ones_like(first), end - first], axis=1)
-        return found[found[:, 2] > 0]
-
-    def __str__(self) -> str:
-        return f"blocks of {self.size} tokens (whole={self.whole}, {self.documents}) of the {self.of}"
-
-
-@dataclass(frozen=True)
-class CacheLayout(Layout):
-    """The layout of a K/V cache: the prompt in the layout of its ring pass, then generated tokens.
-
-    Token i after the prompt is on rank i mod P, after that rank's shard of the prompt.
-
-    `tokens` counts all reserved slots, used or not: the positions of queries limit the keys that they see.
-    """
-
-    prompt: Layout = field(kw_only=True)
-
-    name = "cache"
-
-    def runs(self, ring_rank: int) -> IntArray:
-        first = self.prompt.tokens + ring_rank
-        generated = len(range(first, self.tokens, self.ring_size))
-        own = np.array([[first, self.ring_size, generated]])[: min(generated, 1)]
-        return np.concatenate([self.prompt.runs(ring_rank), own])
-
-    def slot(self, ring_rank: int, position: int) -> int | None:
-        """Return the slot of a generated token, None on the ranks that do not hold it."""
-        turn, owner = divmod(position - self.prompt.tokens, self.ring_size)
-        return self.prompt.valid_tokens(ring_rank) + turn if owner == ring_rank else None
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, {self.prompt}"
-
-
-@dataclass(frozen=True)
-class PairLayout(Layout):
-    """Lay out two sequences as one, for attention from queries of one to keys of the other.
-
-    Each rank has its slots of the queries' layout, then its slots of the keys' layout; where `parts` Ulysses
-    ranks share a shard, each has its part of both. Positions are those of the queries, then of the keys, then
-    one for each padding slot of the two layouts. In `pattern_between` only queries attend, and only to keys:
-    the slots of the other sequence, and padding, are neither computed nor sent.
-    """
-
-    queries: Layout = field(kw_only=True)
-    keys: Layout = field(kw_only=True)
-    parts: int = field(kw_only=True, default=1)
-
-    name = "pair"
-
-    @classmethod
-    def of(cls, queries: Layout, keys: Layout, parts: int = 1) -> PairLayout:
-        """Return the layout of both.
-
-        Raises:
-            RingLayoutError: layouts of different numbers of ranks.
-            RingShapeError: shards that cannot be split over the Ulysses ranks.
-        """
-        if queries.ring_size != keys.ring_size:
-            raise RingLayoutError(
-                f"key_layout: expected {queries.ring_size} ranks, as the layout of the queries, got"
-                f" {keys.ring_size}; make both for one ring"
-            )
-        slots = sum(one.part_slots(parts) * parts for one in (queries, keys))
-        return cls(slots * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts)
-
-    def runs(self, ring_rank: int) -> IntArray:
-        pads = [
-            one.local_tokens - one.valid_tokens(rank)
-            for rank in range(ring_rank)
-            for one in (self.queries, self.keys)
-        ]
-        padding = self.queries.tokens + self.keys.tokens + sum(pads)  # its first position
-        found = []
-        for part in range(self.parts):
-            for one, first in zip((self.queries, self.keys), (0, self.queries.tokens), strict=True):
-                size, runs = one.part_slots(self.parts), one.runs(ring_rank)
-                # places in each run at which the part begins and ends
-                before = np.cumsum(runs[:, 2]) - runs[:, 2]
-                low, high = (np.clip(end * size - before, 0, runs[:, 2]) for end in (part, part + 1))
-                mine = np.stack([first + runs[:, 0] + low * runs[:, 1], runs[:, 1], high - low], axis=1)
-                fill = size - int((high - low).sum())
-                found += [mine[high > low], np.array([[padding, 1, fill]])[: min(fill, 1)]]
-                padding += fill
-        return np.concatenate(found)
-
-    def pattern_between(self, pattern: Pattern) -> Pattern:
-        """Return a pattern between the two sequences as a pattern over the positions of this layout.
-
-        Args:
-            pattern: `Full`, or `Documents` with the ids of the queries, then those of the keys.
-
-        Raises:
-            RingPatternError: another one, or documents of another number of tokens.
-        """
-        queries, both = self.queries.tokens, self.queries.tokens + self.keys.tokens
-        found: Pattern = Slices((((0, queries), (queries, both), "full"),))
-        for part in pattern.conjuncts:
-            if isinstance(part, Full):
-                continue
-            if not isinstance(part, Documents) or part.tokens != both:
-                raise RingPatternError(
-                    f"key_layout: expected the pattern Full(), or Documents with {both} ids, of the {queries}"
-                    f" queries and then of the {self.keys.tokens} keys, got {part}; positions of two"
-                    " sequences have no distance"
-                )
-            ids = np.repeat(part.ids, np.diff([*part.starts, part.tokens]))
-            found = found & Documents(np.concatenate([ids, np.full(self.tokens - both, -1)]))
-        return found
-
-    def __str__(self) -> str:
-        return f"pair of queries in the {self.queries} and keys in the {self.keys}, {self.parts} parts"

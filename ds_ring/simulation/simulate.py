@@ -114,7 +114,7 @@ class SimulationOptions:
         kernel_options: of the kernel, by name; None for its defaults.
         chunk_bytes: least size of K, and of V, of the heads that travel together; None: as real CPU ranks.
         prune, gradient_payload, kv_payload: as in the JSON. The measured memory counts one message more for K
-            and V in "float8".
+            and V that are encoded.
         ranks_per_node: neighbours on the ring that share a node, a divisor of the ring size: shards then
             travel on two levels where that sends less between nodes, as with `RingMesh.from_world`.
         stage_bytes: most bytes of K and V of one computation, as in the JSON; 0: hop by hop.

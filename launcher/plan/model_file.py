@@ -16,7 +16,7 @@ from ds_ring.config.json_text import Json, parse_object, read_object
 from ds_ring.config.messages import did_you_mean, sentence, shown
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.layer_patterns import NARROW, LayerPatterns, patterns_of_types
+from ds_ring.integrations.layer_patterns import NARROW, LayerPatterns, patterns_of_types
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Mix
 

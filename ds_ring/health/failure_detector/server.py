@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .handshake import HANDSHAKE_LINE_BYTES, DetectorHandshake, HandshakeError
-from .verdicts import FailureDetector, Fault
+from .verdicts import FailureDetector
+from .wire import Fault
 
 EMPTY_S = 1.0  # end the process if no rank was connected for this time
 FIRST_S = 20.0  # end it if no rank has connected within this time of its start

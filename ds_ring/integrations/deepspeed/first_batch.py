@@ -29,7 +29,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.layer_patterns import LayerPatterns
+from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.registry import KV_PAYLOADS

@@ -91,9 +91,9 @@ from ds_ring.integrations.deepspeed.packing import (
 )
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, tree_of
+from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.memory.tiled_loss import logprobs_and_entropies

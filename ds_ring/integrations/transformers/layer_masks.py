@@ -1,7 +1,7 @@
 """Read what each layer of a transformers model masks: its window, its chunk, whether it is causal.
 
 transformers' causal window counts the token itself, as `SlidingWindow` does; its two-sided one does not.
-`masks/layer_patterns.py` decides whether the pattern of the JSON may replace a layer's.
+`integrations/layer_patterns.py` decides whether the pattern of the JSON may replace a layer's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from ds_ring.errors import RingPatternError
+from ds_ring.integrations.layer_patterns import NARROW, covers, patterns_of_types
 from ds_ring.masks.catalog import Causal, Chunked, Full, SlidingWindow
-from ds_ring.masks.layer_patterns import NARROW, covers, patterns_of_types
 from ds_ring.masks.pattern import Pattern
 
 if TYPE_CHECKING:

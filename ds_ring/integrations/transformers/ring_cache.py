@@ -25,9 +25,10 @@ from transformers.cache_utils import (
 )
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import RowGroup
-from ds_ring.schedule.layout import CacheLayout, Layout
+from ds_ring.schedule.layout import Layout
 
 _NO_LAYER: Any = getattr(cache_utils, "DummyLayer", ())  # of layers without a cache; from 5.23 on
 _RESERVED = 64  # slots a rank reserves at once for tokens that are generated

@@ -15,13 +15,14 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import attend, context_of_call
 from ds_ring.ops.handles import never_traced
 from ds_ring.ops.refusal import Refusal
-from ds_ring.schedule.layout import Layout, PairLayout
+from ds_ring.schedule.layout import Layout
 
 
 @never_traced

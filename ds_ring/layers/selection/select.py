@@ -19,6 +19,7 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.kernels.interface import each_tile
+from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
 from ds_ring.masks.catalog import Causal, Full
@@ -28,7 +29,7 @@ from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.layout import BlockLayout, Layout
+from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import one_way
 from ds_ring.schedule.rank_plan import HopPlan
 

@@ -20,11 +20,12 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import in_blocks
+from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, padded, windows, without_padding
 from ds_ring.masks.catalog import Before, SlidingWindow
 from ds_ring.ops.handles import never_traced
-from ds_ring.schedule.layout import BlockLayout, Layout
+from ds_ring.schedule.layout import Layout
 
 SCORED = 2048  # keys whose scores exist at a time, of all heads and a tile's queries
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -27,8 +27,9 @@ from ds_ring import (
     shard_sequence,
     simulate,
 )
+from ds_ring.layers.cross.layout import PairLayout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.layout import Layout, PairLayout
+from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
 from ds_ring.simulation.simulate import SimulationOptions
 from tests.dist.harness import RankPool

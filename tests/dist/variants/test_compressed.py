@@ -25,11 +25,11 @@ from ds_ring import (
 )
 from ds_ring.integrations.adapter import apply
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.variants import compressed
 from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.layers.selection.total_order import TotalOrder
-from ds_ring.masks.layer_patterns import LayerPatterns
 from tests.dist.deepspeed_ranks import json_config, start_deepspeed
 from tests.reference import relative_error, worst
 

@@ -281,9 +281,9 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
     from ds_ring.integrations.deepspeed.batch import SHARDING
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
     from ds_ring.integrations.deepspeed.packing import group_rows
+    from ds_ring.integrations.layer_patterns import LayerPatterns
     from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
     from ds_ring.integrations.transformers.variants.relative_bias import around_bias
-    from ds_ring.masks.layer_patterns import LayerPatterns
 
     family, causal, padded = BIASED[name]
     x, grad, real = states_of()
@@ -339,9 +339,9 @@ def test_a_bias_of_distances_is_not_dropped_by_a_compiler() -> None:
     from ds_ring.config.section import RingConfig
     from ds_ring.integrations.deepspeed.batch import SHARDING
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.integrations.layer_patterns import LayerPatterns
     from ds_ring.integrations.transformers import attention  # noqa: F401  (registers the name)
     from ds_ring.integrations.transformers.variants.relative_bias import around_bias
-    from ds_ring.masks.layer_patterns import LayerPatterns
 
     module = biased_module("t5", causal=True)
     module.compute_bias = around_bias(module)

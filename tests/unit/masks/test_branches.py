@@ -24,6 +24,7 @@ from ds_ring import (
     Slices,
     SlidingWindow,
 )
+from ds_ring.integrations.layer_patterns import covers
 from ds_ring.kernels.block_mask import hop_mask
 from ds_ring.masks.branches import (
     LARGEST_LABEL,
@@ -41,7 +42,6 @@ from ds_ring.masks.branches import (
     union,
 )
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.layer_patterns import covers
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.layout import expand_runs

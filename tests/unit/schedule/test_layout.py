@@ -12,7 +12,7 @@ from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, RingShape
 from ds_ring.layers.scan.sequence_runs import in_blocks, of_blocks
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.choose import work_of_ranks
-from ds_ring.schedule.layout import CacheLayout, ChunkLayout, PieceLayout
+from ds_ring.schedule.layout import ChunkLayout, PieceLayout
 from tests.cases import LAYOUTS, document_ids, layout_for
 
 
@@ -77,21 +77,6 @@ def test_shards_that_ulysses_ranks_cannot_share_are_refused() -> None:
     assert layout.part_slots(5) == 1
     with pytest.raises(RingShapeError, match=r"shards of 5 slots cannot be split over 3 Ulysses ranks"):
         layout.part_slots(3)
-
-
-@pytest.mark.parametrize("ring_size", [1, 3, 4])
-def test_a_cache_gives_what_follows_a_prompt_to_the_ranks_in_turn(ring_size):
-    prompt = make_layout("zigzag", tokens=11, ring_size=ring_size)
-    cache = CacheLayout(11 + 7, ring_size, prompt=prompt)
-    for rank in range(ring_size):
-        own = prompt.positions(rank)
-        found = cache.positions(rank)
-        expected = [*own[own >= 0], *range(11 + rank, 18, ring_size)]
-        assert list(found[found >= 0]) == expected
-        for position in range(11, 18):
-            slot = cache.slot(rank, position)
-            assert (slot is None) == (position not in expected)
-            assert slot is None or found[slot] == position
 
 
 def test_chunks_per_rank_are_one_or_two() -> None:

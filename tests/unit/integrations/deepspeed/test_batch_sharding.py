@@ -14,8 +14,8 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
     RecentBatches,
     RowsAttention,
 )
+from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid

@@ -12,11 +12,11 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
 from ds_ring.integrations.deepspeed import batch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.integrations.transformers import attention, generation
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.variants.variant import Request
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.layer_patterns import LayerPatterns
 from ds_ring.schedule.layout import make_layout
 
 IDS = torch.ones(2, 4, dtype=torch.int64)
