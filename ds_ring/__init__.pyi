@@ -3,8 +3,10 @@
 from ds_ring.api import RingAttention as RingAttention
 from ds_ring.api import ring_attention as ring_attention
 from ds_ring.comm.mesh import RingMesh as RingMesh
+from ds_ring.config.pass_options import PassOptions as PassOptions
 from ds_ring.config.section import RingConfig as RingConfig
 from ds_ring.contrib.multihead import MultiheadRingAttention as MultiheadRingAttention
+from ds_ring.decode.attention import decode_attention as decode_attention
 from ds_ring.errors import RingBufferError as RingBufferError
 from ds_ring.errors import RingCheckpointError as RingCheckpointError
 from ds_ring.errors import RingCheckpointMissingError as RingCheckpointMissingError
@@ -22,6 +24,8 @@ from ds_ring.integrations.deepspeed.enable import enable as enable
 from ds_ring.integrations.deepspeed.initialize import initialize as initialize
 from ds_ring.layers.cross.attention import CrossAttention as CrossAttention
 from ds_ring.layers.cross.attention import cross_attention as cross_attention
+from ds_ring.layers.latents.attention import LatentAttention as LatentAttention
+from ds_ring.layers.latents.attention import latent_attention as latent_attention
 from ds_ring.layers.scan.halo import halo as halo
 from ds_ring.layers.scan.halo import shift_sequence as shift_sequence
 from ds_ring.layers.scan.scan import ring_scan as ring_scan

@@ -4,34 +4,26 @@ Owns the public calls. Tensors are local shards, [batch, heads, tokens, head_dim
 `scaled_dot_product_attention`. The caller shards them (`shard_sequence`, or `ds_ring.initialize` for a whole
 DeepSpeed run).
 
-Few queries against a long sharded K/V (decoding with a long cache, cross attention) need no ring. With
-`queries="replicated"` every rank passes the same q and attends to its own shard, and one all-reduce of (out,
-lse) gives every rank the same bits. The backward pass assumes that every rank computes the same loss from
-(out, lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its
-own shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
-that q is computed from. Multiply dq by 1 / P in this case.
-
 Sinks (gpt-oss) are one logit per head in the softmax's denominator, like a key whose value is 0. The gradient
 of the sinks on a rank covers only the queries of this rank. With Ulysses, it covers only the heads that the
 rank computed, and is 0 for the other heads. Sum it over the sequence's ranks, as for other replicated
-parameters. With replicated queries every rank has the whole gradient, like dq.
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.mesh import RingMesh, check_mesh
-from ds_ring.decode.replicated_op import attend_replicated
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_arguments, check_queries
+from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, context_for, context_of
 from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of
 from ds_ring.ops.options import Options
@@ -44,17 +36,14 @@ if TYPE_CHECKING:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout | str, mesh: RingMesh,
-    scale: float | None = None, kernel: str = "auto", transport: str = "ring", overlap: bool = True,
-    prune: bool = True, hop_timeout_s: float = 60.0, check_finite: bool = False, queries: str = "sharded",
-    q_positions: Sequence[int] | Tensor | None = None, sinks: Tensor | None = None, return_lse: bool = False,
-    score_mod: ScoreFunction | None = None, gradient_payload: str = "float32",
-    kv_payload: str = "as_is", up_projection: Tensor | None = None,
+    scale: float | None = None, sinks: Tensor | None = None, score_mod: ScoreFunction | None = None,
+    kernel: str = "auto", return_lse: bool = False, options: PassOptions | None = None,
 ) -> Any:  # fmt: skip
     """Compute exact attention over a sequence that is sharded over the ranks of a ring. Differentiable.
 
     Ring attention (Liu, Zaharia, Abbeel 2023): K/V shards travel around the ring by point-to-point sends, so
     that no rank holds more than its share plus two buffers: of a shard each, or on GPUs of one node of a few
-    (`stage_bytes` of the JSON). Rows of padding, and rows without a key, are 0.
+    (`stage_bytes` of the options). Rows of padding, and rows without a key, are 0.
 
     Args:
         q: local queries [B, H, S, D]. S is layout.local_tokens divided by the Ulysses size.
@@ -64,38 +53,18 @@ def ring_attention(
         layout: which position lies in which slot; a name builds that layout for ring_size * S tokens.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
         scale: factor of the scores; None is 1 / sqrt(D).
-        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto", the device's
-            fast kernel.
-        transport: "ring"; "pull" for a ring inside a node, whose ranks copy out of memory that they share
-            (not run on a GPU so far; `transports/pull/signals.py`); "reproducible" for bits that depend on
-            neither ring size nor layout, whose runs must begin at multiples of 128 tokens (see
-            `transports/reproducible.py`); or "all_gather" as the reference to measure the ring against.
-        overlap: compute while messages are in flight. Set to False only to measure the difference.
-        prune: send only the tokens that the receiver reads. Set to False only to measure the difference.
-        hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
-        check_finite: raise on NaN and infinities, which pass through otherwise, as in PyTorch.
-        queries: "sharded", or "replicated" for q [B, H, Q, D] that is equal on all ranks.
-        q_positions: positions of replicated queries, [Q] integers, best on the CPU. None means the last Q
-            positions of the layout. If a cache is not full, pass the true positions. `Full` needs none: with
-            it, Q may exceed the length of the layout.
         sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.
-        return_lse: return the lse as well. Its gradient is exact.
         score_mod: as in FlexAttention, (score, batch, head, q_position, k_position) -> score, with global
             positions and the head's number in the model; batch is the index in this call's batch dimension.
             Ranks compare its code and captured values, as for `MaskMod`. A captured tensor that requires a
             gradient is refused: it would get none.
             Kernel "auto" then is "flex" on CUDA, and the slow "reference" on the CPU.
-        gradient_payload: dtype in which dK and dV travel; "bfloat16" halves their bytes and rounds each
-            rank's part of them once.
-        kv_payload: dtype in which K and V travel: "as_is", or "float8" (e4m3 with a scale for each row of K
-            and of V), half the bytes of bfloat16. It rounds the K and V of other ranks: attention is then not
-            exact (of random inputs, out and the gradients are off by 2 to 13 % of their norms).
-
-        up_projection: [H * (N + E), L], of multi-head latent attention. Then k is the latent [B, 1, S, L], v
-            the rotary key [B, 1, S, R] that all heads share, and q ends with its own rotary part: D = N + R.
-            Latents travel, and each rank expands those that arrive: for each head N numbers for the key,
-            then E for the value, as `kv_b_proj.weight` of DeepSeek's models. On each rank the gradient is
-            that of the rank's queries (with Ulysses also of its heads): sum it over the sequence's ranks.
+        kernel: a name of `registry.KERNELS`: "cpu", "flex", "flash" or "reference"; or "auto": the kernel of
+            the options, which is the device's fast one unless they say otherwise.
+        return_lse: return the lse as well. Its gradient is exact.
+        options: what is set once a run: transport, payload dtypes, deadlines, checks. Keys and values are
+            those of the JSON's section, `ds_ring.PassOptions(check_finite=True)` say; a `RingConfig` is taken
+            as well. torch.compile takes options that are made outside of the compiled function.
 
     Returns:
         out [B, H, S, E] in q's dtype; with `return_lse` also the natural logarithm of the softmax's
@@ -107,27 +76,12 @@ def ring_attention(
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    sharded, refusal = isinstance(queries, str) and queries == "sharded", None
-    flags = (overlap, prune, hop_timeout_s, check_finite, gradient_payload, kv_payload)
-    settings = (scale, kernel, transport, *flags)
-    if not sharded or q_positions is not None:
-        latents, payloads = up_projection is not None, (gradient_payload, kv_payload)
-        asked = (queries, q_positions is not None, mesh, transport, latents, payloads)
-        if torch.compiler.is_compiling():
-            refusal = refusal_from(check_queries, *asked)
-        else:
-            check_mesh(mesh)
-            with collective(mesh, "attention"):
-                check_queries(*asked)
+    settings = (scale, kernel, options)
     if torch.compiler.is_compiling():
-        handle = refusal or handle_of(pattern, layout, mesh, settings, score_mod)
-        if sharded:
-            return attend_compiled(q, k, v, handle, mesh, sinks, return_lse, up_projection)
-        return attend_replicated(q, k, v, handle, mesh, q_positions, sinks, return_lse)
+        handle = handle_of(pattern, layout, mesh, settings, score_mod)
+        return attend_compiled(q, k, v, handle, mesh, sinks, return_lse)
     context = context_of_call(pattern, layout, mesh, settings, score_mod)
-    if sharded:
-        return attend(q, k, v, context, sinks, return_lse, up_projection)
-    return attend_replicated(q, k, v, context.handle, mesh, q_positions, sinks, return_lse)
+    return attend(q, k, v, context, sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -165,7 +119,7 @@ class RingAttention(nn.Module):
                     f"RingAttention: expected a RingConfig or a Pattern, got {shown(config_or_pattern)}; use"
                     " RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
                 )
-            options, name = Options.from_config(config_or_pattern, scale), config_or_pattern.layout
+            options, name = Options.of(config_or_pattern, scale=scale), config_or_pattern.layout
             if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
                 raise RingConfigError(
                     'RingAttention: expected a pattern beside a config with "documents": true, got none; pass'
@@ -185,8 +139,7 @@ class RingAttention(nn.Module):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, batch_dim_idx: int | None = None, *args: Any,
-        sinks: Tensor | None = None, return_lse: bool = False, up_projection: Tensor | None = None,
-        **kwargs: Any,
+        sinks: Tensor | None = None, return_lse: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Attend over local shards.
 
@@ -194,7 +147,7 @@ class RingAttention(nn.Module):
             query, key, value: [B, H, S, D], [B, G, S, D] and [B, G, S, E]; or, with `batch_dim_idx`, the
                 layouts of DeepSpeed's `DistributedAttention`: 0 for [B, S, H, D], 1 for [S, B, H, D].
             batch_dim_idx: None, 0 or 1.
-            sinks, return_lse, up_projection: see `ring_attention`.
+            sinks, return_lse: see `ring_attention`.
 
         Returns:
             out, in the layout of `query`; with `return_lse` (out, lse), the lse [B, H, S] in all layouts.
@@ -215,22 +168,22 @@ class RingAttention(nn.Module):
             or batch_dim_idx is None
             or any(not isinstance(x, Tensor) or x.dim() != 4 for x in (query, key, value))
         ):
-            return self._attend(query, key, value, sinks, return_lse, refusal, up_projection)
+            return self._attend(query, key, value, sinks, return_lse, refusal)
         order = (0, 2, 1, 3) if batch_dim_idx == 0 else (1, 2, 0, 3)
         back = (0, 2, 1, 3) if batch_dim_idx == 0 else (2, 0, 1, 3)
         q, k, v = (x.permute(order) for x in (query, key, value))
-        results = self._attend(q, k, v, sinks, return_lse, None, up_projection)
+        results = self._attend(q, k, v, sinks, return_lse, None)
         if isinstance(results, tuple):
             return results[0].permute(back), results[1]
         return results.permute(back)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
-        refusal: Refusal | None, up: Tensor | None,
+        refusal: Refusal | None,
     ) -> Any:  # fmt: skip
         if torch.compiler.is_compiling():
-            return attend_compiled(q, k, v, refusal or self._handle, self._mesh, sinks, return_lse, up)
-        return attend(q, k, v, self._context_now(), sinks, return_lse, up)
+            return attend_compiled(q, k, v, refusal or self._handle, self._mesh, sinks, return_lse)
+        return attend(q, k, v, self._context_now(), sinks, return_lse)
 
     def _context_now(self) -> RingContext:
         """Return the context of an eager call: another one where the score_mod has captured other values."""

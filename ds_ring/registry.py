@@ -105,7 +105,7 @@ class PassRow(NamedTuple):
         exchange: class that sends its messages; None: `comm.exchange.Exchange`.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
-        no_latents: why it takes no latents in place of keys and values; None: it does.
+        no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
         whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
         shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
     """
@@ -115,7 +115,7 @@ class PassRow(NamedTuple):
     exchange: str | None = None
     no_hops: str | None = None
     no_offload: str | None = None
-    no_latents: str | None = None
+    no_hop_sums: str | None = None
     whole_blocks: bool = False
     shares_memory: bool = False
 
@@ -197,7 +197,7 @@ PASSES = {
         " whole blocks of block_size tokens",
         no_hops="passes nothing on",
         no_offload="takes all of them at once",
-        no_latents="its gradient is a sum over the hops of a rank",
+        no_hop_sums="adds the gradients of blocks in an order of its own",
         whole_blocks=True,
     ),
     "all_gather": PassRow(

@@ -29,7 +29,16 @@ from common import fake_mesh, parser_of, print_row
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring import Causal, RingMesh, build_plan, make_layout, ring_attention, ring_select, selected_attention
+from ds_ring import (
+    Causal,
+    PassOptions,
+    RingMesh,
+    build_plan,
+    make_layout,
+    ring_attention,
+    ring_select,
+    selected_attention,
+)
 from ds_ring.measure.memory import fake_memory_peak, measure_cpu_memory, shard_unit_bytes
 from ds_ring.ops.context import ContextCache, context_for
 from ds_ring.ops.options import Options
@@ -48,7 +57,8 @@ def real_rank(options: argparse.Namespace, transport: str) -> int:
     with measure_cpu_memory() as memory:
         shape = (1, options.heads, layout.local_tokens, options.head_dim)
         q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        result = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, transport=transport)
+        how = PassOptions(transport=transport)
+        result = ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, options=how)
         result.backward(torch.randn_like(result))
     return memory.peak_bytes
 

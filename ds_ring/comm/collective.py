@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -31,7 +32,7 @@ from ds_ring.errors import RingError, RingMismatchError, RingPeerError
 # at once. If the header went to the next rank only, two ranks would see a difference, and the others would
 # wait for their deadline. The comparison costs one small message a round.
 
-_OPERATION, _REFUSAL = "operation", "refused"
+_OPERATION, _REFUSAL, _NONE = "operation", "refused", "none"
 _VALUE_CHARACTERS = 300  # of a value in a report
 _REPORT_BYTES = 1 << 15
 _NAMED_RANKS = 4
@@ -220,12 +221,13 @@ def _describe(mesh: RingMesh, reports: list[dict[str, str]]) -> str:
             " this sequence sent anything; all can go on once that is mended"
         )
     operations = {report[_OPERATION] for report in reports}
-    names = [_OPERATION] if len(operations) > 1 else list(reports[0])  # elsewhere fields mean other things
+    # Ranks of one operation may differ in their fields, too: one passes an operand that another one lacks.
+    names = [_OPERATION] if len(operations) > 1 else list(dict.fromkeys(chain(*reports)))
     different = []
     for name in names:
         by_value: dict[str, list[int]] = {}
         for rank, report in enumerate(reports):
-            by_value.setdefault(report[name], []).append(rank)
+            by_value.setdefault(report.get(name, _NONE), []).append(rank)
         if len(by_value) > 1:
             who = [f"{_names(mesh, ranks)} has {value}" for value, ranks in by_value.items()]
             different.append(f"{name}: {', '.join(who)}")

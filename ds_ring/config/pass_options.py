@@ -7,6 +7,7 @@ Python: each value is checked here alone. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, field_validator
@@ -73,7 +74,13 @@ def _meanings(table: Mapping[str, Any]) -> str:
 
 
 class PassOptions(Section):
-    """Describe how a pass is carried out."""
+    """Describe how a pass is carried out: what is set once a run. Frozen and hashable.
+
+    The fields are keys of the section (`PassOptions.model_fields` has their descriptions).
+
+    Raises:
+        RingConfigError: a value that a field does not take; names it, and what to write.
+    """
 
     # The order matters: a validator sees the values of the fields above its own.
     transport: TransportName = Field(
@@ -136,6 +143,19 @@ class PassOptions(Section):
     )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
 
+    @cached_property
+    def kernel_pairs(self) -> tuple[tuple[str, Any], ...]:
+        """Return `kernel_options` as sorted pairs, lists and objects in them as tuples: a hashable value."""
+        return _hashable(self.kernel_options)
+
+    @cached_property
+    def _hash(self) -> int:
+        values = {name: getattr(self, name) for name in PassOptions.model_fields}
+        return hash(tuple((values | {"kernel_options": self.kernel_pairs}).values()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
     @property
     def has_hops(self) -> bool:
         """Return whether K/V travel from rank to rank, hop by hop."""
@@ -157,3 +177,9 @@ class PassOptions(Section):
     @classmethod
     def _is_of_the_ring(cls, value: Any, info: ValidationInfo) -> Any:
         return refuse_without_hops(cls, value, info)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

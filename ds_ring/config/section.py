@@ -266,8 +266,10 @@ class RingConfig(PassOptions, RingKeys):
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def __hash__(self) -> int:  # pydantic's own would fail on kernel_options, a dict
-        return hash(self.fingerprint())
+    @property
+    def offload_attention(self) -> bool | Literal["auto"]:
+        """Return whether attention's tensors are kept on the host between both passes."""
+        return self.long_sequence.offload_attention
 
     @model_validator(mode="before")
     @classmethod

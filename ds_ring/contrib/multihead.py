@@ -227,7 +227,7 @@ class MultiheadRingAttention(nn.Module):
                 raise RingShapeError(
                     f"{name}: expected the query's shape {tuple(query.shape)}, as all lie in one layout, got"
                     f" {tuple(x.shape)}; for a few queries against a longer sequence call"
-                    ' ds_ring.ring_attention(..., queries="replicated")'
+                    " ds_ring.decode_attention"
                 )
             dtype = self.in_proj_weight.dtype
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):

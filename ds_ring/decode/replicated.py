@@ -1,4 +1,4 @@
-"""Run `queries="replicated"`: every rank has the same few queries; keys and values stay on their ranks.
+"""Run `decode_attention`: every rank has the same few queries; keys and values stay on their ranks.
 
 A rank attends from all queries to its own shard; the partial results are merged on all ranks. This is for
 decoding with a long cache and for cross attention. Many queries belong on the ring (`RingPass`).
@@ -35,21 +35,18 @@ class ReplicatedPass:
     exchange: Exchange | None
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of all queries over the keys of all ranks.
 
         Args:
             q: [B, H, Q, D], the same on all ranks.
             k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
-            sinks: [H], see `empty_results`.
 
         Returns:
             out [B, H, Q, E] in q's dtype, contiguous; lse [B, H, Q], float32 (float64 for float64 inputs).
             The same bits on all ranks.
         """
-        # Only the first rank adds the sinks, because the partial results of all ranks are merged.
-        first = self.exchange is None or self.exchange.mesh.ring_rank == 0
-        out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype), sinks if first else None)
+        out, lse = empty_results(q, v.shape[-1], accumulator_dtype(q.dtype))
         for heads, kv_heads, tiles in self.classes:
             out_w, lse_w = out[:, heads], lse[:, heads]
             operands = (q[:, heads], k[:, kv_heads], v[:, kv_heads])

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.collective import collective
+from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
-from ds_ring.errors import shown
-from ds_ring.ops.context import context_of
-from ds_ring.ops.frontend import check_eager, check_traced, differentiable
+from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
+from ds_ring.ops.checks import check_heads, check_keys, check_tensors
+from ds_ring.ops.context import RingContext, context_of, count_forward_pass
 from ds_ring.ops.handles import operator
-from ds_ring.ops.refusal import Refusal, raise_in_trace, refused_results
-from ds_ring.ops.ring_op import register, sinks_gradient
+from ds_ring.ops.ring_op import register
+from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
+from ds_ring.schedule.lowering import count_heads
+from ds_ring.schedule.plan import query_positions, replicated_tiles
 
 
 @operator("ds_ring::replicated_attention")
@@ -28,8 +32,8 @@ def replicated_attention_op(
     """
     context = context_of(handle)
     with context.call("replicated attention forward", q) as call:
-        made = ReplicatedPass(*context.prepare_replicated(call, q, k, v, positions, sinks=sinks))
-        return made.forward(q, k, v, sinks)
+        made = _prepared(context, call, q, k, v, positions, sinks=sinks)
+        return add_sinks(*made.forward(q, k, v), sinks)
 
 
 @operator("ds_ring::replicated_attention_backward")
@@ -40,9 +44,8 @@ def replicated_attention_backward_op(
     """Return (dq, dk, dv); see `ReplicatedPass.backward`."""
     context = context_of(handle)
     with context.call("replicated attention backward", q) as call:
-        of_lse = grad_lse is not None
-        prepared = context.prepare_replicated(call, q, k, v, positions, grad_out, has_grad_lse=of_lse)
-        return ReplicatedPass(*prepared).backward(grad_out, q, k, v, out, lse, grad_lse)
+        made = _prepared(context, call, q, k, v, positions, grad_out, has_grad_lse=grad_lse is not None)
+        return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 def _setup_replicated(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -65,28 +68,59 @@ def _backward_replicated(
 register(replicated_attention_op, replicated_attention_backward_op, _setup_replicated, _backward_replicated)
 
 
-def attend_replicated(
-    q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh,
-    q_positions: Sequence[int] | Tensor | None, sinks: Tensor | None, return_lse: bool,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [B, H, Q, E] of queries that every rank has; with `return_lse` (out, lse)."""
-    results: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling():
-        check_traced(mesh, q, k, v, sinks, return_lse)
-        found = differentiable(handle)
-        if isinstance(found, tuple):
-            results = refused_results(q, v.shape[-1], found, mesh)
-            return results if return_lse else results[0]
-        handle = found
-    else:
-        assert isinstance(handle, int), "an eager call that is refused has raised"
-        check_eager(context_of(handle), q, k, v, sinks, return_lse)
-    if q_positions is not None and not isinstance(q_positions, Tensor):
-        try:
-            q_positions = torch.as_tensor(q_positions)
-        except Exception:
-            got = shown(q_positions).removeprefix("list ")
-            why = f"q_positions: expected a 1-D list of integers, got {got}; pass a tensor"
-            raise_in_trace(mesh, "RingShapeError", why)
-    results = replicated_attention_op(q, k, v, q_positions, handle, sinks)
-    return results if return_lse else results[0]
+def _prepared(
+    context: RingContext, call: collective, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None,
+    grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
+) -> ReplicatedPass:  # fmt: skip
+    """Return the pass, after this rank's tensors were checked and all ranks have agreed to it.
+
+    Raises:
+        RingShapeError, RingMismatchError: as in `RingContext.prepare`.
+    """
+    if grad_out is None:
+        context.check_functions()
+    check_tensors(q, k, v)
+    check_heads(q.shape[1], k.shape[1], 1)
+    check_sinks(sinks, q, q.shape[1])
+    layout = context.layout_for(k.shape[2], k.device.type)
+    check_keys(k.shape[2], layout.local_tokens)
+    context.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
+    context.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+    kernel = context.kernel_for(q)
+    # As bytes, which are hashable: they are the key of the cached tiles.
+    where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions)).tobytes()
+    fields = {
+        "positions of the queries": f"checksum {zlib.crc32(where):08x}",
+        "local keys": k.shape[2],
+        "head_dim of v": v.shape[-1],
+        "sinks": None if sinks is None else sinks.dtype,
+        **_checksums(context, q=q, grad_out=grad_out, sinks=sinks),
+    }
+    tiles = replicated_tiles(context.pattern, layout, context.mesh.ring_rank, where, q.shape[1], k.shape[1])
+    scale = context.scale_of(q)
+    compiling = False
+    if not call.alone:
+        parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
+        compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
+    context.agree(call, q, k, fields, compiles=compiling)
+    if grad_out is None:
+        count_forward_pass()
+    return ReplicatedPass(tiles, kernel, context.exchange, scale)
+
+
+def _checksums(context: RingContext, **tensors: Tensor | None) -> dict[str, object]:
+    """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
+    if context.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
+        return {}
+    given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
+    # As uint8: numpy has no bfloat16.
+    sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
+    return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
+
+
+def _as_array(positions: Tensor | None) -> np.ndarray | None:
+    """Return positions in numpy, integers as they are and other numbers in float64; None for None."""
+    if positions is None:
+        return None
+    host = positions.detach().cpu()
+    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16

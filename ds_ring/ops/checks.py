@@ -7,18 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingShapeError, shown
-from ds_ring.registry import PASSES
 
-QUERIES = ("sharded", "replicated")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -89,41 +85,6 @@ def check_not_transformed(name: str) -> None:
         )
 
 
-def check_queries(
-    queries: str, placed: bool, mesh: RingMesh, transport: str, latents: bool, payloads: tuple[str, str],
-) -> None:  # fmt: skip
-    """Raise RingConfigError for a `queries` argument that cannot be honoured beside the others."""
-    if not isinstance(queries, str) or queries not in QUERIES:
-        raise RingConfigError(f"queries: expected one of {', '.join(QUERIES)}, got {shown(queries)}")
-    if queries == "sharded" and placed:
-        raise RingConfigError(
-            "q_positions: expected none for sharded queries, got some: the layout says where they stand;"
-            ' leave it out, or set queries="replicated"'
-        )
-    if queries == "replicated" and latents:
-        raise RingConfigError(
-            'queries="replicated" sends no K/V: expected no up_projection, got one; expand k and v on their'
-            " rank and leave it out"
-        )
-    if queries == "replicated" and payloads != ("float32", "as_is"):
-        raise RingConfigError(
-            'queries="replicated" sends neither K/V nor their gradients: expected gradient_payload "float32"'
-            f' and kv_payload "as_is", got {shown(payloads[0])} and {shown(payloads[1])}; leave them out'
-        )
-    if queries == "replicated" and isinstance(mesh, RingMesh) and mesh.ulysses_size > 1:
-        raise RingConfigError(
-            f'queries="replicated": expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no'
-            " K/V move, so splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
-            f" {mesh.sequence_size} for this call"
-        )
-    row = PASSES.get(transport) if isinstance(transport, str) else None
-    if queries == "replicated" and row is not None and row.no_hops is not None:
-        raise RingConfigError(
-            f'queries="replicated" sends no K/V: expected transport "ring", got {shown(transport)}, which'
-            " cannot be honoured; leave it out"
-        )
-
-
 def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
     # type(), since True is an int as well.
@@ -149,10 +110,12 @@ def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[s
         )
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, latents: bool = False) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, same_head_dim: bool = True) -> None:
     """Refuse what is no q, k and v of one attention call, whatever the layout.
 
-    With `latents`, k and v are latents and rotary keys, whose last dimensions are not those of q.
+    Args:
+        q, k, v: [B, H, S, D], [B, G, S, D] and [B, G, S, E].
+        same_head_dim: k has the head_dim of q; False: k is expanded before it is used.
 
     Raises:
         RingShapeError: with the shapes, dtypes or devices expected and got.
@@ -184,7 +147,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, latents: bool = False) -> Non
             f"k and v: expected equal batch, heads and tokens (dims 0 to 2), got {tuple(k.shape)} and"
             f" {tuple(v.shape)}; pad the shorter one"
         )
-    if k.shape[0] != q.shape[0] or (k.shape[3] != q.shape[3] and not latents):
+    if k.shape[0] != q.shape[0] or (k.shape[3] != q.shape[3] and same_head_dim):
         raise RingShapeError(
             f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
             f" {tuple(k.shape)}; slice or expand one of them"
@@ -198,52 +161,6 @@ def check_not_captured(q: Tensor) -> None:
             "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
             " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
             " of the graph (torch.compile does so by itself)"
-        )
-
-
-def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
-    """Raise RingShapeError for sinks that are not a floating number for each of all query heads, beside q."""
-    if sinks is None:
-        return
-    if tuple(sinks.shape) != (query_heads,):
-        raise RingShapeError(
-            f"sinks: expected one logit for each query head, shape ({query_heads},), got shape"
-            f" {tuple(sinks.shape)}; pass the model's whole parameter (of all heads, where Ulysses splits"
-            " them; gathered, where ZeRO-3 does)"
-        )
-    if sinks.dtype not in DTYPES or sinks.device != q.device:
-        raise RingShapeError(
-            f"sinks: expected a floating dtype (float64 to float16) on {q.device} like q, got {sinks.dtype}"
-            f" on {sinks.device}; cast or move them"
-        )
-
-
-def check_latents(up: Tensor, q: Tensor, latent: Tensor, rope: Tensor, query_heads: int) -> None:
-    """Raise RingShapeError for an up-projection that does not make keys and values of latents.
-
-    Args:
-        up: [H * (N + E), L].
-        q, latent, rope: [B, H, S, N + R], [B, 1, S, L] and [B, 1, S, R], checked as tensors before.
-        query_heads: H, those of all Ulysses ranks.
-    """
-    if up.dtype != q.dtype or up.device != q.device:
-        raise RingShapeError(
-            f"up_projection: expected q's dtype and device, got {up.dtype} on {up.device}, and q is {q.dtype}"
-            f" on {q.device}; cast or move it"
-        )
-    nope = q.shape[3] - rope.shape[3]
-    if nope < 0:
-        raise RingShapeError(
-            f"v, the rotary key beside up_projection: expected at most q's head_dim {q.shape[3]}, got"
-            f" {rope.shape[3]}; q ends with its own rotary part"
-        )
-    fits = up.dim() == 2 and up.shape[1] == latent.shape[3]
-    if not fits or up.shape[0] % query_heads or up.shape[0] // query_heads <= nope:
-        raise RingShapeError(
-            f"up_projection: expected shape (H * (N + E), L) with H = {query_heads} query heads, N = {nope}"
-            f" (head_dim {q.shape[3]} of q less {rope.shape[3]} of the rotary key), E of at least 1 and L ="
-            f" {latent.shape[3]} of the latent, got {tuple(up.shape)}; pass kv_b_proj.weight, in which"
-            " the N rows of a head for keys stand before its E rows for values"
         )
 
 
@@ -268,7 +185,7 @@ def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
         raise RingShapeError(
             f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
             f" {k_tokens} local tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
-            ' (queries that every rank has whole take queries="replicated")'
+            " (ds_ring.decode_attention takes queries that every rank has whole)"
         )
 
 
@@ -280,11 +197,3 @@ def check_keys(k_tokens: int, local_tokens: int) -> None:
             " tokens; k and v are shards, whatever the queries are: shard them with"
             " ds_ring.shard_sequence and the layout that is passed here"
         )
-
-
-def as_array(positions: Tensor | None) -> np.ndarray | None:
-    """Return positions in numpy, integers as they are and other numbers in float64; None for None."""
-    if positions is None:
-        return None
-    host = positions.detach().cpu()
-    return (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16

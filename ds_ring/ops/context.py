@@ -8,9 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -23,33 +22,26 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import (
-    RingConfigError,
     RingFiniteError,
     RingLayoutError,
     RingPatternError,
-    RingShapeError,
     shown,
 )
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
-from ds_ring.layers.latents.kernel import LatentKernel, check_same_for_heads
 from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import (
-    as_array,
     check_heads,
-    check_keys,
-    check_latents,
     check_not_captured,
-    check_sinks,
     check_tensors,
     check_tokens,
 )
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options, may_compile, patience_s
-from ds_ring.ops.passes import MakePass
+from ds_ring.ops.passes import ExtraOperand, MakePass
 from ds_ring.ops.saved_tensors import SavedTensors
 from ds_ring.registry import SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
@@ -66,14 +58,7 @@ from ds_ring.schedule.lowering import (
     head_chunks,
     stage_shards,
 )
-from ds_ring.schedule.plan import (
-    HeadTiles,
-    Plan,
-    build_plan,
-    check_length,
-    query_positions,
-    replicated_tiles,
-)
+from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
 
 _log = logging.getLogger(__name__)
@@ -188,41 +173,31 @@ class RingContext:
         return slice(first, first + q.shape[1])
 
     def check(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1, latents: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1, extras: Sequence[ExtraOperand] = ()
     ) -> tuple[Layout, Kernel]:
         """Check this rank's tensors and return their layout and kernel.
 
         Args:
             q, k, v: [B, H, S, D] and [B, G, S, D].
             parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
-            latents: k and v are latents and rotary keys, [B, 1, S, L] and [B, 1, S, R], repeated for each of
-                the `parts`.
+            extras: further operands.
 
         Raises:
             RingError: the first fault found on this rank, in most cases a RingShapeError.
         """
-        check_tensors(q, k, v, latents)
-        if latents and k.shape[1] != parts:
-            raise RingShapeError(
-                f"k beside up_projection: expected latents [batch, 1, tokens, L], got shape {tuple(k.shape)};"
-                " pass what the layer's up-projection takes, with unsqueeze(1)"
-            )
+        check_tensors(q, k, v, not any(one.expands_keys for one in extras))
+        for one in extras:
+            one.check(self, q, k, v, parts)
         check_heads(q.shape[1], k.shape[1], parts)
         layout = self.layout_for(q.shape[2] * parts, q.device.type)
         check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
         check_length(self.pattern, layout)
-        transport, row = self.options.transport, self.options.row
-        if row.whole_blocks:
+        if self.options.row.whole_blocks:
             whole_blocks(layout, self.options.block_size)
-        if latents and row.no_latents is not None:
-            raise RingConfigError(
-                f'up_projection: expected none beside transport "{transport}", got one: {row.no_latents}; use'
-                ' transport "ring", or expand k and v'
-            )
         # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
         all_heads = q.shape[1] * self.mesh.ulysses_size // parts
         self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
-        return layout, self._kernel(q)
+        return layout, self.kernel_for(q)
 
     def check_functions(self) -> None:
         """Refuse functions that captured other values since they were traced, where calls do not trace them.
@@ -237,7 +212,8 @@ class RingContext:
             if self.options.score_mod is not None:
                 self.options.score_mod.check_unchanged()
 
-    def _kernel(self, q: Tensor) -> Kernel:
+    def kernel_for(self, q: Tensor) -> Kernel:
+        """Return the kernel that the options, the pattern and q ask for."""
         options, scores = self.options, None
         if options.score_mod is not None:
             here = self.heads_here(q)
@@ -291,7 +267,7 @@ class RingContext:
 
     def prepare(
         self, call: collective, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None,
-        sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
+        has_grad_lse: bool = False, extras: Sequence[ExtraOperand] = (),
     ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
         """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
 
@@ -305,21 +281,19 @@ class RingContext:
         """
         key = (
             q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.is_inference(), grad_out is None,
-            None if sinks is None else (sinks.shape, sinks.dtype, sinks.device),
-            None if up is None else (up.shape, up.dtype, up.device),
+            q.is_inference(), grad_out is None, tuple(one.description for one in extras) if extras else None,
         )  # fmt: skip
         found = self._prepared.get(key)
         if self.keeps_functions and grad_out is None:
             self.check_functions()
         if found is None:
-            found = self._checked(call.name, q, k, v, grad_out, sinks, up)
+            found = self._checked(call.name, q, k, v, grad_out, extras)
             if len(self._prepared) >= KEPT_DESCRIPTIONS:
                 self._prepared.clear()
             self._prepared[key] = found
         elif q.is_cuda or self.options.check_finite:  # what may differ between tensors of one description
             check_not_captured(q)
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
+            self._check_finite_operands(q, k, v, grad_out, extras)
         finish_header_check = None
         if not call.alone:
             patience = 0.0
@@ -338,23 +312,17 @@ class RingContext:
 
     def _checked(
         self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None,
-        sinks: Tensor | None, up: Tensor | None,
+        extras: Sequence[ExtraOperand],
     ) -> Prepared:  # fmt: skip
         """Check the tensors; return what a pass over tensors of this description needs."""
-        layout, kernel = self.check(q, k, v, latents=up is not None)
-        heads = q.shape[1] * self.mesh.ulysses_size
-        check_sinks(sinks, q, heads)
-        if up is not None:
-            check_latents(up, q, k, v, heads)
-        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks, up_projection=up)
-        plan, scale = self.plan(layout, q, k, v), self._scale(q)
+        layout, kernel = self.check(q, k, v, extras=extras)
+        self._check_finite_operands(q, k, v, grad_out, extras)
+        plan, scale = self.plan(layout, q, k, v), self.scale_of(q)
         chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
-        if up is not None:
-            check_same_for_heads(plan.classes[0].pattern, self.pattern)
-            kernel = LatentKernel(kernel, latent_value_dim(q, v, up, heads), chunk_bytes)
-        fields = {**self._fields(q, k), **_more_fields(v, sinks)}
-        if up is not None:
-            fields |= {"head_dim of k": k.shape[-1], "up_projection": tuple(up.shape)}
+        fields = {**self._fields(q, k), "head_dim of v": v.shape[-1]}
+        for one in extras:
+            kernel = one.around(kernel, self, plan, q, v)
+            fields |= one.fields(k)
         if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
             fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
         own, agreement = plan.rank(self.mesh.ring_rank), Agreement.on(operation, fields)
@@ -402,69 +370,20 @@ class RingContext:
             own.compiled.add(seen)
         return found
 
+    def _check_finite_operands(
+        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, extras: Sequence[ExtraOperand]
+    ) -> None:
+        more = {one.name: one.tensor for one in extras}
+        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, **more)
+
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
         """Check for NaN and Inf (`ops/context.py`), if the options ask for it."""
         if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
             check_finite(self.mesh.ring_rank, hop, **tensors)
 
-    def prepare_replicated(
-        self, call: collective, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None,
-        grad_out: Tensor | None = None, sinks: Tensor | None = None, has_grad_lse: bool = False,
-    ) -> tuple[tuple[HeadTiles, ...], Kernel, Exchange | None, float]:  # fmt: skip
-        """Return tiles with this rank's keys, kernel, exchange and scale of a pass with replicated queries.
-
-        Raises:
-            RingShapeError, RingMismatchError: as in `prepare`.
-        """
-        if grad_out is None:
-            self.check_functions()
-        check_tensors(q, k, v)
-        check_heads(q.shape[1], k.shape[1], 1)
-        check_sinks(sinks, q, q.shape[1])
-        layout = self.layout_for(k.shape[2], k.device.type)
-        check_keys(k.shape[2], layout.local_tokens)
-        self.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
-        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
-        kernel = self._kernel(q)
-        # As bytes, which are hashable: they are the key of the cached tiles.
-        where = query_positions(self.pattern, layout, q.shape[2], as_array(positions)).tobytes()
-        fields = {
-            "positions of the queries": f"checksum {zlib.crc32(where):08x}",
-            "local keys": k.shape[2],
-            **_more_fields(v, sinks),
-            **self._values(q=q, grad_out=grad_out, sinks=sinks),
-        }
-        tiles = replicated_tiles(self.pattern, layout, self.mesh.ring_rank, where, q.shape[1], k.shape[1])
-        scale = self._scale(q)
-        compiling = False
-        if not call.alone:
-            parts = [HeadsOfPass(count_heads(h), count_heads(kv), [one]) for h, kv, one in tiles]
-            compiling = compiles(kernel, Operands(q, k, v, grad_out, has_grad_lse), parts, scale)
-        self.agree(call, q, k, fields, compiles=compiling)
-        if grad_out is None:
-            count_forward_pass()
-        return tiles, kernel, self.exchange, scale
-
-    def _values(self, **tensors: Tensor | None) -> dict[str, object]:
-        """Return checksums of small tensors that must be equal on all ranks; nothing else would detect it."""
-        if self.exchange is None or any(x is not None and is_fake(x) for x in tensors.values()):
-            return {}
-        given = {name: x.detach().cpu().contiguous() for name, x in tensors.items() if x is not None}
-        # As uint8: numpy has no bfloat16.
-        sums = {name: zlib.crc32(x.view(torch.uint8).numpy().data) for name, x in given.items()}
-        return {f"values of {name}": f"checksum {value:08x}" for name, value in sums.items()}
-
-    def _scale(self, q: Tensor) -> float:
+    def scale_of(self, q: Tensor) -> float:
+        """Return the factor of the scores."""
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
-
-
-def latent_value_dim(q: Tensor, rope: Tensor, up: Tensor, query_heads: int) -> int:
-    """Return E of an up-projection [H * (N + E), L], given all H query heads."""
-    return up.shape[0] // query_heads - (q.shape[-1] - rope.shape[-1])
-
-
-def _more_fields(v: Tensor, sinks: Tensor | None) -> dict[str, object]:
-    return {"head_dim of v": v.shape[-1], "sinks": None if sinks is None else sinks.dtype}
 
 
 _forward_passes_so_far = 0

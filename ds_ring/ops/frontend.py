@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
-from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.catalog import (
     Causal,
     Chunked,
@@ -32,7 +32,7 @@ from ds_ring.masks.catalog import (
 from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
 from ds_ring.masks.pattern import Intersection, Pattern, Union
 from ds_ring.ops.checks import check_derivative, check_operand
-from ds_ring.ops.context import ContextCache, RingContext, context_for, context_of, latent_value_dim
+from ds_ring.ops.context import ContextCache, RingContext, context_for, context_of
 from ds_ring.ops.handles import constant, constant_in_graphs, is_constant, number_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.refusal import Refusal, raise_in_trace, refusal_from, refused_results
@@ -40,12 +40,7 @@ from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
-Settings = tuple[Any, ...]  # values of the first of these options; the others have their defaults
-SETTINGS = (
-    "scale", "kernel", "transport", "overlap", "prune", "hop_timeout_seconds", "check_finite",
-    "gradient_payload", "kv_payload",
-)  # fmt: skip
-
+Settings = tuple[float | None, str, PassOptions | None]  # scale, kernel and options of a call
 
 # Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
 # compiled code]. Others are handed over as objects.
@@ -131,7 +126,9 @@ def _made_context(
 ) -> RingContext:  # fmt: skip
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     mod = None if score_mod is None else ScoreMod.lookup(score_mod)
-    options = Options(**dict(zip(SETTINGS, settings, strict=False)), score_mod=mod)
+    scale, kernel, given = settings
+    chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
+    options = Options.of(given, scale=scale, score_mod=mod, **chosen)
     return context_for(pattern, layout, mesh, options, keeps_functions)
 
 
@@ -142,20 +139,21 @@ def handle_of(
     """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     objects: list[Any] = []
     asked = described(pattern, objects), described(score_mod, objects)
-    return _handle_of(*asked, layout, mesh, tuple([constant(x) for x in settings]), *objects)
+    scale, kernel, options = settings
+    return _handle_of(*asked, layout, mesh, (constant(scale), kernel), options, *objects)
 
 
 @constant_in_graphs
 def _handle_of(
-    pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: Settings,
-    *objects: Any,
+    pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
+    options: PassOptions | None, *objects: Any,
 ) -> int | Refusal:  # fmt: skip
     check_mesh(mesh)
     try:
-        asked = _made_again(pattern, objects)
-        numbers = tuple(map(number_of, settings))
-        mod = _made_again(score_mod, objects)
-        context = _made_context(asked, layout, mesh, numbers, mod, keeps_functions=True)
+        asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
+        scale, kernel = settings
+        given = number_of(scale), kernel, options
+        context = _made_context(asked, layout, mesh, given, mod, keeps_functions=True)
     except RingError as error:
         return type(error).__name__, str(error)
     context.in_a_graph = True
@@ -180,19 +178,15 @@ def differentiable(handle: int | Refusal) -> int | Refusal:
     return handle if isinstance(handle, tuple) else _checked_handle(handle)
 
 
-def check_operands(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object, up: Tensor | None = None
-) -> None:
-    """Refuse what the operator's body would not get to see.
+def check_operands(return_lse: object, names: tuple[str, ...], *operands: object) -> None:
+    """Refuse what the operator's body would not get to see; an operand that is None is left out.
 
     Raises:
         RingShapeError: names it.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_operand(name, x)
-    for name, optional in (("sinks", sinks), ("up_projection", up)):
-        if optional is not None:
-            check_operand(name, optional)
+    for name, x in zip(names, operands, strict=True):
+        if x is not None:
+            check_operand(name, x)
     if not isinstance(return_lse, bool):
         raise RingShapeError(f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
 
@@ -205,58 +199,52 @@ def check_traced(mesh: RingMesh, *given: Any) -> None:
 
 
 def check_eager(
-    context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: object,
-    up: Tensor | None = None,
-) -> None:  # fmt: skip
+    context: RingContext, return_lse: object, names: tuple[str, ...], *operands: Tensor | None
+) -> None:
     """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
     usual = return_lse is True or return_lse is False
-    given = (q, k, v) if sinks is None else (q, k, v, sinks)
-    for x in given if up is None else (*given, up):
-        usual = usual and type(x) is Tensor and x.layout is torch.strided
-        usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
+    for x in operands:
+        if x is not None:
+            usual = usual and type(x) is Tensor and x.layout is torch.strided
+            usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body
     is_transformed = peek_interpreter_stack() is not None or forward_ad._current_level >= 0
     if not usual or is_transformed or context.options.score_mod is not None:
         with collective(context.mesh, "attention"):
-            check_operands(q, k, v, sinks, return_lse, up)
+            check_operands(return_lse, names, *operands)
             _check_derivatives(context)
 
 
+_NAMES = ("q", "k", "v", "sinks")
+
+
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool,
-    up: Tensor | None = None,
-) -> Any:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None, return_lse: bool
+) -> Any:
     """Return out [B, H, S, E] of queries that are sharded; with `return_lse` (out, lse). Eager."""
-    check_eager(context, q, k, v, sinks, return_lse, up)
+    check_eager(context, return_lse, _NAMES, q, k, v, sinks)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if up is not None:
-            return latent_attention_op(q, k, v, up, context.handle, sinks)
         # By the operator if a transform, a mode or a subclass must see one node.
         if sees_plain((q, k, v, sinks)):
             return EagerAttention.apply(q, k, v, context, sinks)
         return ring_attention_op(q, k, v, context.handle, sinks)
 
-    where = context.handle, context.mesh.ulysses_size
-    return with_ulysses(run, q, k, v, *where, return_lse, latents=up is not None)
+    return with_ulysses(run, q, k, v, context.handle, context.mesh.ulysses_size, return_lse)
 
 
 def attend_compiled(
     q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh, sinks: Tensor | None,
-    return_lse: bool, up: Tensor | None = None,
+    return_lse: bool,
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
-    check_traced(mesh, q, k, v, sinks, return_lse, up)
+    check_traced(mesh, return_lse, _NAMES, q, k, v, sinks)
     found = differentiable(handle)
     if isinstance(found, tuple):
-        heads = q.shape[1] * mesh.ulysses_size
-        value_dim = v.shape[-1] if up is None else latent_value_dim(q, v, up, heads)
-        out, lse = refused_results(q, value_dim, found, mesh)
+        out, lse = refused_results(q, v.shape[-1], found, mesh)
         return (out, lse) if return_lse else out
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        if up is not None:
-            return latent_attention_op(q, k, v, up, found, sinks)
         return ring_attention_op(q, k, v, found, sinks)
 
-    return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse, latents=up is not None)
+    return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PlainValidator, ValidationInfo, field_validator
@@ -16,11 +15,11 @@ from torch import Tensor
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
+from ds_ring.errors import RingConfigError
 from ds_ring.registry import PASSES, PassRow
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
 
 if TYPE_CHECKING:
-    from ds_ring.config.section import RingConfig
     from ds_ring.masks.mask_mod import ScoreMod
 
     ScoreModOrNone = ScoreMod | None
@@ -58,10 +57,20 @@ class Options(PassOptions):
     )
 
     @classmethod
-    def from_config(cls, config: RingConfig, scale: float | None = None) -> Options:
-        """Return the options that the section asks for."""
-        same = {name: getattr(config, name) for name in PassOptions.model_fields}
-        return cls(**same, scale=scale, offload_attention=config.long_sequence.offload_attention)
+    def of(cls, given: PassOptions | None, **more: Any) -> Options:
+        """Return the options of a call: those that are given, a `RingConfig` say, and others by name.
+
+        Raises:
+            RingConfigError: `given` is something else, or a value that a field does not take.
+        """
+        if given is None:
+            return cls(**more)
+        if not isinstance(given, PassOptions):
+            raise RingConfigError(
+                f"options: expected PassOptions, got {shown(given)}; use ds_ring.PassOptions(transport=...)"
+            )
+        fields = [*PassOptions.model_fields, "offload_attention"]
+        return cls(**{name: getattr(given, name) for name in fields if hasattr(given, name)} | more)
 
     def replaced(self, **changes: Any) -> Options:
         """Return options with other values of some fields."""
@@ -70,19 +79,6 @@ class Options(PassOptions):
     def _fields(self) -> dict[str, Any]:
         """Return the fields by name; `dict(self)` would have cached properties, too."""
         return {name: getattr(self, name) for name in Options.model_fields}
-
-    @cached_property
-    def kernel_pairs(self) -> tuple[tuple[str, Any], ...]:
-        """Return `kernel_options` as sorted pairs, lists and objects in them as tuples: a hashable value."""
-        return _hashable(self.kernel_options)
-
-    @cached_property
-    def _hash(self) -> int:
-        values = self._fields() | {"kernel_options": self.kernel_pairs}
-        return hash(tuple(values.values()))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     @property
     def row(self) -> PassRow:
@@ -113,12 +109,6 @@ class Options(PassOptions):
             expected, got = 'transport "ring", which sends heads in groups', f'"{transport}", which {why}'
             raise Refused(sentence(expected, got, "set one of the two to its default"))
         return value
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return tuple((name, _hashable(v)) for name, v in sorted(value.items()))
-    return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
 # [Note: compile skew]

@@ -1,12 +1,13 @@
 """What a pass is: one way to attend over the keys of all ranks, forward and backward.
 
 `registry.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
+`ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from ds_ring.kernels.interface import Kernel, Operands
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import Prepared, RingContext
+    from ds_ring.schedule.plan import Plan
 
 
 class Pass(Protocol):
@@ -26,7 +28,7 @@ class Pass(Protocol):
     @property
     def exchange(self) -> Transport | None: ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
         ...
 
@@ -36,6 +38,42 @@ class Pass(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv)."""
         ...
+
+
+class ExtraOperand:
+    """A tensor that a call has beside q, k and v, and what it changes of a pass; this base changes nothing.
+
+    Attributes:
+        name: the argument of the public function.
+        tensor: its value.
+        expands_keys: k and v are expanded where they arrive, so that k may have another head_dim than q.
+    """
+
+    name: ClassVar[str]
+    expands_keys: ClassVar[bool] = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    @property
+    def description(self) -> Hashable:
+        """Return what a prepared pass depends on."""
+        return self.name, self.tensor.shape, self.tensor.dtype, self.tensor.device
+
+    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+        """Raise RingError for a tensor that does not fit; arguments as of `RingContext.check`."""
+
+    def fields(self, k: Tensor) -> dict[str, object]:
+        """Return what ranks compare, by the name for the message."""
+        return {self.name: self.tensor.dtype}
+
+    def around(self, kernel: Kernel, context: RingContext, plan: Plan, q: Tensor, v: Tensor) -> Kernel:
+        """Return the kernel that runs, for passes of this description."""
+        return kernel
+
+    def bound(self, kernel: Kernel, context: RingContext, q: Tensor, backward: bool) -> Kernel:
+        """Return the kernel of one pass: what `around` returned, with this tensor."""
+        return kernel
 
 
 # The last argument finishes the header check; None: it is finished.

@@ -11,10 +11,8 @@ If torch.compile traced the collectives, the partitioner could save every rotate
 reorder the sends. Under the backend "ds_ring" one graph serves all batches of a length, so the layout is
 data: the graph asks for the number of the batch's layout in each run ([Note: placements in compiled code]).
 
-[Note: sinks and the log-sum-exp] The sink of a head is where its merge starts (out 0, lse = sink), so no
-kernel knows of sinks: the backward pass is the same with the lse that includes the sink, and the sink's
-gradient is a sum over the local queries. A gradient of the lse is subtracted from the row sums of out x
-grad_out, in every kernel (aten's operator for the CPU gets it as a column).
+A gradient of the lse is subtracted from the row sums of out x grad_out, in every kernel (aten's operator for
+the CPU gets it as a column).
 """
 
 from __future__ import annotations
@@ -27,15 +25,14 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.functional import pad
 
 from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
-from ds_ring.layers.latents.kernel import LatentKernel
 from ds_ring.ops.context import Prepared, RingContext, context_of
 from ds_ring.ops.handles import operator
-from ds_ring.ops.passes import Pass
+from ds_ring.ops.passes import ExtraOperand, Pass
+from ds_ring.ops.sinks import SinkLogits, add_sinks, sinks_gradient
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
@@ -44,14 +41,12 @@ from ds_ring.ring.ring_pass import RingPass
 
 def pass_of(
     call: collective, q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
-    sinks: Tensor | None = None, has_grad_lse: bool = False, up: Tensor | None = None,
+    has_grad_lse: bool = False, extras: Sequence[ExtraOperand] = (),
 ) -> Pass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    found, finish_header_check = context.prepare(call, q, k, v, grad_out, sinks, has_grad_lse, up)
-    if up is not None:
-        assert isinstance(found.kernel, LatentKernel), "prepared without the up-projection"
-        by_head = up.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
-        kernel = found.kernel.of(by_head[context.heads_here(q)], backward=grad_out is not None)
+    found, finish_header_check = context.prepare(call, q, k, v, grad_out, has_grad_lse, extras)
+    for one in extras:
+        kernel = one.bound(found.kernel, context, q, backward=grad_out is not None)
         found = found._replace(kernel=kernel)
     return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), finish_header_check)
 
@@ -81,24 +76,25 @@ def make_pass(
 
 def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
-    up: Tensor | None = None,
+    extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) of a pass, or those that a checkpointed region has kept."""
+    """Return (out, lse) of a pass, sinks included, or those that a checkpointed region has kept."""
+    given = extras if sinks is None else (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            made = pass_of(call, q, k, v, context, sinks=sinks, up=up)
-            return made.forward(q, k, v, sinks if sinks is None else sinks[context.heads_here(q)])
+            out, lse = pass_of(call, q, k, v, context, extras=given).forward(q, k, v)
+            return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
 
-    return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, up is None))
+    return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
 
 
 def run_backward(
     context: RingContext, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    grad_lse: Tensor | None = None, up: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (dq, dk, dv) of a pass, see `RingPass.backward`; with latents also that of `up`."""
+    grad_lse: Tensor | None = None, extras: Sequence[ExtraOperand] = (),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of a pass, see `RingPass.backward`; out and lse are those with sinks."""
     is_fake = isinstance(q, FakeTensor)
     with collective(context.mesh, "attention backward", context.exchange, is_fake) as call:
         q_here, k_here, v_here = q, k, v
@@ -107,14 +103,8 @@ def run_backward(
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
         has_grad_lse = grad_lse is not None
-        made = pass_of(call, q_here, k_here, v_here, context, grad_out, has_grad_lse=has_grad_lse, up=up)
-        dq, dk, dv = made.backward(grad_out, q, k, v, out, lse, grad_lse)
-        if up is None:
-            return dq, dk, dv
-        assert isinstance(made.kernel, LatentKernel) and made.kernel.gradient is not None
-        gradient, of_up = made.kernel.gradient, torch.zeros(up.shape, dtype=up.dtype, device=up.device)
-        of_up.unflatten(0, (-1, gradient.shape[1]))[context.heads_here(q)].copy_(gradient)
-        return dq, dk, dv, of_up
+        made = pass_of(call, q_here, k_here, v_here, context, grad_out, has_grad_lse, extras)
+        return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 
 @operator("ds_ring::ring_attention")
@@ -141,20 +131,20 @@ def ring_attention_backward_op(
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv); see `RingPass.backward`."""
-    dq, dk, dv = run_backward(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
-    return dq, dk, dv
+    return run_backward(context_of(handle), grad_out, q, k, v, out, lse, grad_lse)
 
 
 def save(
     ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool,
-    *, up: Tensor | None = None,
+    more: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
+    """Save what the gradient of a pass needs, with `more` tensors after the sinks."""
     q, k, v, _, sinks = inputs
     ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
     saved = context.saved.save(context, (q, k, v, *output))
     ctx.context = context  # keeps it alive until the backward pass
-    ctx.save_for_backward(*saved, sinks, *(() if up is None else (up,)))
+    ctx.save_for_backward(*saved, sinks, *more)
     ctx.set_materialize_grads(False)
 
 
@@ -204,31 +194,6 @@ def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
         if x is not None and is_legacy_batchedtensor(x):
             return False
     return set(map(type, tensors)) <= _PLAIN
-
-
-def sinks_gradient(
-    sinks_H: Tensor | None, heads: slice, grad_out: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> Tensor | None:
-    """Return the gradient of the sinks from this rank's queries, whose heads are `heads`; 0 for other heads.
-
-    A sink is a key whose value is 0, so this is -sum over the rows of
-    exp(sink - lse) (sum(out grad_out) - grad_lse).
-    """
-    if sinks_H is None:
-        return None
-    if out.device == grad_out.device:
-        delta = (out.to(lse.dtype) * grad_out).sum(-1)
-    else:  # head by head, if out is on the host
-        by_head = zip(out.unbind(1), grad_out.unbind(1), strict=True)
-        delta = torch.stack([(o.to(g.device, lse.dtype) * g).sum(-1) for o, g in by_head], dim=1)
-    lse = lse.to(delta.device)
-    if grad_lse is not None:
-        delta = delta - grad_lse
-    # A row without keys and sinks has lse -inf; the clamp prevents a NaN.
-    weights = torch.exp(sinks_H[heads].unsqueeze(-1) - lse.clamp_min(torch.finfo(lse.dtype).min))
-    found = -(weights * delta).sum((0, 2)).to(sinks_H.dtype)
-    first, end, _ = heads.indices(len(sinks_H))
-    return pad(found, (first, len(sinks_H) - end))
 
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:

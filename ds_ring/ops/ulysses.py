@@ -14,24 +14,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.ops.context import context_of
+from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
 
 HEADS, TOKENS = 1, 2
 
 
 class Swap(NamedTuple):
-    """One of the four all-to-alls of a step: which dimensions it splits and joins, its gradient's name."""
+    """One of the four all-to-alls of a step.
+
+    Attributes:
+        split_dim, join_dim: the dimensions that it splits and joins.
+        gradient: the name of its gradient's.
+        check: of the context, the tensors and the number of parts: raises RingError for what does not fit;
+            None: what comes here was made by this package.
+    """
 
     split_dim: int
     join_dim: int
     gradient: str
+    check: Callable[[RingContext, Sequence[Tensor], int], object] | None = None
 
 
-# Two operations under five names: ranks agree on the name, so swaps of two places in a step cannot meet.
-_SWAPS = {
-    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
-    "Ulysses of q and latents": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv"),
+def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
+    q, k, v = tensors
+    context.check(q, k, v, parts)
+
+
+# Two operations under several names: ranks agree on the name, so swaps of two places in a step cannot meet.
+# A layer with operands of its own adds a row.
+SWAPS = {
+    "Ulysses of q, k, v": Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check),
     "Ulysses of out": Swap(TOKENS, HEADS, "Ulysses of the gradient of out"),
     "Ulysses of the gradient of out": Swap(HEADS, TOKENS, "Ulysses of out"),
     "Ulysses of dq, dk, dv": Swap(TOKENS, HEADS, "Ulysses of q, k, v"),
@@ -42,12 +55,10 @@ _SWAPS = {
 def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
-    mesh, swap = context.mesh, _SWAPS[name]
+    mesh, swap = context.mesh, SWAPS[name]
     with context.call(name, tensors[0]) as call:
-        latents = name == "Ulysses of q and latents"
-        if latents or name == "Ulysses of q, k, v":  # what comes after them was made by this package
-            q, k, v = tensors
-            context.check(q, k, v, parts=mesh.ulysses_size, latents=latents)
+        if swap.check is not None:
+            swap.check(context, tensors, mesh.ulysses_size)
         context.agree(call, tensors[0], tensors[-1])
         parts = [x.chunk(mesh.ulysses_size, dim=swap.split_dim) for x in tensors]
         packets = [_packed(one) for one in zip(*parts, strict=True)]
@@ -80,7 +91,7 @@ def _unpacked(packet: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 @swap_op.register_fake
 def _(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
-    size, swap = context_of(handle).mesh.ulysses_size, _SWAPS[name]
+    size, swap = context_of(handle).mesh.ulysses_size, SWAPS[name]
     shapes = [list(x.shape) for x in tensors]
     for shape in shapes:
         shape[swap.split_dim] //= size
@@ -93,7 +104,7 @@ def _setup_swap(ctx: Any, inputs: tuple[Sequence[Tensor], str, int], output: lis
 
 
 def _backward_swap(ctx: Any, grads: list[Tensor]) -> tuple[list[Tensor], None, None]:
-    return swap_op(grads, _SWAPS[ctx.name].gradient, ctx.handle), None, None
+    return swap_op(grads, SWAPS[ctx.name].gradient, ctx.handle), None, None
 
 
 swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
@@ -101,17 +112,15 @@ swap_op.register_autograd(_backward_swap, setup_context=_setup_swap)
 
 def with_ulysses(
     run: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, handle: int,
-    ulysses_size: int, return_lse: bool, latents: bool = False,
+    ulysses_size: int, return_lse: bool, name: str = "Ulysses of q, k, v",
 ) -> Any:  # fmt: skip
-    """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile."""
+    """Return what `run` computes from q, k and v, for all heads, which Ulysses ranks share out meanwhile.
+
+    `name` is that of the all-to-all before the pass.
+    """
     if ulysses_size == 1:
         out, lse = run(q, k, v)
         return (out, lse) if return_lse else out
-    name = "Ulysses of q, k, v"
-    if latents:  # every rank needs those of all tokens: an all-to-all of copies
-        name = "Ulysses of q and latents"
-        # what is no latent is refused there
-        k, v = (x.expand(-1, ulysses_size, -1, -1) if x.shape[1:-2] == (1,) else x for x in (k, v))
     out, lse = run(*swap_op([q, k, v], name, handle))
     if not return_lse:
         return swap_op([out], "Ulysses of out", handle)[0]

@@ -30,24 +30,19 @@ MAX_PARTS = 5  # of one merge, the accumulator among them: the parameters of the
 _log = logging.getLogger(__name__)
 
 
-def empty_results(
-    q_BHSD: Tensor, value_dim: int, dtype: torch.dtype, sinks_H: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def empty_results(q_BHSD: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return attention over no key, which other parts are merged into.
 
     Args:
         q_BHSD: queries.
         value_dim: head dimension of the values.
         dtype: of the output.
-        sinks_H: for each query head a logit that is added to the softmax's denominator only.
 
     Returns:
-        out, filled with 0; lse, filled with -inf or with the sinks, in the accumulators' dtype.
+        out, filled with 0; lse, filled with -inf, in the accumulators' dtype.
     """
     out = q_BHSD.new_zeros((*q_BHSD.shape[:-1], value_dim), dtype=dtype)
     lse = q_BHSD.new_full(q_BHSD.shape[:-1], float("-inf"), dtype=accumulator_dtype(q_BHSD.dtype))
-    if sinks_H is not None:
-        lse.copy_(sinks_H.unsqueeze(-1).expand_as(lse))
     return out, lse
 
 

@@ -35,18 +35,13 @@ class ForwardChunk:
 
     Args:
         total: of out [B, H, S, E] and lse [B, H, S].
-        sinks: [H] logits of these heads, or None. They are the first partial result: out 0, lse = sinks.
     """
 
     def __init__(
-        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Accumulator,
-        sinks: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, ring: RingPass, kernel: Kernel, buffers: RingBuffers, q: Tensor, total: Accumulator
+    ) -> None:
         self.ring, self.kernel, self.buffers, self.q = ring, kernel, buffers, q
         self.total = total
-        if sinks is not None and total.lse is not None:
-            total.so_far()
-            total.lse.copy_(sinks.unsqueeze(-1).expand_as(total.lse))
 
     def compute(self, step: Compute) -> None:
         """Attend to the keys of a step and merge the partial results."""
@@ -177,13 +172,12 @@ class RingPass:
     prepared: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
 
     @torch.no_grad()
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of the local queries over the keys of all ranks.
 
         Args:
             q: [B, H, S, D], this rank's shard.
             k, v: [B, G, S, D] and [B, G, S, E], this rank's shard.
-            sinks: [H], one logit per query head that is added to the softmax's denominator only.
 
         Returns:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
@@ -199,13 +193,12 @@ class RingPass:
             k_here, v_here = some_heads(kv, k, v)
             kernel = self.kernel.of_heads(heads)
             buffers = RingBuffers(chunk, self.buffers, prepared.kinds[kv.start], Pair(k_here, v_here))
-            of_sinks = None if sinks is None else sinks[heads]
             q_here, lse_here = some_heads(heads, q, lse)
             sizes = (*lse_here.shape, shape[-1])
             total = Accumulator(
                 lambda: some_heads(heads, out()), lse_here, [sizes], lse.dtype, lse_here, waits
             )
-            return ForwardChunk(self, kernel, buffers, q_here, total, of_sinks)
+            return ForwardChunk(self, kernel, buffers, q_here, total)
 
         schedule = self._schedule(k, v, backward=False)
         prepared = self.prepared.of(schedule, k, v)

@@ -39,9 +39,9 @@ class GatherPass:
     exchange: Exchange | None
     scale: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
-        out, lse = empty_results(q, value_dim(self.kernel, v), accumulator_dtype(q.dtype), sinks)
+        out, lse = empty_results(q, value_dim(self.kernel, v), accumulator_dtype(q.dtype))
         all_k, all_v = self._gather(k), self._gather(v)
         for origin, heads, kv, tiles in self._tiles():
             kv_pair = all_k[origin][:, kv], all_v[origin][:, kv]

@@ -157,10 +157,10 @@ class ReproduciblePass:
         for one in self.plan.classes:
             self._heads.append((query_heads_of(one.kv_heads, self.plan.group), one.kv_heads))
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Run the forward pass; same contract as `RingPass.forward`."""
         dtype = accumulator_dtype(q.dtype)
-        out, lse = empty_results(q, value_dim(self.kernel, v), dtype, sinks)
+        out, lse = empty_results(q, value_dim(self.kernel, v), dtype)
         trees: dict[tuple[int, int], TreeSum[tuple[Tensor, Tensor]]] = {}
 
         def merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ class ReproduciblePass:
                 tree = trees.get((number, block.number))
                 if tree is None or tree.total is None:
                     continue
-                # By a contiguous copy with the sinks: the bits of `exp` depend on how elements lie.
+                # By a contiguous copy: the bits of `exp` depend on how elements lie.
                 first = block.of(out[:, heads]), block.of(lse[:, heads])
                 merge_(*first, *tree.total)
                 out[:, heads, slots], lse[:, heads, slots] = first

@@ -400,7 +400,7 @@ def main() -> int:
     config = RingConfig.from_deepspeed(options.deepspeed_config)
     config.validate_world(dist.get_world_size())
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
-    answers = self_test(mesh, Options.from_config(config))
+    answers = self_test(mesh, Options.of(config))
     if dist.get_rank() == 0:
         told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
         print(MARK + json.dumps(told), flush=True)

@@ -147,7 +147,7 @@ def default_heads(request: TuningRequest, ring: int, ulysses: int, tokens: int) 
         return 0
     most = _largest_class(request, ulysses)
     of_a_head = head_bytes(request, ring, ulysses, tokens)
-    bytes_ = Options.from_config(request.base).chunk_bytes_on(request.device, ring)
+    bytes_ = Options.of(request.base).chunk_bytes_on(request.device, ring)
     first = head_chunks(slice(0, most, 1), of_a_head, bytes_)[0]
     return len(range(most)[first])
 

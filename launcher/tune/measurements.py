@@ -324,7 +324,7 @@ class Probe:
     def _pass(self, choice: KernelChoice, tokens: int) -> tuple[RingContext, list[Tensor]]:
         request = self.request
         keys = {"kernel_options": dict(choice.options), "block_size": choice.block_size}
-        options = Options.from_config(request.base.model_copy(update=keys))
+        options = Options.of(request.base.model_copy(update=keys))
         layout = make_layout("contiguous", tokens=tokens, ring_size=1)
         context = context_for(Causal(), layout, self.mesh, options)
         shape, dtype = (1, self.heads, tokens, request.head_dim), getattr(torch, request.dtype)

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_ring import Causal, RingError, RingMesh, SlidingWindow, ring_attention
+from ds_ring import Causal, RingError, RingMesh, SlidingWindow
 from ds_ring.comm.exchange import Exchange, Pending, Route
 from ds_ring.comm.messages import Message
+from tests import calls
 
 CULPRIT = 2
 STEPS = 6  # passes, or training steps; the fault comes in the second half
@@ -268,12 +269,12 @@ def attend(rank: int, job: dict[str, Any], fault: str | None) -> None:
     for step in range(STEPS):
         q, k, v = (torch.randn(1, 1, LARGE if large else SMALL, 64, requires_grad=True) for _ in range(3))
         options: dict[str, Any] = {"pattern": SlidingWindow(16) if large else Causal(), "prune": not large}
-        options |= {"layout": "contiguous", "hop_timeout_s": job["hop_timeout_s"], "mesh": mesh}
+        options |= {"layout": "contiguous", "hop_timeout_seconds": job["hop_timeout_s"], "mesh": mesh}
         options |= {"transport": job["transport"]}
         if fault in IN_THE_CALL and step == STEPS // 2:
             happens_now(Path(job["folder"]))
             q, k, v, options = otherwise(fault, q, k, v, options)
-        outs = [ring_attention(q, k, v, **options), ring_attention(q, k, v, **(options | {"scale": 0.5}))]
+        outs = [calls.attend(q, k, v, **options), calls.attend(q, k, v, **(options | {"scale": 0.5}))]
         for out in outs if options.pop("swapped", False) else reversed(outs):
             out.sum().backward(retain_graph=True)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ds_ring import RingError, RingMesh, SlidingWindow, ring_attention
+from ds_ring import PassOptions, RingError, RingMesh, SlidingWindow, ring_attention
 
 
 def main(out: str, passes: int, tokens: int, heartbeat_s: float, hop_s: float) -> None:
@@ -38,8 +38,7 @@ def main(out: str, passes: int, tokens: int, heartbeat_s: float, hop_s: float) -
                 pattern=SlidingWindow(16),
                 layout="contiguous",
                 mesh=mesh,
-                prune=False,
-                hop_timeout_s=hop_s,
+                options=PassOptions(prune=False, hop_timeout_seconds=hop_s),
             )
             grads = torch.autograd.grad(result.sum(), (q, k, v))
             seconds.append(time.perf_counter() - started)

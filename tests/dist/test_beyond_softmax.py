@@ -25,6 +25,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan
+from tests import calls
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
 
@@ -89,7 +90,7 @@ def sharded(
             q, k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in given[:3])
             sinks = given[3].clone().requires_grad_()
             grad_out, grad_lse = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in given[4:])
-            out, lse = ring_attention(
+            out, lse = calls.attend(
                 q, k, v, pattern=pattern, layout=layout, mesh=mesh, sinks=sinks if with_sinks else None,
                 return_lse=True, **options,
             )  # fmt: skip
@@ -138,7 +139,7 @@ def replicated(rank: int, world_size: int) -> list[float]:
     given = inputs(24, 16, torch.float32, queries=7)
     q, sinks = given[0].requires_grad_(), given[3].requires_grad_()
     k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in given[1:3])
-    out, lse = ring_attention(
+    out, lse = calls.attend(
         q, k, v, pattern=Causal(), layout=layout, mesh=mesh, queries="replicated", sinks=sinks,
         return_lse=True,
     )  # fmt: skip
@@ -206,13 +207,13 @@ def modified(
     want = [wanted.detach(), *torch.autograd.grad(wanted, (q, k, v), given[4])]
     local = [shard_sequence(x.detach(), layout, mesh=mesh, dim=2).requires_grad_() for x in (q, k, v)]
     rest: dict[str, Any] = {"pattern": Causal(), "layout": layout, "mesh": mesh} | options
-    out = ring_attention(*local, score_mod=function, **rest)
+    out = calls.attend(*local, score_mod=function, **rest)
     grads = torch.autograd.grad(out, local, shard_sequence(given[4], layout, mesh=mesh, dim=2))
     got = [gather_sequence(x.detach(), layout, mesh=mesh, dim=2) for x in (out, *grads)]
     heard = []
     for mine in ({"score_mod": Softcap(rank + 1.0)}, {"score_mod": function, "kernel": "cpu"}):
         try:
-            ring_attention(*local, **rest | mine)
+            calls.attend(*local, **rest | mine)
         except Exception as error:
             heard.append(f"{type(error).__name__}: {error}")
     return errors_of(got, want), heard

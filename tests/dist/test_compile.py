@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 from ds_ring import (
     Causal,
     Full,
+    PassOptions,
     RingAttention,
     RingMesh,
     gather_sequence,
@@ -275,6 +276,7 @@ def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list
     torch._dynamo.reset()
     mesh = RingMesh.single()
     q, k, v, _ = tensors(Shape(batch=1, tokens=16))
+    options = PassOptions(overlap=False, prune=False, hop_timeout_seconds=7.0)
 
     @torch.compile(fullgraph=True, backend=backend)
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -287,9 +289,7 @@ def options_reach_the_operator(rank: int, world_size: int, backend: str) -> list
             mesh=mesh,
             scale=0.125,
             kernel="reference",
-            overlap=False,
-            prune=False,
-            hop_timeout_s=7.0,
+            options=options,
         )
 
     attend(q, k, v)

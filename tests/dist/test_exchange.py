@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, ring_attention
+from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Counters, Message
 from ds_ring.schedule.grid import Grid
+from tests import calls
 from tests.dist.harness import RankPool, first_in_time, run_ranks_collect
 from tests.dist.rank_process import RankOutcome
 
@@ -62,12 +63,12 @@ def waiting_for(rank: int, world_size: int, what: str, silent: int, exits: bool)
         ).wait(),
         "header": lambda: exchange.spread(torch.tensor([rank])),
         "collective": lambda: exchange.all_gather(buffer, mesh.ring_group, world_size),
-        "attention": lambda: ring_attention(
+        "attention": lambda: calls.attend(
             *torch.zeros(3, 1, 1, 4, 8),
             pattern=Causal(),
             layout="zigzag",
             mesh=mesh,
-            hop_timeout_s=exchange.hop_timeout_s,
+            hop_timeout_seconds=exchange.hop_timeout_s,
         ),
     }
     dist.barrier()

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ds_ring import Causal, Full, RingError, RingMesh, ring_attention
+from ds_ring import Causal, Full, RingError, RingMesh
+from tests import calls
 from tests.dist.harness import RankOutcome, RankPool, run_ranks_collect
 
 Pool = Callable[[int], RankPool]
@@ -31,7 +32,7 @@ def attend(
         x.requires_grad_()
     pattern = Full() if queries == "replicated" else Causal()
     try:
-        out = ring_attention(
+        out = calls.attend(
             q, k, v, pattern=pattern, layout="contiguous", mesh=mesh, check_finite=check, queries=queries
         )
         out.backward(grad)

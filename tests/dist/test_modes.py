@@ -20,6 +20,7 @@ import ds_ring
 from ds_ring import RingMesh
 from ds_ring.masks.mask_mod import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
+from tests import calls
 from tests.dist.harness import RankPool
 from tests.reference import relative_error
 
@@ -58,7 +59,7 @@ def attention(ring: Ring, make: Callable[[], dict[str, Any]] = dict, **more: Any
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = {"pattern": ds_ring.Causal(), **ring.where, **more, **make()}
-        return ds_ring.ring_attention(q, k, v, **options)  # type: ignore[no-any-return]
+        return calls.attend(q, k, v, **options)  # type: ignore[no-any-return]
 
     return run, qkv()
 
@@ -66,7 +67,7 @@ def attention(ring: Ring, make: Callable[[], dict[str, Any]] = dict, **more: Any
 def with_sinks(ring: Ring) -> tuple[Run, list[Tensor]]:
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         options = {"pattern": ds_ring.Causal(), "sinks": sinks, "return_lse": True, **ring.where}
-        out, lse = ds_ring.ring_attention(q, k, v, **options)
+        out, lse = calls.attend(q, k, v, **options)
         return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
 
     return run, [*qkv(), randn(HEADS)]
@@ -80,7 +81,7 @@ def replicated(ring: Ring) -> tuple[Run, list[Tensor]]:
 def latents(ring: Ring) -> tuple[Run, list[Tensor]]:
     def run(q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
         options = {"pattern": ds_ring.Causal(), "up_projection": up, **ring.where}
-        return ds_ring.ring_attention(q, latent, rope, **options)  # type: ignore[no-any-return]
+        return calls.attend(q, latent, rope, **options)  # type: ignore[no-any-return]
 
     q = randn(2, HEADS, SLOTS, 12)
     return run, [q, randn(2, 1, SLOTS, 6), randn(2, 1, SLOTS, 4), randn(HEADS * (8 + 8), 6)]

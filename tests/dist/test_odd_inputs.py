@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_ring import Causal, RingMesh, gather_sequence, make_layout, ring_attention, shard_sequence
+from tests import calls
 from tests.cases import Shape, tensors
 from tests.reference import dense_attention, relative_error
 
@@ -36,7 +37,7 @@ def attend(rank: int, world_size: int, stride: str, place: str, value: float, tr
     q, k, v, grad = (change(shard_sequence(x, layout, mesh=mesh, dim=2)) for x in whole)
     assert not q.is_contiguous()
     locals_ = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*locals_, pattern=Causal(), layout=layout, mesh=mesh, transport=transport)
+    out = calls.attend(*locals_, pattern=Causal(), layout=layout, mesh=mesh, transport=transport)
     out.backward(grad)
     found = (out.detach(), *(x.grad for x in locals_))
     return [gather_sequence(x, layout, mesh=mesh, dim=2) for x in found]

@@ -22,11 +22,11 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
+from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention
@@ -51,7 +51,7 @@ def passed(
     layout = make_layout(layout_name, tokens=SHAPE.tokens, ring_size=world_size, pattern=pattern)
     q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*leaves, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
+    out = attend(*leaves, pattern=pattern, layout=layout, mesh=mesh, overlap=overlap)
     out.backward(grad)
     found = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
     assert all(x.dtype == dtype for x in found)
@@ -92,7 +92,7 @@ def passed_in(
     layout = make_layout("zigzag", tokens=SHAPE.tokens, ring_size=world_size)
     q, k, v, grad = (shard_sequence(x.to(dtype), layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*leaves, pattern=Causal(), layout=layout, mesh=mesh, **options)
+    out = attend(*leaves, pattern=Causal(), layout=layout, mesh=mesh, **options)
     counters = next(iter(mesh.owners[ContextCache].by_key.values())).exchange.counters
     forward = counters.bytes_sent
     out.backward(grad)

@@ -17,6 +17,7 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.plan import build_plan
+from tests.calls import attend
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -39,7 +40,7 @@ def run_ring(
     *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
     for x in leaves:
         x.requires_grad_()
-    out = ring_attention(*leaves, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
+    out = attend(*leaves, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
     found = dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
     dtypes = {name: x.dtype for name, x in found.items()}
     return {n: gather_sequence(x, layout, mesh=mesh, dim=2) for n, x in found.items()}, dtypes

@@ -95,9 +95,7 @@ def replicated_queries(model: Own, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return grad
 
     few = torch.ones_like(q[:, :, :3])
-    out = ds_ring.ring_attention(
-        few, k, v, pattern=ds_ring.Full(), layout=model.session.layout, mesh=mesh, queries="replicated"
-    )
+    out = ds_ring.decode_attention(few, k, v, pattern=ds_ring.Full(), layout=model.session.layout, mesh=mesh)
     if out.requires_grad:
         out.register_hook(summed)
     return q + out.mean(2, keepdim=True)

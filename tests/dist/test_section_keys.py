@@ -159,7 +159,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "layer 1":
         return str(session.attention(layer=1).contexts[0][0].pattern)
     if name == "kernel on CUDA":
-        return describe(kernel_on_cuda(Options.from_config(session.config)))
+        return describe(kernel_on_cuda(Options.of(session.config)))
     if name == "NaN":
         torch.nn.init.constant_(model.embed.weight, float("nan"))
         return error_of(lambda: engine(**local))

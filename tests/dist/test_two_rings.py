@@ -29,11 +29,11 @@ from ds_ring import (
     RingMesh,
     SlidingWindow,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
+from tests.calls import attend
 from tests.cases import Shape, document_ids, tensors
 
 
@@ -75,7 +75,7 @@ def passes(mesh: RingMesh, todo: list[Job], seed: int) -> list[list[Tensor]]:
         whole = tensors(job.shape, seed=seed + number)
         q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
         locals_ = [x.requires_grad_() for x in (q, k, v)]
-        out = ring_attention(*locals_, pattern=job.pattern, layout=layout, mesh=mesh, transport=job.transport)
+        out = attend(*locals_, pattern=job.pattern, layout=layout, mesh=mesh, transport=job.transport)
         out.backward(grad)
         results.append([out.detach(), *(x.grad for x in locals_)])
     return results

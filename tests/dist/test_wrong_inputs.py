@@ -31,9 +31,9 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
+from tests import calls
 from tests.cases import Shape, tensors
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, first_in_time
@@ -75,7 +75,7 @@ def right_arguments(mesh: RingMesh, shape: Shape = SHAPE) -> Arguments:
 def attend(arguments: Arguments) -> Tensor:
     """`ring_attention` with q, k and v by position, as people call it."""
     rest = {name: value for name, value in arguments.items() if name not in ("q", "k", "v")}
-    return ring_attention(arguments["q"], arguments["k"], arguments["v"], **rest)
+    return calls.attend(arguments["q"], arguments["k"], arguments["v"], **rest)
 
 
 def error_of_a_correct_pass(mesh: RingMesh) -> float:
@@ -298,28 +298,30 @@ WRONG = {
     ),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
     "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),
-    "transport unknown": Wrong(
+    "options that are none": Wrong(
+        put(options={"transport": "pull"}),
+        "RingConfigError",
+        ("options: expected PassOptions, got", "use ds_ring.PassOptions(transport=...)"),
+    ),
+    "transport unknown, all": Wrong(
         put(transport="pigeon"),
         "RingConfigError",
         ('transport: expected one of "ring", "pull", "reproducible", "all_gather", got "pigeon"',),
+        ALL,
     ),
-    "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError", ('"pigeon"',), ALL),
     "kernel unknown": Wrong(
         put(kernel="fast"), "RingConfigError", ('kernel: expected one of "auto", "reference", ', 'got "fast"')
     ),
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ('"fast"',), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got NaN", "1 / sqrt(head_dim)")),
     "scale a text": Wrong(put(scale="big"), "RingConfigError", ('a finite number, got "big"',)),
-    "queries unknown": Wrong(
-        put(queries="all"), "RingConfigError", ("queries: expected one of sharded, replicated, got 'all'",)
-    ),
     "replicated queries, meta": Wrong(
         lambda arguments: arguments.update(queries="replicated", k=arguments["k"].to("meta")),
         TYPED,
         ("k: expected a tensor with values", "to_empty"),
     ),
     "replicated queries, positions no numbers": Wrong(
-        put(queries="replicated", q_positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
+        put(queries="replicated", positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
     ),
     "replicated queries that differ": Wrong(
         lambda arguments: arguments.update(
@@ -372,7 +374,7 @@ WRONG = {
     "latents of several heads": Wrong(
         latents(k=lambda x: x.expand(-1, 2, -1, -1), v=lambda x: x.expand(-1, 2, -1, -1)),
         TYPED,
-        ("expected latents [batch, 1, tokens, L]", "(2, 2, 32, 16)", "unsqueeze(1)"),
+        ("latent: expected [batch, 1, tokens, L]", "(2, 2, 32, 16)", "unsqueeze(1)"),
     ),
     "rotary key wider than queries": Wrong(
         latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)
@@ -380,12 +382,7 @@ WRONG = {
     "payloads of replicated queries": Wrong(
         lambda arguments: arguments.update(queries="replicated", gradient_payload="bfloat16"),
         "RingConfigError",
-        ("sends neither K/V nor", "kv_payload \"as_is\", got 'bfloat16' and 'as_is'"),
-    ),
-    "latents for replicated queries": Wrong(
-        lambda arguments: (latents()(arguments), arguments.update(queries="replicated")),
-        "RingConfigError",
-        ("expected no up_projection, got one",),
+        ('sends no K/V: expected gradient_payload "float32", got "bfloat16"',),
     ),
     "latents, and heads that differ": Wrong(
         lambda arguments: (
@@ -396,7 +393,7 @@ WRONG = {
         ("the same for all heads", "head_offsets"),
     ),
     "no time at all": Wrong(
-        put(hop_timeout_s=0.0), "RingConfigError", ("seconds above 0, got 0.0", "use 10 or 60")
+        put(hop_timeout_seconds=0.0), "RingConfigError", ("seconds above 0, got 0.0", "use 10 or 60"), ALL
     ),
 }
 
@@ -786,8 +783,8 @@ def compiled_wrongly(rank: int, world_size: int, name: str, backend: str) -> Ref
     arguments = right_arguments(mesh)
     if rank == 1:
         case.change(arguments)
-    rest = {n: value for n, value in arguments.items() if n not in QKV}
-    compiled = torch.compile(lambda q, k, v: ring_attention(q, k, v, **rest), fullgraph=True, backend=backend)
+    function, rest = calls.function_of({n: value for n, value in arguments.items() if n not in QKV})
+    compiled = torch.compile(lambda q, k, v: function(q, k, v, **rest), fullgraph=True, backend=backend)
     found = refusal(lambda: compiled(*(arguments[n] for n in QKV)), mesh)
     return found._replace(seconds=0.0)  # most of them are the compiler's
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 import ds_ring
-from ds_ring import Causal, Documents, Full, RingConfig, RingError, RingMesh
+from ds_ring import Causal, Documents, Full, PassOptions, RingConfig, RingError, RingMesh
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY
 from ds_ring.registry import KV_PAYLOADS
+from tests import calls
 
 SECONDS = 1.0
 NO_FILE = ("file does not exist", "give the path of a file")  # what a text that is no path gets
@@ -179,7 +180,7 @@ def simple(kind: type[Any]) -> Call:
 
 
 def attend(q: Any, k: Any, v: Any, **rest: Any) -> Tensor:
-    return ds_ring.ring_attention(q, k, v, **rest)
+    return calls.attend(q, k, v, **rest)
 
 
 def module_call(**arguments: Any) -> Tensor:
@@ -339,13 +340,11 @@ CALLS: dict[str, Call] = {
             "transport": Argument(NO_NAME, ("ring", "pull", "all_gather")),
             "overlap": Argument(NO_FLAG, (True, False)),
             "prune": Argument(NO_FLAG, (True, False)),
-            "hop_timeout_s": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
+            "hop_timeout_seconds": Argument((*NOTHING, 0, -1, NAN, INF, 1e300, 10**400, True), (60, 1.5)),
             "check_finite": Argument(NO_FLAG, (True, False)),
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "kv_payload": Argument(NO_NAME, tuple(KV_PAYLOADS)),
-            "queries": Argument(NO_NAME, ("sharded",)),
-            "up_projection": Argument((0.5, "x", Hostile(), Q, Q[0, 0], Q.to("meta")), (None,)),
-            "q_positions": Argument(([0], 3, "x", Hostile()), (None,)),
+            "options": Argument((0.5, "x", Hostile(), {"overlap": False}, Causal()), (None, PassOptions())),
             "sinks": Argument(
                 (0.5, "x", Hostile(), [0.0] * Q.shape[1], Q, Q[0, 0, 0, :1].int(), Q.to("meta")),
                 (None, torch.full(Q.shape[1:2], -1e30)),
@@ -364,11 +363,20 @@ CALLS: dict[str, Call] = {
             "return_lse": Argument((None, 1, "x", Hostile()), (False,)),
         },
     ),
-    "ring_attention, replicated queries": Call(
+    "latent_attention": Call(
         attend,
-        ATTENTION | {"queries": "replicated", "q_positions": list(range(8))},
         {
-            "q_positions": Argument(
+            **ATTENTION,
+            **{"q": torch.ones(1, 2, 8, 6), "k": torch.ones(1, 1, 8, 3), "v": torch.ones(1, 1, 8, 2)},
+            "up_projection": torch.ones(2 * (4 + 5), 3),
+        },
+        {"up_projection": Argument((0.5, "x", Hostile(), Q, Q[0, 0], Q.to("meta")))},
+    ),
+    "decode_attention": Call(
+        attend,
+        ATTENTION | {"queries": "replicated", "positions": list(range(8))},
+        {
+            "positions": Argument(
                 (
                     "x",
                     b"8",

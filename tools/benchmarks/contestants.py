@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.measuring import Attend
-from ds_ring import Causal, RingMesh, make_layout, ring_attention
+from ds_ring import Causal, PassOptions, RingMesh, make_layout, ring_attention
 
 BUCKET = 512  # of the pure PyTorch ring
 RANKS, WHOLE, ONE_THREAD = "ranks", "one process", "one process, one thread"
@@ -95,7 +95,11 @@ def _ours(place: ContestSetup, layout_name: str = "zigzag", **options: Any) -> E
     assert place.mesh is not None
     layout = make_layout(layout_name, tokens=place.tokens, ring_size=place.size)
     attend = functools.partial(
-        ring_attention, pattern=Causal(), layout=layout, mesh=place.mesh, hop_timeout_s=600, **options
+        ring_attention,
+        pattern=Causal(),
+        layout=layout,
+        mesh=place.mesh,
+        options=PassOptions(hop_timeout_seconds=600, **options),
     )
     return Entry(torch.from_numpy(layout.positions(place.rank)), attend)
 

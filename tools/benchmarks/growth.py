@@ -25,7 +25,7 @@ from benchmarks.measuring import (
     shard_inputs,
     timed_pass,
 )
-from ds_ring import Causal, build_plan, make_layout, ring_attention
+from ds_ring import Causal, PassOptions, build_plan, make_layout, ring_attention
 
 OPTIONS = {
     "tokens": [4096, 8192, 16384, 32768, 65536], "ring_sizes": [1, 2, 4, 8],
@@ -40,7 +40,14 @@ def prepare(options: argparse.Namespace) -> Turns:
     plan = build_plan(Causal(), layout, query_heads=options.heads, kv_heads=options.heads)
     own = plan.rank(mesh.ring_rank)
     planned = 2 * options.head_dim * 4 * (2 * own.tokens_sent + own.tokens_received)
-    attend = partial(ring_attention, pattern=Causal(), layout=layout, mesh=mesh, hop_timeout_s=600)
+    patient = PassOptions(hop_timeout_seconds=600)
+    attend = partial(
+        ring_attention,
+        pattern=Causal(),
+        layout=layout,
+        mesh=mesh,
+        options=patient,
+    )
 
     def one_pass() -> dict[str, float]:
         before = bytes_sent(mesh)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from benchmarks.measuring import ResultRow, Turns, bytes_sent, clock, measure_on_ranks, ring_of_ranks
-from ds_ring import Causal, make_layout, ring_attention
+from ds_ring import Causal, latent_attention, make_layout, ring_attention
 
 OPTIONS = {
     "ranks": 2, "tokens": 2048, "heads": 16, "nope": 128, "rope": 64, "value": 128, "latent": 512,
@@ -29,9 +29,9 @@ OPTIONS = {
 }  # fmt: skip
 
 
-def latents(attend: Callable[..., Tensor], q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
+def latents(attend: partial[Tensor], q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:
     """Send latents; the receiver expands them."""
-    return attend(q, latent, rope, up_projection=up)
+    return latent_attention(q, latent, rope, up, **attend.keywords)
 
 
 def expanded(attend: Callable[..., Tensor], q: Tensor, latent: Tensor, rope: Tensor, up: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from benchmarks.measuring import (
     ring_of_ranks,
     shard_inputs,
 )
-from ds_ring import Causal, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
+from ds_ring import Causal, PassOptions, RingMesh, SlidingWindow, build_plan, make_layout, ring_attention
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout
 
@@ -58,7 +58,8 @@ def step(
     inputs = shard_inputs(layout, options.heads, options.head_dim, options.kv_heads)[:3]
     leaves = [x.requires_grad_() for x in inputs]
     before = bytes_sent(mesh)
-    attend = partial(ring_attention, *leaves, layout=layout, mesh=mesh, hop_timeout_s=600)
+    patient = PassOptions(hop_timeout_seconds=600)
+    attend = partial(ring_attention, *leaves, layout=layout, mesh=mesh, options=patient)
     with clock() as taken:
         outs = [attend(pattern=pattern) for pattern in layers]
         for out in reversed(outs):

@@ -30,7 +30,7 @@ from common import in_turns
 from torch import Tensor
 
 from benchmarks.measuring import ResultRow, RoundResults, shard_inputs, timed_pass
-from ds_ring import Causal, RingMesh, make_layout, ring_attention
+from ds_ring import Causal, PassOptions, RingMesh, make_layout, ring_attention
 from ds_ring.comm.exchange import Exchange, Route
 from ds_ring.comm.in_flight import Pending
 from ds_ring.kernels.cpu.kernel import CpuKernel
@@ -93,8 +93,13 @@ def one_pass(mesh: RingMesh, tokens: int, way: str, options: argparse.Namespace)
     """Return the seconds of a pass on this rank."""
     layout = make_layout("zigzag", tokens=tokens, ring_size=mesh.ring_size)
     around, overlap = WAYS[way]
+    how = PassOptions(overlap=overlap, hop_timeout_seconds=300)
     attend = partial(
-        ring_attention, pattern=Causal(), layout=layout, mesh=mesh, overlap=overlap, hop_timeout_s=300
+        ring_attention,
+        pattern=Causal(),
+        layout=layout,
+        mesh=mesh,
+        options=how,
     )
     with around():
         return timed_pass(attend, shard_inputs(layout, options.heads, options.head_dim))

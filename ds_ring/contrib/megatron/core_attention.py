@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ds_ring.api import ring_attention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.contrib.ring_flash_attn import mesh_of as mesh_of_group
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
@@ -90,7 +91,7 @@ class RingCoreAttention(nn.Module):
             left = int(config.window_size[0])
             self._window = None if left < 0 else left + 1
         self._scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
-        self._kernel, self._hop_timeout_s = kernel, hop_timeout_s
+        self._kernel, self._options = kernel, PassOptions(hop_timeout_seconds=hop_timeout_s)
         self._packed: tuple[weakref.ref[Tensor], Tensor, tuple[Layout, Documents]] | None = None
         heads = max(1, config.num_attention_heads // pg_collection.tp.size())
         self.softmax_offset = _sinks(config, heads)
@@ -132,7 +133,7 @@ class RingCoreAttention(nn.Module):
         out_BHSD = ring_attention(
             *(x.permute(1, 2, 0, 3) for x in (q, k, v)), pattern=pattern, layout=layout, mesh=self.mesh,
             scale=self._scale, sinks=self.softmax_offset, kernel=self._kernel,
-            hop_timeout_s=self._hop_timeout_s,
+            options=self._options,
         )  # fmt: skip
         out = out_BHSD.permute(2, 0, 1, 3).flatten(2)
         return out.squeeze(1) if packed else out

@@ -255,7 +255,7 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
                 "options: config: expected a RingConfig, and beside it only mesh, layout and pattern, got"
                 f" {type(config).__name__} and {', '.join(given) or 'nothing'}"
             )
-        options = Options.from_config(config)
+        options = Options.of(config)
         given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
     missing = [key for key in ("pattern", "layout") if given.get(key) is None]
     if missing:

@@ -123,11 +123,12 @@ class BatchSharding:
         scale: float | None = None,
         pattern: Pattern | None = None,
         score_mod: ScoreFunction | None = None,
+        make: type[RingAttention] | None = None,
     ) -> RowsAttention:
         """Return the attention of this batch, documents included.
 
         `scale` and `score_mod` are those of `ring_attention`, `pattern` the layer's (`pattern_of`) or the
-        JSON's.
+        JSON's; `make` is the module that attends, None for `RingAttention`.
         """
         asked = self.patterns.pattern if pattern is None else pattern
         if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
@@ -135,14 +136,14 @@ class BatchSharding:
                 "a layer of the model: expected scores that do not depend on distances beside a tree of"
                 " rollouts, got ALiBi; hand the rollouts over as rows of their own"
             )
-        key = (scale, asked, asked.mask_ids, score_mod)
+        key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
             patterns = [asked & group.pattern for group in self.groups] or [asked]
-            make: Callable[..., RingAttention] = RingAttention
+            module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
-                make = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
+                module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
             given = {"mesh": self.mesh, "layout": self.layout, "scale": scale, "score_mod": score_mod}
-            parts = [make(self.config, pattern=one, **given) for one in patterns]
+            parts = [module(self.config, pattern=one, **given) for one in patterns]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         found: RowsAttention = self._kept[key]
         return found
@@ -167,16 +168,13 @@ class RowsAttention:
 
     def __call__(
         self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSE: Tensor, sinks: Tensor | None = None,
-        up_projection: Tensor | None = None, return_lse: bool = False,
+        return_lse: bool = False, **more: Any,
     ) -> Any:  # fmt: skip
-        """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of `ring_attention`.
+        """Return [B, H, S, E] of the queries; rows stay where they are. Arguments as of the module's call.
 
         With `return_lse` the lse [B, H, S] as well.
         """
-        more: dict[str, Any] = {"sinks": sinks}
-        if up_projection is not None:
-            more["up_projection"] = up_projection
-        more |= {"return_lse": True} if return_lse else {}
+        more |= {"sinks": sinks} | ({"return_lse": True} if return_lse else {})
         if len(self._parts) == 1:
             return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
         if q_BHSD.shape[0] != len(self._back):

@@ -172,7 +172,7 @@ def measure_times(
 
     Returns the same on every rank, to the bit.
     """
-    options = Options.from_config(config)
+    options = Options.of(config)
     more: dict[str, Any] = {"dtype": dtype, "device": device}
     heads = 1 if device.type == "cpu" else sizes.heads  # one head would not fill a GPU
     context = context_for(Causal(), "contiguous", RingMesh.single(), options)

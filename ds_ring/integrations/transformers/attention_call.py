@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_ring.api import RingAttention
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.transformers import checks
@@ -83,10 +84,10 @@ class AttentionCall:
             expected = f"expected as many local tokens as queries, {queries}, got {keys}"
             raise RingShapeError(f"keys: {expected}; pass use_cache=False, and leave cross attention out")
 
-    def attention(self) -> RowsAttention:
+    def attention(self, make: type[RingAttention] | None = None) -> RowsAttention:
         """Return the ring's softmax attention of the layer, with its scale, pattern and soft cap."""
         changed = self.score_mod if self.softcap is None else Softcap(float(self.softcap))
-        return self.sharding.attention(self.scale, self.pattern, changed)
+        return self.sharding.attention(self.scale, self.pattern, changed, make)
 
     def softmax(self) -> Tensor:
         """Return softmax attention [B, H, S, E] over the keys of all ranks."""

@@ -68,7 +68,9 @@ class CachedSharding(BatchSharding):
         scale: float | None = None,
         pattern: Pattern | None = None,
         score_mod: ScoreFunction | None = None,
+        make: type[RingAttention] | None = None,
     ) -> RowsAttention:
+        assert make is None, "queries that every rank has"
         asked = self.patterns.pattern if pattern is None else pattern
         parts: list[RingAttention] = []
         for one in [asked & group.pattern for group in self.groups] or [asked]:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from ds_ring.api import RingAttention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
@@ -28,8 +29,8 @@ from ds_ring.schedule.layout import Layout
 @never_traced
 def cross_attention(
     q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern, layout: Layout, key_layout: Layout,
-    mesh: RingMesh, scale: float | None = None, kernel: str = "auto",
-    sinks: Tensor | None = None, score_mod: ScoreFunction | None = None, return_lse: bool = False,
+    mesh: RingMesh, scale: float | None = None, sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None, return_lse: bool = False, options: PassOptions | None = None,
 ) -> Any:  # fmt: skip
     """Compute attention from a sharded sequence to another one, which is sharded, too. Differentiable.
 
@@ -40,7 +41,7 @@ def cross_attention(
         layout: of the queries.
         key_layout: of the keys.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
-        scale, kernel, sinks, score_mod, return_lse: see `ring_attention`.
+        scale, sinks, score_mod, return_lse, options: see `ring_attention`.
 
     Returns:
         out [B, H, S, E]; with `return_lse` (out, lse).
@@ -50,8 +51,8 @@ def cross_attention(
         RingError: as in `ring_attention`.
     """
     pair, between = _pair_of(pattern, layout, key_layout, mesh)
-    context = context_of_call(between, pair, mesh, (scale, kernel), score_mod)
-    return _attend_between(pair, q, k, v, context, sinks, return_lse, None)
+    context = context_of_call(between, pair, mesh, (scale, "auto", options), score_mod)
+    return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
 
 class CrossAttention(RingAttention):
@@ -79,9 +80,9 @@ class CrossAttention(RingAttention):
     @never_traced
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, return_lse: bool,
-        refusal: Refusal | None, up: Tensor | None,
+        refusal: Refusal | None,
     ) -> Any:  # fmt: skip
-        return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse, up)
+        return _attend_between(self._pair, q, k, v, self._context_now(), sinks, return_lse)
 
 
 def _pair_of(
@@ -104,12 +105,12 @@ def _pair_of(
 
 def _attend_between(
     pair: PairLayout, q: Tensor, k: Tensor, v: Tensor, context: RingContext, sinks: Tensor | None,
-    return_lse: bool, up: Tensor | None,
+    return_lse: bool,
 ) -> Any:  # fmt: skip
     """Attend from q to k and v of another sequence, in a pass of both as one."""
     queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
         # nobody reads what stands in the other sequence's slots
         q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
-    out = attend(q, k, v, context, sinks, return_lse, up)
+    out = attend(q, k, v, context, sinks, return_lse)
     return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import copy
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ds_ring.errors import RingPatternError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.kernels.interface import (
     ALL_HEADS,
     HeadsOfPass,
@@ -31,8 +32,11 @@ from ds_ring.kernels.interface import (
 )
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.passes import ExtraOperand
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.lowering import head_chunks
+from ds_ring.schedule.plan import Plan
 
 NO_ROWS = Rows(0, 1, 0)
 
@@ -48,6 +52,90 @@ def check_same_for_heads(bound: Pattern, pattern: Pattern) -> None:
             f"up_projection: expected a pattern that is the same for all heads, got {pattern}; pass expanded"
             ' k and v ("latents": false in the JSON), or head_offsets "zero" of a dilated pattern'
         )
+
+
+def latent_value_dim(q: Tensor, rope: Tensor, up: Tensor, query_heads: int) -> int:
+    """Return E of an up-projection [H * (N + E), L], given all H query heads."""
+    return up.shape[0] // query_heads - (q.shape[-1] - rope.shape[-1])
+
+
+def check_latent(context: RingContext, latent: Tensor, parts: int) -> None:
+    """Raise RingError for what is no latent of one head (one a part), or a transport that takes none."""
+    if latent.shape[1] != parts:
+        raise RingShapeError(
+            f"latent: expected [batch, 1, tokens, L], got shape {tuple(latent.shape)}; pass what the layer's"
+            " up-projection takes, with unsqueeze(1)"
+        )
+    why = context.options.row.no_hop_sums
+    if why is not None:
+        raise RingConfigError(
+            f'latents: expected transport "ring", got "{context.options.transport}", which {why}; change the'
+            " transport, or expand k and v"
+        )
+
+
+def check_up_projection(up: Tensor, q: Tensor, latent: Tensor, rope: Tensor, query_heads: int) -> None:
+    """Raise RingShapeError for an up-projection that does not make keys and values of latents.
+
+    Args:
+        up: [H * (N + E), L].
+        q, latent, rope: [B, H, S, N + R], [B, 1, S, L] and [B, 1, S, R], checked as tensors before.
+        query_heads: H, those of all Ulysses ranks.
+    """
+    if up.dtype != q.dtype or up.device != q.device:
+        raise RingShapeError(
+            f"up_projection: expected q's dtype and device, got {up.dtype} on {up.device}, and q is {q.dtype}"
+            f" on {q.device}; cast or move it"
+        )
+    nope = q.shape[3] - rope.shape[3]
+    if nope < 0:
+        raise RingShapeError(
+            f"rope: expected at most q's head_dim {q.shape[3]}, got {rope.shape[3]}; q ends with its own"
+            " rotary part"
+        )
+    fits = up.dim() == 2 and up.shape[1] == latent.shape[3]
+    if not fits or up.shape[0] % query_heads or up.shape[0] // query_heads <= nope:
+        raise RingShapeError(
+            f"up_projection: expected shape (H * (N + E), L) with H = {query_heads} query heads, N = {nope}"
+            f" (head_dim {q.shape[3]} of q less {rope.shape[3]} of the rotary key), E of at least 1 and L ="
+            f" {latent.shape[3]} of the latent, got {tuple(up.shape)}; pass kv_b_proj.weight, in which"
+            " the N rows of a head for keys stand before its E rows for values"
+        )
+
+
+class UpProjection(ExtraOperand):
+    """The up-projection of all heads, [H * (N + E), L], as an operand of a pass over latents."""
+
+    name: ClassVar[str] = "up_projection"
+    expands_keys: ClassVar[bool] = True
+
+    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+        check_latent(context, k, parts)
+        check_up_projection(self.tensor, q, k, v, q.shape[1] * context.mesh.ulysses_size // parts)
+
+    def fields(self, k: Tensor) -> dict[str, object]:
+        return {"head_dim of k": k.shape[-1], self.name: tuple(self.tensor.shape)}
+
+    def around(self, kernel: Kernel, context: RingContext, plan: Plan, q: Tensor, v: Tensor) -> Kernel:
+        check_same_for_heads(plan.classes[0].pattern, context.pattern)
+        value_dim = latent_value_dim(q, v, self.tensor, q.shape[1] * context.mesh.ulysses_size)
+        chunk_bytes = context.options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
+        return LatentKernel(kernel, value_dim, chunk_bytes)
+
+    def bound(self, kernel: Kernel, context: RingContext, q: Tensor, backward: bool) -> LatentKernel:
+        assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
+        by_head = self.tensor.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
+        self._heads = context.heads_here(q)
+        self._kernel = kernel.of(by_head[self._heads], backward)
+        return self._kernel
+
+    def gradient(self) -> Tensor:
+        """Return the gradient after a backward pass; 0 for the heads of other Ulysses ranks."""
+        of_heads = self._kernel.gradient
+        assert of_heads is not None, "a forward pass"
+        found = torch.zeros(self.tensor.shape, dtype=self.tensor.dtype, device=self.tensor.device)
+        found.unflatten(0, (-1, of_heads.shape[1]))[self._heads].copy_(of_heads)
+        return found
 
 
 class LatentKernel:

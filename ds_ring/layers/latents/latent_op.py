@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.ops.context import context_of, latent_value_dim
+from ds_ring.layers.latents.kernel import UpProjection, latent_value_dim
+from ds_ring.ops.context import context_of
 from ds_ring.ops.handles import operator
-from ds_ring.ops.ring_op import (
-    fake_results,
-    refuse_second_derivative,
-    run_backward,
-    run_forward,
-    save,
-    sinks_gradient,
-)
+from ds_ring.ops.ring_op import fake_results, refuse_second_derivative, run_backward, run_forward, save
+from ds_ring.ops.sinks import sinks_gradient
 
 
 @operator("ds_ring::latent_attention")
@@ -31,7 +26,7 @@ def latent_attention_op(
     q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of q [B, H, S, N + R] over latents; `up` is that of all heads, [H * (N + E), L]."""
-    return run_forward(context_of(handle), q, latent, rope, sinks, up)
+    return run_forward(context_of(handle), q, latent, rope, sinks, [UpProjection(up)])
 
 
 @latent_attention_op.register_fake
@@ -48,9 +43,9 @@ def latent_attention_backward_op(
     handle: int, grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, latent, rope and up."""
-    context = context_of(handle)
-    dq, d_latent, d_rope, d_up = run_backward(context, grad_out, q, latent, rope, out, lse, grad_lse, up)
-    return dq, d_latent, d_rope, d_up
+    context, of_up = context_of(handle), UpProjection(up)
+    grads = run_backward(context, grad_out, q, latent, rope, out, lse, grad_lse, [of_up])
+    return *grads, of_up.gradient()
 
 
 latent_attention_backward_op.register_fake(
@@ -60,7 +55,7 @@ latent_attention_backward_op.register_fake(
 
 def _setup_latents(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, latent, rope, up, handle, sinks = inputs
-    save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, up=up)
+    save(ctx, context_of(handle), (q, latent, rope, handle, sinks), output, eager=False, more=(up,))
 
 
 def _backward_latents(

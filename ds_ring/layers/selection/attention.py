@@ -13,10 +13,11 @@ from ds_ring.errors import RingShapeError
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.masks.catalog import Full
-from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_sinks, check_tensors
+from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
 from ds_ring.ops.context import RingContext, context_of, count_forward_pass
 from ds_ring.ops.handles import never_traced, operator
-from ds_ring.ops.ring_op import register, sinks_gradient
+from ds_ring.ops.ring_op import register
+from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
 from ds_ring.schedule.layout import Layout
 
 
@@ -139,7 +140,7 @@ def selected_attention_op(
     with context.call("attention over chosen keys forward", q) as call:
         _agree(call, context, q, k, v, chosen, sinks, block)
         count_forward_pass()
-        return SelectedPass(context, q, k, v, chosen, block).forward(sinks)
+        return add_sinks(*SelectedPass(context, q, k, v, chosen, block).forward(), sinks)
 
 
 @operator("ds_ring::selected_attention_backward")

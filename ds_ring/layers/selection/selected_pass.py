@@ -179,9 +179,9 @@ class SelectedPass:
         scores = (q_of_group @ k.mT * self.scale).view(len(q), -1, k.shape[1])
         return q_of_group, k, v, scores.masked_fill_(~block.visible, float("-inf"))
 
-    def forward(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self) -> tuple[Tensor, Tensor]:
         """Return (out, lse)."""
-        out, lse = empty_results(self.q, self.v.shape[-1], self.dtype, sinks)
+        out, lse = empty_results(self.q, self.v.shape[-1], self.dtype)
 
         def compute(rows: HopRows) -> Sequence[Tensor]:
             for block in self.blocks(rows):

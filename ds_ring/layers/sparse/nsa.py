@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_ring.api import ring_attention
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import in_blocks
@@ -111,7 +112,8 @@ def nsa_attention(
         blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)
     q, gates = (without_padding(x, layout, mesh) for x in (q, gates))
     three_k, three_v = ([without_padding(x, layout, mesh) for x in three] for three in (three_k, three_v))
-    place: dict[str, Any] = {"mesh": mesh, "scale": scale, "hop_timeout_s": hop_timeout_s}
+    options = PassOptions(hop_timeout_seconds=hop_timeout_s)
+    place: dict[str, Any] = {"mesh": mesh, "scale": scale, "options": options}
     context = scan_context(entries, mesh, None, hop_timeout_s)
 
     # Windows of compressed_size tokens: those of their own stride, and the next ones.

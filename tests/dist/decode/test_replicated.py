@@ -1,4 +1,4 @@
-"""`queries="replicated"` against dense float64 attention: outputs, gradients, bytes, agreement."""
+"""`decode_attention` against dense float64 attention: outputs, gradients, bytes, agreement."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
+from tests import calls
 from tests.cases import PATTERNS
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -83,9 +83,9 @@ def attend(mesh: RingMesh, layout_name: str, case: Case, dtype: torch.dtype, **o
     k, v = (shard_sequence(x, layout, mesh=mesh, dim=2, pad_value=float("nan")) for x in (k, v))
     for x in (q, k, v):
         x.requires_grad_()
-    out = ring_attention(
+    out = calls.attend(
         q, k, v, pattern=case.pattern, layout=layout, mesh=mesh, queries="replicated",
-        q_positions=case.positions, **options,
+        positions=case.positions, **options,
     )  # fmt: skip
     out.backward(grad)
     assert out.dtype == dtype and q.grad is not None and k.grad is not None and v.grad is not None
@@ -197,7 +197,7 @@ def count_bytes(rank: int, world_size: int, queries: int, keys: int) -> tuple[in
     layout = make_layout("zigzag", tokens=keys, ring_size=world_size)
     q, k, v, grad = case.tensors()
     k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in (k, v))
-    out = ring_attention(
+    out = calls.attend(
         q.requires_grad_(), k, v, pattern=case.pattern, layout=layout, mesh=mesh, queries="replicated"
     )
     exchange = context_for(case.pattern, layout, mesh, Options()).exchange
@@ -233,9 +233,7 @@ def parameters(rank: int, world_size: int) -> list[float]:
     (torch.softmax((x @ dense_q) @ keys.mT / 8**0.5, -1) @ keys).square().sum().backward()
     w_q.requires_grad_(), w_k.requires_grad_()
     local = shard_sequence(y, layout, mesh=mesh, dim=2) @ w_k
-    out = ring_attention(
-        x @ w_q, local, local, pattern=Full(), layout=layout, mesh=mesh, queries="replicated"
-    )
+    out = calls.attend(x @ w_q, local, local, pattern=Full(), layout=layout, mesh=mesh, queries="replicated")
     out.square().sum().backward()
     assert w_q.grad is not None and w_k.grad is not None and dense_q.grad is not None
     summed_q, summed_k = w_q.grad.clone(), w_k.grad.clone()
@@ -265,9 +263,9 @@ def sees_nothing(rank: int, world_size: int) -> bool:
         case = Case(pattern, 4, 64, (4, 5, 50, 51), query_heads=2)
         q, k, v, grad = case.tensors()
         k, v = (shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in (k, v))
-        out = ring_attention(
+        out = calls.attend(
             q.requires_grad_(), k, v, pattern=pattern, layout=layout, mesh=mesh, queries="replicated",
-            q_positions=case.positions,
+            positions=case.positions,
         )  # fmt: skip
         out.backward(grad)
         for x in (out.detach(), q.grad):
@@ -295,7 +293,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
         return aot_eager(graph, inputs)
 
     def step(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
-        out = ring_attention(
+        out = calls.attend(
             2 * q,
             k,
             v,
@@ -303,7 +301,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
             layout=layout,
             mesh=mesh,
             queries="replicated",
-            q_positions=positions,
+            positions=positions,
         )
         return out + 1
 
@@ -339,7 +337,7 @@ def call(case: Case, mesh: RingMesh, **changes: Any) -> Tensor:
     k, v = (shard_sequence(x, layout, ring_rank=mesh.ring_rank, dim=2) for x in (k, v))
     given = {"q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout, "queries": "replicated"}
     given |= {"mesh": mesh} | changes
-    return ring_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    return calls.attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
 def words_of(value: object) -> str:
@@ -350,16 +348,15 @@ def words_of(value: object) -> str:
 
 
 WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
-    ({"queries": "foo"}, RingConfigError, "expected one of sharded, replicated, got 'foo'"),
-    ({"queries": "sharded", "q_positions": [1, 2, 3]}, RingConfigError, "leave it out"),
-    ({"transport": "all_gather"}, RingConfigError, "got 'all_gather', which cannot be honoured"),
-    ({"q_positions": [1, 2]}, RingShapeError, "expected 3 positions.*got 2"),
-    ({"q_positions": [1, 2, 40]}, RingShapeError, "positions 0 to 39.*got 40"),
-    ({"q_positions": [1, -1, 2]}, RingShapeError, "positions 0 to 39.*got -1"),
-    ({"q_positions": [[1, 2, 3]]}, RingShapeError, r"1-D list of integers, got int64 of shape \(1, 3\)"),
-    ({"q_positions": [0.5, 1.0, 2.0]}, RingShapeError, "1-D list of integers, got float"),
-    ({"q_positions": torch.ones(3, dtype=torch.bfloat16)}, RingShapeError, "1-D list of integers"),
-    ({"q_positions": ["a", "b", "c"]}, RingShapeError, "1-D list of integers"),
+    ({"transport": "all_gather"}, RingConfigError, 'transport "ring", got "all_gather"; leave it out'),
+    ({"gradient_payload": "bfloat16"}, RingConfigError, 'gradient_payload "float32", got "bfloat16"'),
+    ({"positions": [1, 2]}, RingShapeError, "expected 3 positions.*got 2"),
+    ({"positions": [1, 2, 40]}, RingShapeError, "positions 0 to 39.*got 40"),
+    ({"positions": [1, -1, 2]}, RingShapeError, "positions 0 to 39.*got -1"),
+    ({"positions": [[1, 2, 3]]}, RingShapeError, r"1-D list of integers, got int64 of shape \(1, 3\)"),
+    ({"positions": [0.5, 1.0, 2.0]}, RingShapeError, "1-D list of integers, got float"),
+    ({"positions": torch.ones(3, dtype=torch.bfloat16)}, RingShapeError, "1-D list of integers"),
+    ({"positions": ["a", "b", "c"]}, RingShapeError, "1-D list of integers"),
     ({"q": torch.randn(1, 4, 41, 32)}, RingShapeError, "41 replicated queries.*last of 40 positions"),
     ({"q": torch.randn(1, 4, 3, 16)}, RingShapeError, "head_dim"),
     ({"q": torch.randn(1, 4, 0, 32)}, RingShapeError, "empty"),
@@ -369,7 +366,7 @@ WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
         RingShapeError,
         "40 slots.*got k with 7",
     ),
-    ({"q_positions": None, "queries": "sharded"}, RingShapeError, 'take queries="replicated"'),
+    ({"queries": "sharded"}, RingShapeError, "decode_attention takes queries that every rank has"),
 ]
 
 
@@ -382,9 +379,9 @@ def test_wrong_arguments(changes: dict[str, Any], error: type[RingError], messag
 DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.randn(1, 4, 5, 32)}, "local tokens: ring rank 0 has 3, ring rank 1 has 5"),
     ({"q": torch.randn(1, 2, 3, 32)}, "query heads: ring rank 0 has 4, ring rank 1 has 2"),
-    ({"q_positions": [1, 2, 3]}, "positions of the queries: ring rank . has checksum"),
+    ({"positions": [1, 2, 3]}, "positions of the queries: ring rank . has checksum"),
     ({"scale": 2.0}, "scale: ring rank 0 has None, ring rank 1 has 2.0"),
-    ({"q_positions": [1, 2, 99]}, "refused its own input"),
+    ({"positions": [1, 2, 99]}, "refused its own input"),
 ]
 
 
@@ -392,7 +389,7 @@ def one_differs(rank: int, world_size: int, changes: dict[str, Any], message: st
     """Rank 1 calls differently: every rank raises, at once, and the next call works."""
     mesh = RingMesh.from_world(world_size)
     case = Case(Causal(), 3, 40)
-    own = rank == 1 and changes.get("q_positions") == [1, 2, 99]
+    own = rank == 1 and changes.get("positions") == [1, 2, 99]
     wanted, text = (RingShapeError, "positions 0 to 39") if own else (RingMismatchError, message)
     with pytest.raises(wanted, match=text):
         call(case, mesh, **(changes if rank == 1 else {}))

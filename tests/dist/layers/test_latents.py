@@ -26,7 +26,6 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
 from ds_ring.layers.latents.kernel import LatentKernel
@@ -36,6 +35,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from tests import calls
 from tests.dist.deepspeed_ranks import (
     Size,
     build_batch,
@@ -132,7 +132,7 @@ def on_a_ring(
             context = context_for(pattern, layout, mesh, Options(chunk_bytes=chunk_bytes))
             return latent_attention_op(q, latent, rope, up, context.handle)[0]
         named = {"pattern": pattern, "layout": layout, "mesh": mesh, "up_projection": up}
-        out: Tensor = ring_attention(q, latent, rope, **named, **options)
+        out: Tensor = calls.attend(q, latent, rope, **named, **options)
         return out
 
     run: Any = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
@@ -207,7 +207,7 @@ def beside(rank: int, world_size: int) -> dict[str, float]:
             few = Options(chunk_bytes=1, score_mod=ScoreMod(options["score_mod"]))
             handle = context_for(Causal(), layout, mesh, few).handle
             return latent_attention_op(q, k, v, up, handle, sinks)
-        found: tuple[Tensor, Tensor] = ring_attention(q, k, v, **named, **options)
+        found: tuple[Tensor, Tensor] = calls.attend(q, k, v, **named, **options)
         return found
 
     def results(latents: bool, again: bool, **options: Any) -> list[Tensor]:

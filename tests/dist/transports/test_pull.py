@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ds_ring import Causal, RingError, RingMesh, make_layout, ring_attention, shard_sequence
+from ds_ring import Causal, RingError, RingMesh, make_layout, shard_sequence
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
@@ -23,6 +23,7 @@ from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull import signals as pull
 from ds_ring.transports.pull.shared_memory import READY, HostShared
 from ds_ring.transports.pull.signals import SharedBuffersByDevice
+from tests import calls
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool, run_ranks_collect
 
@@ -92,7 +93,7 @@ def of_two_rings(rank: int, world_size: int) -> bool:
     layout = make_layout("zigzag", tokens=96, ring_size=2, pattern=pattern, multiple_of=2)
     q, k, v, _ = (x[:, :, rank * 24 : rank * 24 + 24].contiguous() for x in tensors(shape, torch.float32))
     given: dict[str, Any] = {"pattern": pattern, "layout": layout, "mesh": mesh}
-    outs = [ring_attention(q, k, v, transport=transport, **given) for transport in ("ring", "pull")]
+    outs = [calls.attend(q, k, v, transport=transport, **given) for transport in ("ring", "pull")]
     return torch.equal(*outs)
 
 
@@ -120,8 +121,8 @@ def small(mesh: RingMesh, transport: str = "pull", passes: int = 1) -> torch.Ten
     """The output of a small pass, after its backward pass."""
     q, k, v = (x[:, :, :16].clone().requires_grad_() for x in tensors(Shape(tokens=16), torch.float32)[:3])
     for _ in range(passes):
-        out = ring_attention(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, transport=transport,
-                             hop_timeout_s=TIMEOUT_S)  # fmt: skip
+        out = calls.attend(q, k, v, pattern=Causal(), layout="zigzag", mesh=mesh, transport=transport,
+                             hop_timeout_seconds=TIMEOUT_S)  # fmt: skip
         out.sum().backward()
     return out.detach()
 

@@ -25,7 +25,6 @@ from ds_ring import (
     SlidingWindow,
     gather_sequence,
     make_layout,
-    ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
@@ -34,6 +33,7 @@ from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
 from ds_ring.transports.reproducible import TreeSum
+from tests import calls
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
 
@@ -136,7 +136,7 @@ def refused(rank: int, world_size: int, what: str) -> None:
     k, v = (x[:, :1], x[:, :1]) if what == "latents" else (x, x)
     if what == "layout":
         layout = make_layout("zigzag", tokens=200, ring_size=2)
-    ring_attention(
+    calls.attend(
         x, k, v, pattern=Causal(), layout=layout, mesh=mesh, transport="reproducible", up_projection=up,
         gradient_payload="bfloat16" if what == "payload" else "float32",
     )  # fmt: skip
@@ -147,7 +147,7 @@ def refused(rank: int, world_size: int, what: str) -> None:
     [
         ("layout", RingLayoutError, "expected runs that begin at multiples of 128 tokens"),
         ("striped", RingLayoutError, "expected shards of consecutive positions"),
-        ("latents", RingConfigError, "up_projection: expected none"),
+        ("latents", RingConfigError, "latents: expected transport"),
         ("payload", RingConfigError, "gradient_payload: expected"),
     ],
 )

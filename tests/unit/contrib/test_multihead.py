@@ -179,7 +179,7 @@ X = random(2, T, E)[0]
         ({"is_causal": False}, RingPatternError, "expected None or True, .*got False"),
         ({"query": X[0]}, RingShapeError, r"query: expected \[batch, tokens, embed_dim\] .*\(24, 16\)"),
         ({"value": X[..., :8]}, RingShapeError, "value: expected .*embed_dim 16"),
-        ({"query": X[:, :5]}, RingShapeError, 'key: expected the query.s shape.*queries="replicated"'),
+        ({"query": X[:, :5]}, RingShapeError, "key: expected the query.s shape.*decode_attention"),
         ({"query": X.float()}, RingShapeError, "query: expected the parameters' dtype torch.float64"),
         ({"key": X.to("meta")}, RingShapeError, "key: .*meta"),
         ({"key": None}, RingShapeError, "key: expected a tensor, got NoneType"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ds_ring import Causal, RingConfigError, RingMesh, make_layout, ring_attention
+from ds_ring import Causal, RingConfigError, RingMesh, make_layout
+from tests import calls
 
 MESH, TOKENS = RingMesh.single(), 9
 LAYOUT = make_layout("contiguous", tokens=TOKENS, ring_size=1)
@@ -23,7 +24,7 @@ def operands() -> list[Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **rest: object) -> Tensor:
-    return ring_attention(q, k, v, pattern=Causal(), layout=LAYOUT, mesh=MESH, **rest)  # type: ignore[arg-type]
+    return calls.attend(q, k, v, pattern=Causal(), layout=LAYOUT, mesh=MESH, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])

@@ -29,6 +29,7 @@ from ds_ring.masks.mask_mod import ScoreMod, Softcap, trace_mask
 from ds_ring.masks.traced import CapturedValues
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
+from tests import calls
 from tests.reference import relative_error
 
 TOKENS = 32
@@ -176,7 +177,7 @@ def inputs() -> list[Tensor]:
 
 
 def attended(**options: Any) -> Tensor:
-    out: Tensor = ring_attention(*inputs(), layout=LAYOUT, mesh=RingMesh.single(), **options)
+    out: Tensor = calls.attend(*inputs(), layout=LAYOUT, mesh=RingMesh.single(), **options)
     return out
 
 
@@ -273,9 +274,7 @@ def test_the_backward_pass_has_the_values_of_the_forward_pass() -> None:
         for width in (9, 5):
             ids.copy_(torch.arange(TOKENS) // width)
             given = [x.requires_grad_() for x in inputs()]
-            outs.append(
-                ring_attention(*given, pattern=MaskMod(documents), layout=LAYOUT, mesh=mesh, **options)
-            )
+            outs.append(calls.attend(*given, pattern=MaskMod(documents), layout=LAYOUT, mesh=mesh, **options))
             leaves.append(given)
             q, k, v = inputs()
             q.requires_grad_()

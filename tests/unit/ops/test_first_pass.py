@@ -110,7 +110,7 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
         mock.patch.object(options_module, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
-        mock.patch.object(RingContext, "_kernel", kernel_of),
+        mock.patch.object(RingContext, "kernel_for", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)
         if backward:

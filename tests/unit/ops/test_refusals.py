@@ -25,6 +25,7 @@ from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan
+from tests import calls
 
 TOKENS = 32
 LAYOUT = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
@@ -38,7 +39,7 @@ def place() -> dict[str, Any]:
 
 def attend(**more: Any) -> Any:
     q, k, v = (more.pop(name, K) for name in "qkv")
-    return ds_ring.ring_attention(q, k, v, **{"pattern": Causal(), **place(), **more})
+    return calls.attend(q, k, v, **{"pattern": Causal(), **place(), **more})
 
 
 def latents_reproducible() -> Any:
@@ -78,8 +79,10 @@ def sparse() -> Tensor:
 
 def in_a_graph(**wrong: Any) -> Any:
     torch._dynamo.reset()
-    run = torch.compile(lambda q: attend(q=q, queries="replicated", **wrong), backend="eager")
-    return run(Q[:, :, :2])
+    run = torch.compile(
+        lambda q: ds_ring.ring_attention(q, K, K, pattern=Causal(), **place(), **wrong), backend="eager"
+    )
+    return run(Q)
 
 
 ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
@@ -102,15 +105,21 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "twice recomputed": (
         lambda: Options(recompute_attention=2.0), RingConfigError, "recompute_attention: .*between 0 and 1"
     ),
-    "latents, reproducible": (latents_reproducible, RingConfigError, 'none beside transport "reproducible"'),
+    "latents, reproducible": (latents_reproducible, RingConfigError, 'latents: .*got "reproducible"'),
     "keys that are no shard": (
         lambda: attend(k=K[:, :, 1:], v=K[:, :, 1:], queries="replicated"), RingShapeError, "k with 31 local"
     ),
     "a kernel that is none, in a graph": (
         lambda: in_a_graph(kernel="pigeon"), RingConfigError, 'kernel: expected one of .*got "pigeon"'
     ),
-    "a transport that is none, in a graph": (
-        lambda: in_a_graph(transport="pigeon"), RingConfigError, 'transport: expected one of .*got "pigeon"'
+    "a transport that is none": (
+        lambda: attend(transport="pigeon"), RingConfigError, 'transport: expected one of .*got "pigeon"'
+    ),
+    "options that are none": (
+        lambda: attend(options={"transport": "ring"}), RingConfigError, "options: expected PassOptions"
+    ),
+    "options that are none, in a graph": (
+        lambda: in_a_graph(options="ring"), RingConfigError, "options: expected PassOptions"
     ),
     "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "which has none there"),
     "scores by cpu": (

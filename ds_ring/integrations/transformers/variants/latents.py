@@ -3,7 +3,8 @@
 transformers' layers (DeepSeek V2 and V3, Kimi Linear, GLM-4 MoE Lite, LongCat and others) make keys and
 values by their method `expand_kv`, directly before they call the attention function. On a ring the method is
 replaced by a `Latents`, which hands both on as they are. Attention asks it for the layer's own up-projection,
-and `ring_attention` expands what arrives. So a layer's projections, norms and rotary embedding run unchanged.
+and `ds_ring.latent_attention` expands what arrives. So a layer's projections, norms and rotary embedding run
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import Variant
+from ds_ring.layers.latents.attention import LatentAttention as RingLatentAttention
 from ds_ring.layers.latents.kernel import check_same_for_heads
 
 if TYPE_CHECKING:
@@ -84,7 +86,8 @@ class LatentAttention(Variant):
             return call.softmax()
         weight = latents.kv_up_proj(call.k_BGSD)
         latent, rotary_key = call.k_BGSD.to(weight.dtype), call.v_BGSE.to(weight.dtype)
-        out: Tensor = call.attention()(call.q_BHSD, latent, rotary_key, call.sinks, weight)
+        attention = call.attention(RingLatentAttention)
+        out: Tensor = attention(call.q_BHSD, latent, rotary_key, call.sinks, up_projection=weight)
         return out
 
 

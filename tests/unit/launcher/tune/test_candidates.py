@@ -37,7 +37,7 @@ def test_every_candidate_is_a_section_that_means_it() -> None:
             assert (config.layout, config.overlap) == ("auto", True)  # as the section had it
             continue
         assert (config.layout, config.overlap) == (one.layout, one.overlap)
-        options = Options.from_config(config)
+        options = Options.of(config)
         of_a_head = head_bytes(asked, one.ring_size, one.ulysses_size, asked.tokens)
         heads = slice(0, asked.kv_heads // one.ulysses_size, 1)
         chunk_bytes = options.chunk_bytes_on("cpu", one.ring_size)

@@ -1,0 +1,113 @@
+"""Attend from few queries, which every rank has, to a long sharded K/V cache: `decode_attention`.
+
+K/V stay where they are: each rank attends from all queries to its own shard, and one all-reduce of (out, lse)
+gives every rank the same bits. The backward pass assumes that every rank computes the same loss from (out,
+lse), and differentiates this loss once, not P times. Each rank gets the whole dq, and dk and dv of its own
+shard. If parameter gradients are summed over the ring, the sum has P times the gradient of the parameters
+that q is computed from. Multiply dq by 1 / P in this case. Every rank has the whole gradient of sinks, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.comm.collective import collective
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.pass_options import PassOptions
+from ds_ring.decode.replicated_op import replicated_attention_op
+from ds_ring.errors import RingConfigError, shown
+from ds_ring.masks.catalog import Causal
+from ds_ring.masks.mask_mod import ScoreFunction
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import RingContext, context_of
+from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable, handle_of
+from ds_ring.ops.handles import constant_in_graphs
+from ds_ring.ops.refusal import Refusal, raise_in_trace, refusal_from, refused_results
+from ds_ring.schedule.layout import Layout
+
+_NAMES = ("q", "k", "v", "sinks")
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: Layout | str, mesh: RingMesh, pattern: Pattern | None = None,
+    positions: Sequence[int] | Tensor | None = None, scale: float | None = None,
+    sinks: Tensor | None = None, score_mod: ScoreFunction | None = None, return_lse: bool = False,
+    options: PassOptions | None = None,
+) -> Any:  # fmt: skip
+    """Compute exact attention of few queries, equal on all ranks, over sharded keys. Differentiable.
+
+    Args:
+        q: queries [B, H, Q, D], the same on all ranks.
+        k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G.
+        layout: of the keys.
+        mesh: this process's place in the grid of ranks, without Ulysses; every rank of the ring must call.
+        pattern: which query position attends to which key position; None is `Causal`.
+        positions: of the queries, [Q] integers, best on the CPU. None means the last Q positions of the
+            layout. If a cache is not full, pass the true positions. `Full` needs none: with it, Q may exceed
+            the length of the layout.
+        scale, sinks, score_mod, return_lse: see `ring_attention`.
+        options: see `ring_attention`. Nothing is sent hop by hop, so payload dtypes have their defaults.
+
+    Returns:
+        out [B, H, Q, E] in q's dtype, the same bits on all ranks; with `return_lse` (out, lse).
+
+    Raises:
+        RingConfigError: a mesh with Ulysses, or options that would have no effect.
+        RingError: as in `ring_attention`.
+    """
+    asked, settings = Causal() if pattern is None else pattern, (scale, "auto", options)
+    results: tuple[Tensor, Tensor]
+    if torch.compiler.is_compiling():
+        check_traced(mesh, return_lse, _NAMES, q, k, v, sinks)
+        handle = _checked(handle_of(asked, layout, mesh, settings, score_mod))
+        if isinstance(handle, tuple):
+            results = refused_results(q, v.shape[-1], handle, mesh)
+            return results if return_lse else results[0]
+    else:
+        context = context_of_call(asked, layout, mesh, settings, score_mod)
+        with collective(mesh, "attention"):
+            check_context(context)
+        check_eager(context, return_lse, _NAMES, q, k, v, sinks)
+        handle = context.handle
+    if positions is not None and not isinstance(positions, Tensor):
+        try:
+            positions = torch.as_tensor(positions)
+        except Exception:
+            got = shown(positions).removeprefix("list ")
+            why = f"positions: expected a 1-D list of integers, got {got}; pass a tensor"
+            raise_in_trace(mesh, "RingShapeError", why)
+    results = replicated_attention_op(q, k, v, positions, handle, sinks)
+    return results if return_lse else results[0]
+
+
+def check_context(context: RingContext) -> None:
+    """Raise RingConfigError for a mesh, or options, that have no effect where K/V do not move."""
+    mesh, options = context.mesh, context.options
+    if mesh.ulysses_size > 1:
+        raise RingConfigError(
+            f"decode_attention: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no K/V move, so"
+            " splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
+            f" {mesh.sequence_size} for this call"
+        )
+    fields, names = type(options).model_fields, ["gradient_payload", "kv_payload"]
+    for name in names if options.has_hops else ["transport"]:
+        value, usual = getattr(options, name), fields[name].default
+        if value != usual:
+            raise RingConfigError(
+                f'decode_attention sends no K/V: expected {name} "{usual}", got "{value}"; leave it out'
+            )
+
+
+def _checked(handle: int | Refusal) -> int | Refusal:
+    """Return the handle, or why the call is refused, in a function that torch.compile traces."""
+    found = differentiable(handle)
+    return found if isinstance(found, tuple) else _checked_handle(found)
+
+
+@constant_in_graphs
+def _checked_handle(handle: int) -> int | Refusal:
+    return refusal_from(check_context, context_of(handle)) or handle

@@ -1,0 +1,135 @@
+"""Attend over latents that travel around the ring in place of keys and values: `latent_attention`.
+
+Owns the calls. `kernel.py` expands the latents where they arrive, `latent_op.py` has the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_ring.api import RingAttention
+from ds_ring.comm.mesh import RingMesh
+from ds_ring.config.pass_options import PassOptions
+from ds_ring.layers.latents.kernel import check_latent, latent_value_dim
+from ds_ring.layers.latents.latent_op import latent_attention_op
+from ds_ring.masks.mask_mod import ScoreFunction
+from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable, handle_of
+from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.refusal import Refusal, refused_results
+from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
+from ds_ring.schedule.layout import Layout
+
+
+def latent_attention(
+    q: Tensor, latent: Tensor, rope: Tensor, up_projection: Tensor, *, pattern: Pattern,
+    layout: Layout | str, mesh: RingMesh, scale: float | None = None, sinks: Tensor | None = None,
+    score_mod: ScoreFunction | None = None, return_lse: bool = False, options: PassOptions | None = None,
+) -> Any:  # fmt: skip
+    """Compute multi-head latent attention over a sharded sequence, as of DeepSeek and Kimi. Differentiable.
+
+    Latents travel, and each rank expands those that arrive (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+
+    Args:
+        q: local queries [B, H, S, N + R], without and with rotary embedding.
+        latent: [B, 1, S, L], one head.
+        rope: the rotary key that all heads share, [B, 1, S, R].
+        up_projection: [H * (N + E), L]: for each head N numbers for the key, then E for the value, as
+            `kv_b_proj.weight` of DeepSeek's models. On each rank its gradient is that of the rank's queries
+            (with Ulysses also of its heads): sum it over the sequence's ranks.
+        pattern: the same for all heads.
+        layout, mesh, scale, sinks, score_mod, return_lse, options: see `ring_attention`.
+
+    Returns:
+        out [B, H, S, E]; with `return_lse` (out, lse).
+
+    Raises:
+        RingShapeError: tensors that do not fit each other.
+        RingConfigError: a transport that takes no latents.
+        RingPatternError: a pattern that differs between heads.
+        RingError: as in `ring_attention`.
+    """
+    settings = (scale, "auto", options)
+    if torch.compiler.is_compiling():
+        handle = handle_of(pattern, layout, mesh, settings, score_mod)
+        return attend_compiled(q, latent, rope, up_projection, handle, mesh, sinks, return_lse)
+    context = context_of_call(pattern, layout, mesh, settings, score_mod)
+    return attend(q, latent, rope, up_projection, context, sinks, return_lse)
+
+
+class LatentAttention(RingAttention):
+    """Compute what `latent_attention` does, as a module; arguments as of `RingAttention`."""
+
+    def forward(  # type: ignore[override]
+        self, query: Tensor, latent: Tensor, rope: Tensor, *, up_projection: Tensor,
+        sinks: Tensor | None = None, return_lse: bool = False,
+    ) -> Any:  # fmt: skip
+        """Attend over local shards; see `latent_attention`."""
+        given = query, latent, rope, up_projection
+        if torch.compiler.is_compiling():
+            return attend_compiled(*given, self._handle, self._mesh, sinks, return_lse)
+        return attend(*given, self._context_now(), sinks, return_lse)
+
+
+class _Latents(ExtraOperand):
+    """What travels, before Ulysses takes it apart: the up-projection is checked after that."""
+
+    name = "latents"
+    expands_keys = True
+
+    def __init__(self) -> None: ...
+
+    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+        check_latent(context, k, parts)
+
+
+def _check_latents(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
+    q, latent, rope = tensors
+    context.check(q, latent, rope, parts, [_Latents()])
+
+
+# Every rank needs the latents of all tokens of its shard: an all-to-all of copies.
+_ALL_TO_ALL = "Ulysses of q and latents"
+SWAPS[_ALL_TO_ALL] = Swap(HEADS, TOKENS, "Ulysses of dq, dk, dv", _check_latents)
+_NAMES = ("q", "latent", "rope", "up_projection", "sinks")
+
+
+def attend(
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, context: RingContext, sinks: Tensor | None,
+    return_lse: bool,
+) -> Any:  # fmt: skip
+    """Return out [B, H, S, E]; with `return_lse` (out, lse). Eager."""
+    check_eager(context, return_lse, _NAMES, q, latent, rope, up, sinks)
+    return _attend(q, latent, rope, up, context.handle, context.mesh, sinks, return_lse)
+
+
+def attend_compiled(
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int | Refusal, mesh: RingMesh,
+    sinks: Tensor | None, return_lse: bool,
+) -> Any:  # fmt: skip
+    """Do what `attend` does, in a function that torch.compile traces."""
+    check_traced(mesh, return_lse, _NAMES, q, latent, rope, up, sinks)
+    found = differentiable(handle)
+    if isinstance(found, tuple):
+        width = latent_value_dim(q, rope, up, q.shape[1] * mesh.ulysses_size)
+        out, lse = refused_results(q, width, found, mesh)
+        return (out, lse) if return_lse else out
+    return _attend(q, latent, rope, up, found, mesh, sinks, return_lse)
+
+
+def _attend(
+    q: Tensor, latent: Tensor, rope: Tensor, up: Tensor, handle: int, mesh: RingMesh, sinks: Tensor | None,
+    return_lse: bool,
+) -> Any:  # fmt: skip
+    def run(q: Tensor, latent: Tensor, rope: Tensor) -> Any:
+        return latent_attention_op(q, latent, rope, up, handle, sinks)
+
+    size = mesh.ulysses_size
+    if size > 1:  # what is no latent is refused by the all-to-all
+        latent, rope = (x.expand(-1, size, -1, -1) if x.shape[1:-2] == (1,) else x for x in (latent, rope))
+    return with_ulysses(run, q, latent, rope, handle, size, return_lse, _ALL_TO_ALL)
