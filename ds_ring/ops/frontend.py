@@ -179,13 +179,13 @@ def differentiable(handle: int | Refusal) -> int | Refusal:
 
 
 def check_operands(return_lse: object, names: tuple[str, ...], *operands: object) -> None:
-    """Refuse what the operator's body would not get to see; an operand that is None is left out.
+    """Refuse what the operator's body would not get to see; the sinks alone may be None.
 
     Raises:
         RingShapeError: names it.
     """
     for name, x in zip(names, operands, strict=True):
-        if x is not None:
+        if x is not None or name != "sinks":
             check_operand(name, x)
     if not isinstance(return_lse, bool):
         raise RingShapeError(f"return_lse: expected True or False, got {shown(return_lse)}; use a bool")
@@ -203,8 +203,8 @@ def check_eager(
 ) -> None:
     """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
     usual = return_lse is True or return_lse is False
-    for x in operands:
-        if x is not None:
+    for name, x in zip(names, operands, strict=True):
+        if x is not None or name != "sinks":
             usual = usual and type(x) is Tensor and x.layout is torch.strided
             usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body

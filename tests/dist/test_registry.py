@@ -101,14 +101,14 @@ def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
     options = Options(kernel=kernel, stage_bytes=most)
     context = context_for(pattern, layout, mesh, options)
     if case.kernel == "flex":  # by name it is for CUDA only
-        context._kernel = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
+        context.kernel_for = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
     if case.kernel == "flash" and pattern.masks:  # evaluated pair by pair: refused, on every rank
         with pytest.raises(RingConfigError, match='"kernel": "flex"'):
             torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
         return {}
     out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
     parts = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-    context.__dict__.pop("_kernel", None)  # contexts are shared by equal calls
+    context.__dict__.pop("kernel_for", None)  # contexts are shared by equal calls
     return {name: gather_sequence(x, layout, mesh=mesh, dim=2) for name, x in zip(NAMES, parts, strict=True)}
 
 

@@ -184,7 +184,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "grid": lambda: session.mesh.grid,
         "layout": lambda: (session.layout, session.batches.current.mesh.sequence_size),
         "output": lambda: session.gather(output).double().sum().item(),
-        "kernel": lambda: describe(context._kernel(output)),
+        "kernel": lambda: describe(context.kernel_for(output)),
         "batches": lambda: counters.batches,
         "bytes": lambda: counters.bytes_sent,
         "waits": lambda: waited[0],

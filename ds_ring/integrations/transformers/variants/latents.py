@@ -23,7 +23,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.variants.variant import Variant
-from ds_ring.layers.latents.attention import LatentAttention as RingLatentAttention
+from ds_ring.layers.latents.attention import LatentAttention
 from ds_ring.layers.latents.kernel import check_same_for_heads
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Latents:
         return of_units.t()
 
 
-class LatentAttention(Variant):
+class LatentLayers(Variant):
     """Layers that project latents to keys and values, where latents are sent."""
 
     def matches(self, module: nn.Module) -> bool:
@@ -86,7 +86,7 @@ class LatentAttention(Variant):
             return call.softmax()
         weight = latents.kv_up_proj(call.k_BGSD)
         latent, rotary_key = call.k_BGSD.to(weight.dtype), call.v_BGSE.to(weight.dtype)
-        attention = call.attention(RingLatentAttention)
+        attention = call.attention(LatentAttention)
         out: Tensor = attention(call.q_BHSD, latent, rotary_key, call.sinks, up_projection=weight)
         return out
 
@@ -102,7 +102,7 @@ def latent_layers(model: nn.Module, session: RingSession) -> dict[nn.Module, Lat
     if asked is False or (asked == "auto" and not pays(session.mesh, session.device)):
         return found
     refused = None
-    for layer in filter(LatentAttention().matches, model.modules()):
+    for layer in filter(LatentLayers().matches, model.modules()):
         why = why_not(layer, session)
         if why is None:
             found[layer] = Latents(layer)
