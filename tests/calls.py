@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ds_ring import PassOptions, decode_attention, latent_attention, ring_attention
 
-
 _OPTIONS = frozenset(PassOptions.model_fields)
 
 

@@ -85,6 +85,11 @@ CAPABILITIES = {
         ("dist/variants/test_indexed_blocks.py", "dist/layers/test_sparse.py"),
         words=r"(?i)\bmoba|\bnsa|layers\.sparse",
     ),
+    "latents": Capability(
+        ("layers.latents", "integrations.transformers.variants.latents"),
+        ("dist/layers/test_latents.py",),
+        words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents",
+    ),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),

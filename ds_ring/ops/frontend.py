@@ -204,7 +204,9 @@ def check_eager(
     """Do the checks of a compiled call, on all ranks; ordinary dense tensors pass at once."""
     usual = return_lse is True or return_lse is False
     for name, x in zip(names, operands, strict=True):
-        if x is not None or name != "sinks":
+        if x is None:
+            usual = usual and name == "sinks"
+        else:
             usual = usual and type(x) is Tensor and x.layout is torch.strided
             usual = usual and not (x.is_meta or x.is_nested or x.is_quantized)
     # functorch would raise before the operator's body
