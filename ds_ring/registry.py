@@ -173,10 +173,10 @@ GRADIENT_PAYLOADS = {
 
 
 # What keeps tensors of a pass for its gradient (`ops/saved_tensors.py`): (out, lse) of checkpointed regions,
-# and q, k, v, out, lse on the host.
+# and q, k, v, out, lse on the host, by its key of the JSON.
 SAVED_TENSORS = {
     "results": "ds_ring.memory.saved_results.KeepResults",
-    "host": "ds_ring.memory.head_stream.OnHost",
+    "offload_attention": "ds_ring.memory.host.head_stream.OnHost",
 }
 
 
@@ -206,6 +206,30 @@ PASSES = {
         no_hops="has no hops",
         no_offload="takes all of them at once",
     ),
+}
+
+
+# What capabilities add to an engine (`integrations/deepspeed/engine_part.py`), from the inside out.
+ENGINE_PARTS = {
+    "compile": "ds_ring.integrations.compile.engine.CompiledEngine",
+    "monitor": "ds_ring.integrations.metrics.step_metrics.Monitor",
+    "rank_speeds": "ds_ring.integrations.metrics.rank_speeds.RankSpeeds",
+    "run_report": "ds_ring.integrations.metrics.run_report.RunReport",
+    "checkpoint": "ds_ring.integrations.checkpoint.engine.SealedCheckpoints",
+}
+
+# What capabilities add to a transformers model (`integrations/transformers/model_part.py`), by keys of
+# "long_sequence" in the JSON: without its row a key is refused.
+MODEL_PARTS = {
+    "tiled_loss": "ds_ring.integrations.transformers.tiles.head.TiledLoss",
+    "tiled_mlp": "ds_ring.integrations.transformers.tiles.layers.TiledMLPs",
+    "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",
+}
+
+# Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.
+TRAINERS = {
+    "accelerate": "ds_ring.integrations.trainers.accelerate.enable_accelerate",
+    "transformers": "ds_ring.integrations.trainers.transformers.enable_trainer_config",
 }
 
 

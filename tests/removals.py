@@ -93,6 +93,48 @@ CAPABILITIES = {
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),
+    "saved results": Capability(
+        ("memory.saved_results",), ("dist/test_checkpointing.py",), words=r"saved_results|\bKeepResults"
+    ),
+    "offload to the host": Capability(
+        ("memory.host", "integrations.transformers.offloaded_checkpoints"),
+        words=r"\bhost_memory|\bHostMemory|\bOnHost|\bHeadStream|memory\.host",
+    ),
+    "tiles over tokens": Capability(
+        ("memory.tiles", "integrations.transformers.tiles"),
+        ("dist/test_long_sequence.py",),
+        words=r"\btiled_(call|loss|mlp|layers|head)\b|\bDeferredLogits|memory\.tiles",
+        named=3,
+        why="keys of the JSON's long_sequence, and whether one of them is on",
+    ),
+    "measure": Capability(
+        ("measure", "integrations.metrics"),
+        ("dist/test_rank_speeds.py", "dist/test_run_report.py", "unit/launcher/profile"),
+        with_it=("simulation",),
+        words=r"\bmeasure\.|\btracing\b|\bTrace\b",
+    ),
+    "torch.compile": Capability(
+        ("integrations.compile",),
+        ("dist/test_backend.py",),
+        words=r"integrations\.compile|\bbackend_of\b",
+    ),
+    "checkpoints": Capability(
+        ("integrations.checkpoint",),
+        (
+            "dist/test_checkpoint.py",
+            "dist/test_resize.py",
+            "dist/test_resume_otherwise.py",
+            "dist/test_background_save.py",
+            "dist/test_checkpoint_folder.py",
+            "unit/test_relaunch.py",
+        ),
+        words=r"integrations\.checkpoint",
+    ),
+    "trainers": Capability(
+        ("integrations.trainers",),
+        ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
+        words=r"(?i)\baccelerate\b|\btrl\b",
+    ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
     "ring-flash-attn's functions": Capability(

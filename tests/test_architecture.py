@@ -88,16 +88,16 @@ IMPORTERS = {
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "kernels.flex": {"kernels.block_mask"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
-    "memory.tiled_loss": {"ring.merge"},  # the same
-    "memory.tiled_call": {"ring.merge"},  # the accumulators' dtype
+    "memory.tiles.tiled_loss": {"ring.merge"},  # the same
+    "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "comm.groups": {"comm.exchange"},  # connects the ranks
     "comm.owner_walk": {"comm.exchange"},  # a way to exchange
     "layers.scan.context": {"comm.exchange"},
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},
-    "integrations.deepspeed.loss": {"comm.exchange"},
-    "integrations.deepspeed.step_metrics": {"comm.exchange"},  # the limit of a sum
+    "integrations.deepspeed.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
+    "integrations.metrics.step_metrics": {"comm.exchange"},  # the limit of a sum
     "integrations.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
     "integrations.transformers.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
     "integrations.transformers.images": {"comm.exchange"},  # features, to the ranks of their tokens
@@ -134,7 +134,7 @@ APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, p
 # Where a launcher wants the figures of a rank, it says in the environment, too.
 READS_THE_ENVIRONMENT = {
     "integrations.deepspeed.config_agreement",
-    "integrations.deepspeed.run_report",
+    "integrations.deepspeed.run_folder",
 }
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}

@@ -13,8 +13,6 @@ same for one of the three kinds of checkpointing, and would put a dispatch mode 
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -29,17 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.masks.catalog import FirstQueries
-from ds_ring.memory.host_memory import HostMemory
-from ds_ring.ops.saved_tensors import Results, SavedTensors
+from ds_ring.memory.regions import running_region
+from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
 
 _ATTRIBUTE = "_ds_ring_kept"
-_HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
-    "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
-    "_recomputation_hook.__init__.<locals>.pack_hook": "target_frame_ref",
-}
 
 
 @dataclass(frozen=True)
@@ -88,14 +82,14 @@ class SavedResults:
 def reuse_or_run(
     call: object,
     run: Callable[[], Results],
-    memory: HostMemory | None = None,
+    store: TensorStore | None = None,
     rows: SavedRows | None = None,
 ) -> Results:
     """Return what a pass gives: kept results where its region is run again, else those of `run`.
 
     Args:
         call: equal for equal calls. Every rank decides alike, since all run the same region.
-        memory: where results are kept; None leaves them where they are.
+        store: where results are kept; None leaves them where they are.
         rows: which rows to keep; None for all.
     """
     region, again = running_region()
@@ -112,37 +106,13 @@ def reuse_or_run(
         setattr(region, _ATTRIBUTE, kept)
     results = run()
     to_keep = results if rows is None else rows.of(results)
-    if memory is not None:
-        tickets = [memory.put(x) for x in to_keep]
-        kept.results.append((call, lambda: (memory.get(tickets[0]), memory.get(tickets[1]))))
+    if store is not None:
+        tickets = [store.put(x) for x in to_keep]
+        kept.results.append((call, lambda: (store.get(tickets[0]), store.get(tickets[1]))))
     else:  # as they are, as long as nobody writes to them
         versions = _versions(to_keep)
         kept.results.append((call, lambda: to_keep if _versions(to_keep) == versions else None))
     return results
-
-
-# [Note: regions]
-# One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
-# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
-# and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
-# object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
-def running_region() -> tuple[Any, bool]:
-    """Return the innermost region that is running and whether it is run again; (None, False) outside."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
-            ctx = frame.f_locals["ctx"]
-            if hasattr(ctx, "run_function"):
-                return ctx, code.co_name == "backward"
-        frame = frame.f_back
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack: Any = inspect.unwrap(hooks[0]) if hooks is not None else None
-    name = _HOOKS.get(getattr(pack, "__qualname__", ""))
-    if name is None:
-        return None, False
-    found = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
-    return (found, False) if name == "frame" else (found(), True)
 
 
 def _versions(results: Results) -> tuple[int, ...]:
@@ -170,9 +140,8 @@ class KeepResults(SavedTensors):
         if context.options.recompute_fraction:
             first, slots = self.first_queries(context, q.shape[2], q.device)
             rows = SavedRows(slots, partial(run, first))
-        memory = context.mesh.owners[HostMemory]
-        kept_in = memory if memory.enabled else None
-        return reuse_or_run((context.handle, *call), partial(run, context), kept_in, rows)
+        store = context.mesh.owners[ResultStore].store
+        return reuse_or_run((context.handle, *call), partial(run, context), store, rows)
 
     @outside_inference_mode
     def first_queries(

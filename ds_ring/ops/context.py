@@ -142,7 +142,7 @@ class RingContext:
         self.make_pass = load(self.options.row.home)
         self.saved = SavedTensors()
         if self.options.offload_attention is not False:
-            self.saved = load(SAVED_TENSORS["host"])(self.saved)
+            self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
         if self.options.recompute_fraction < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)
         self.handle = new_handle(self)

@@ -16,7 +16,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import PASSES, PassRow
+from ds_ring.registry import PASSES, SAVED_TENSORS, PassRow
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
 
 if TYPE_CHECKING:
@@ -103,6 +103,10 @@ class Options(PassOptions):
     @field_validator("offload_attention")
     @classmethod
     def _is_of_the_message_ring(cls, value: Any, info: ValidationInfo) -> Any:
+        if "offload_attention" not in SAVED_TENSORS:
+            if value is True:
+                raise Refused(sentence("false", "true", "this ds_ring was installed without it"))
+            return False
         transport = info.data.get("transport", "ring")
         why = PASSES[transport].no_offload
         if value is True and why is not None:

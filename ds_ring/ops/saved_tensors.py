@@ -6,7 +6,7 @@ The plain strategy saves q, k, v, out and lse as they are, and runs every pass. 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,22 @@ if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
 
 Results = tuple[Tensor, Tensor]
+
+
+class TensorStore(Protocol):
+    """Keep tensors somewhere else until they are asked for."""
+
+    def put(self, tensor: Tensor) -> Any:
+        """Return a ticket for a tensor."""
+
+    def get(self, ticket: Any) -> Tensor:
+        """Return the tensor."""
+
+
+class ResultStore:
+    """Say where a mesh keeps the results of checkpointed regions: None leaves them on the device."""
+
+    store: TensorStore | None = None
 
 
 class SavedTensors:

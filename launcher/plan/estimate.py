@@ -180,7 +180,8 @@ def estimate(
     again = total.forward_s * setting.recompute_attention if setting.checkpointing else 0.0
     tokens = step.tokens.outside
     # 2 FLOPs per parameter and token forward, 4 backward, and 2 more where the forward is repeated. Tiles of
-    # an MLP are repeated, but not twice under checkpointing (memory/tiled_call.py, "checkpointed regions").
+    # an MLP are repeated, but not twice under checkpointing ("checkpointed regions" in
+    # memory/tiles/tiled_call.py).
     # A training step costs 6 FLOPs per token for each (Kaplan et al. 2020, Scaling Laws, section 2.1).
     dense = (
         (8 if setting.checkpointing else 6)

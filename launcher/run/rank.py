@@ -62,7 +62,7 @@ def main(argv: list[str]) -> None:
 
 def _step() -> int | None:
     """Return the optimizer step that is under way, if the script's engine is one of ds_ring.initialize."""
-    report = sys.modules.get("ds_ring.integrations.deepspeed.run_report")
+    report = sys.modules.get("ds_ring.integrations.metrics.run_report")
     return None if report is None else report.step_under_way()
 
 

@@ -28,7 +28,7 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
           rank-0.ring             empty: it has made a ring
           launcher.json           {"token"} of the launcher that started the attempt
           rank-0.metrics.json     its latest figures, replaced at most twice a second
-                                  (`ds_ring/integrations/deepspeed/run_report.py` writes them):
+                                  (`ds_ring/integrations/metrics/run_report.py` writes them):
               {"rank", "at", "step", "loss" or null, "step_seconds", "tokens_per_second" of all ranks or null,
                "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank, "hops", "hop_seconds",
                "wait_seconds", "bytes"}] of a step within the last ten seconds or so}

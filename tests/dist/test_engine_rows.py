@@ -23,7 +23,7 @@ METHODS = {
     "step": ["FirstBatch", "StepMetrics", "_Report", "SynchronizedResults", "attribute_engine_failure"],
     "save_checkpoint": ["save_checkpoint", "SynchronizedResults", "attribute_engine_failure"],
     "load_checkpoint": ["load_checkpoint", "attribute_engine_failure"],
-    "compile": ["_compile"],
+    "compile": ["compile_with_ring"],
     "save_16bit_model": ["SynchronizedResults", "attribute_engine_failure"],
     "save_fp16_model": ["SynchronizedResults", "attribute_engine_failure"],
     "module_state_dict": ["SynchronizedResults", "attribute_engine_failure"],
@@ -55,11 +55,11 @@ def layers_of(method: Callable[..., Any]) -> list[str]:
 def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     deepspeed = start_deepspeed()
     import ds_ring
-    from ds_ring.integrations.deepspeed import run_report
+    from ds_ring.integrations.deepspeed import run_folder
 
     ds_ring.enable()
     patch = pytest.MonkeyPatch()
-    patch.setenv(run_report.FOLDER_VARIABLE, folder)
+    patch.setenv(run_folder.FOLDER_VARIABLE, folder)
     config = json_config(
         world_size, 1, 1, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1,
         csv_monitor={"enabled": True, "output_path": folder, "job_name": "ring"},
@@ -70,7 +70,7 @@ def describe(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         for section in (config, json_config(world_size, 1, 0)):
             model = build_model(SIZE, "sdpa")
             if engines:
-                patch.delenv(run_report.FOLDER_VARIABLE)
+                patch.delenv(run_folder.FOLDER_VARIABLE)
             sgd = torch.optim.SGD(model.parameters(), lr=0.1)
             engines.append(deepspeed.initialize(model=model, optimizer=sgd, config=section)[0])
         full, plain = engines

@@ -19,10 +19,11 @@ STEPS = 4
 
 def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> dict[str, Any]:
     """Steps with an evaluation after the second; `asks` for the loss before or after `engine.step()`."""
-    from ds_ring.integrations.deepspeed import run_report
+    from ds_ring.integrations.deepspeed import run_folder
+    from ds_ring.integrations.metrics import run_report
 
     patch = pytest.MonkeyPatch()
-    patch.setenv(run_report.FOLDER_VARIABLE, folder)
+    patch.setenv(run_folder.FOLDER_VARIABLE, folder)
     patch.setattr(run_report, "_LEAST_SECONDS", 0.0)
     patch.setattr(run_report, "_LINK_SECONDS", 0.0)
     try:

@@ -30,6 +30,7 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingError, RingMeshError, RingPatternError
+from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.compile.graph_attention import (
     AttentionNode,
     MaskMeaning,
@@ -48,7 +49,6 @@ from ds_ring.integrations.compile.graph_sharding import (
     SessionSource,
     StaticSource,
     ask_for_greatest_positions,
-    needs_backend_op,
 )
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.ops.context import context_for

@@ -12,7 +12,7 @@ A mask that cannot be read raises, unless the option "masks" is "replace", by wh
 the pattern equals it. To run the mask's subgraph (`fx.Interpreter`) would not do: it gives the mask of one
 rank's S slots in O(S^2) memory, in which a window wider than the shard, and documents, look like no
 restriction. A model that is left to the backend carries an operator that raises when it runs (`needs_backend`
-in graph_sharding.py); only the backend takes it out.
+in backend_mark.py); only the backend takes it out.
 
 
 """

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.compile.graph_attention import is_tensor, name_of
 from ds_ring.integrations.compile.placed_op import BatchContexts
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
@@ -216,20 +216,6 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
             " shard_sequence(torch.arange(T)[None], layout, mesh=mesh, dim=1); for packed documents say so in"
             ' the pattern: Causal() & Documents(...), or "documents": true in the JSON'
         )
-
-
-@operator("ds_ring::needs_backend")
-def needs_backend_op(position_ids: Tensor) -> Tensor:
-    """Mark the position ids of a model whose own attention would see local tokens only."""
-    # The backend removes the mark; where this runs, the attention has not been replaced.
-    raise RingConfigError(
-        "the model's own attention would attend to this rank's tokens only, and this call does not go through"
-        ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'
-        ' "ring" and do not compile'
-    )
-
-
-needs_backend_op.register_fake(torch.empty_like)
 
 
 # Rotary embeddings that depend on the length take the greatest position. In a graph this is a maximum over a

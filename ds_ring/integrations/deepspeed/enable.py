@@ -1,7 +1,7 @@
 """Make `deepspeed.initialize` honour the "ring_attention" section, for trainers and scripts that call it.
 
 Owns the hooks around their forward passes, which shard whole batches and return outputs as if this rank had
-computed its whole batch. What changes in Accelerate and in transformers' Trainer is in integrations/trainers.
+computed its whole batch. `registry.TRAINERS` names what changes in trainers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ds_ring.integrations.deepspeed.loss import number_of, sequence_sum_op
 from ds_ring.integrations.deepspeed.outputs import Gather, is_number, whole_output
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.ops.shard import gather_sequence
+from ds_ring.registry import TRAINERS, load
 from ds_ring.schedule.layout import Layout
 
 _ITEMS = "num_items_in_batch"
@@ -64,14 +65,9 @@ def enable() -> None:
     _refuse_to_be_late()
     apply(_initialize_whole, _refuse_unread_section)
     leave_shm_out()
-    if find_spec("accelerate") is not None:
-        from ds_ring.integrations.trainers.accelerate import enable_accelerate
-
-        enable_accelerate()
-    if find_spec("transformers") is not None:
-        from ds_ring.integrations.trainers.transformers import enable_trainer_config
-
-        enable_trainer_config()
+    for package, home in TRAINERS.items():
+        if find_spec(package) is not None:
+            load(home)()
 
 
 # What reads the DeepSpeed JSON when it is made, and where it has it.

@@ -30,7 +30,6 @@ from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.registry import KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
@@ -240,7 +239,7 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     loss = getattr(output, "loss", None)
     for name in ("logits", "last_hidden_state"):
         logits = getattr(output, name, None)
-        if isinstance(logits, DeferredLogits) and loss is not None:
+        if name == "logits" and logits is not None and not isinstance(logits, Tensor) and loss is not None:
             with torch.no_grad():  # of a short batch: the loss and the gradients are those of the tiles
                 return logits.tensor(), loss
         if isinstance(logits, Tensor):

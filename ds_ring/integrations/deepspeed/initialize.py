@@ -30,11 +30,10 @@ from ds_ring.errors import RingConfigError, RingError
 from ds_ring.health.joining import leave_on_error
 from ds_ring.health.rendezvous import wait_for_ranks
 from ds_ring.integrations.adapter import apply, imports_of, patch
-from ds_ring.integrations.checkpoint.load import guard_checkpoints
-from ds_ring.integrations.checkpoint.manifest import attempt_in
 from ds_ring.integrations.deepspeed.config_agreement import agree_on_config, rendezvous_settings, resolve_auto
 from ds_ring.integrations.deepspeed.dynamic_ring import sizes_of
-from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE, MODULE
+from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
+from ds_ring.integrations.deepspeed.engine_part import EngineStart, check_engine_parts, engine_parts
 from ds_ring.integrations.deepspeed.failure_attribution import (
     SynchronizedResults,
     attribute_engine_failure,
@@ -43,26 +42,17 @@ from ds_ring.integrations.deepspeed.failure_attribution import (
 )
 from ds_ring.integrations.deepspeed.first_batch import FirstBatch
 from ds_ring.integrations.deepspeed.loader import RingLoader, check_dataset
-from ds_ring.integrations.deepspeed.rank_speeds import MeasuredSpeeds
 from ds_ring.integrations.deepspeed.refusals import (
     RingUse,
     divides_twice,
-    refuse_checkpoints,
     refuse_direct_backward,
     refuse_features,
     refuse_to_pickle,
     refuse_training,
     without_optimizer,
 )
-from ds_ring.integrations.deepspeed.run_report import (
-    attempt_folder,
-    mark_ring,
-    ranks_per_node,
-    report_late_ranks,
-    report_steps,
-)
+from ds_ring.integrations.deepspeed.run_folder import mark_ring, ranks_per_node, report_late_ranks
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.step_metrics import StepMetrics, check_monitor
 from ds_ring.limits import Timeouts
 
 log = logging.getLogger(__name__)
@@ -74,7 +64,6 @@ warnings.filterwarnings(
 )
 
 _start_engine = deepspeed.initialize  # which `ds_ring.enable` replaces
-_DEFAULT_BACKEND = get_accelerator().get_compile_backend()  # engine.compile's
 
 _sessions: weakref.WeakSet[RingSession] = weakref.WeakSet()  # of engines made so far
 
@@ -215,10 +204,6 @@ _training_dataloader = patch(
     ENGINE, "training_dataloader", stage="at_initialize", kind="set", feature="loader",
     reason="each rank reads its tokens", when="training_data is given",
 )  # fmt: skip
-_compiled_call = patch(
-    MODULE, "_compiled_call_impl", stage="around_compile", kind="set", feature="compile.graph",
-    reason="a graph of the ring ends with the engine", when='engine.compile(backend="ds_ring") was called',
-)  # fmt: skip
 _shm = patch(
     DEEPSPEED.imported("deepspeed.ops.__compatible_ops__"), "deepspeed_shm_comm", stage="at_initialize",
     kind="set", feature="gloo", when="the device is the CPU",
@@ -237,26 +222,17 @@ def _patches_of(
     """Return the patches of an engine, from the inside out."""
     patches: list[Any] = [_ring.to(session), partial(_find_sharding, session), wrapper]
     patches += [RingUse(session, engine, is_own=not attached), first_batch]
-    patches.append(partial(_compile, engine, session, attached))
-    if session.config.monitor:
-        patches.append(StepMetrics(engine, session))
     speeds = session.config.rank_speeds
-    if speeds == "measured":
-        patches.append(MeasuredSpeeds(engine, session))
-    elif speeds is not None:
+    if speeds is not None and speeds != "measured":
         session.set_speeds(tuple(speeds))
     mark_ring()
-    if trains:
-        patches.append(report_steps(engine, session))
-        patches += [partial(refuse_direct_backward, engine)] if divides_twice(engine) else []
-    else:
+    start = EngineStart(engine, session, attached, trains)
+    for part in engine_parts():
+        patches += part.patches(start)
+    if not trains:
         patches.append(refuse_training)
-    if engine.checkpoint_engine is not None:
-        patches += guard_checkpoints(
-            engine, attempt_in(attempt_folder()), session.mesh.timeouts.limit("checkpoint")
-        )
-    elif not trains:  # ZeRO 3
-        patches.append(refuse_checkpoints)
+    elif divides_twice(engine):
+        patches.append(partial(refuse_direct_backward, engine))
     patches += [SynchronizedResults(engine, session.mesh), partial(_destroy, session)]
     if session.mesh.detector is not None:
         patches.append(partial(attribute_engine_failure, session.mesh))
@@ -279,47 +255,6 @@ def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: 
         session.batches.select(x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
 
 
-@patch(
-    ENGINE, "compile", stage="around_compile", feature="compile",
-    reason='backend="ds_ring" gets the session; DeepCompile and a second backend are refused',
-)  # fmt: skip
-def _compile(
-    engine: DeepSpeedEngine,
-    session: RingSession,
-    attached: list[Any],
-    compile_model: Callable[..., None],
-    backend: Any = _DEFAULT_BACKEND,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """Call `engine.compile`, whose backend "ds_ring" gets the session; other backends are as they were."""
-    if session.needs.decoder_ids is not None:
-        raise RingConfigError(
-            "engine.compile: expected a model of one sequence, got an encoder-decoder; leave it out"
-        )
-    if backend == "ds_ring":
-        if engine.is_deepcompile_enabled():
-            raise RingConfigError(
-                'compile.deepcompile: expected false beside backend="ds_ring", got true; set it to false'
-            )
-        if engine.is_compiled:
-            raise RingConfigError(
-                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that is;'
-                " say it once, before the first batch"
-            )
-        if session.config.dynamic_ring:
-            raise RingConfigError(
-                "dynamic_ring: expected false where a graph is compiled for one ring, got true"
-            )
-        from ds_ring.integrations.compile.backend import backend_of
-
-        backend = backend_of(session)
-        for one in attached:
-            one.rewritten = True
-        apply(_compiled_call.to(None), session=session, module=engine.module)
-    compile_model(backend, *args, **kwargs)
-
-
 def _configurations(
     source: ConfigSource, model: torch.nn.Module | None, optimizer: object, scheduler: object
 ) -> tuple[RingConfig, dict[str, Any]]:
@@ -329,7 +264,7 @@ def _configurations(
     deepspeed_config = strip_section(source)
     refuse_features(deepspeed_config, model)
     deepspeed_config = resolve_auto(deepspeed_config, model, optimizer is not None, scheduler is not None)
-    check_monitor(ring_config.monitor, deepspeed_config)
+    check_engine_parts(ring_config, deepspeed_config)
     if _has_part_of_transformers(model):
         with imports_of("a model of transformers", "transformers"):
             from ds_ring.integrations.transformers.attach import check_model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from ds_ring.comm.exchange import Exchange, once_a_batch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE
-from ds_ring.memory.deferred_logits import DeferredLogits
 from ds_ring.ops.handles import new_handle, object_of, operator
+from ds_ring.ring.merge import accumulator_dtype
 
 
 class RingLoss(NamedTuple):
@@ -75,9 +76,32 @@ def items_per_batch(valid_tokens: int, gradient_divisor: float, device: torch.de
     return torch.tensor(max(valid_tokens, 1) / gradient_divisor, dtype=torch.float32, device=device)
 
 
-def local_loss(logits_BSV: Tensor | DeferredLogits, labels_BS: Tensor, items: Tensor) -> Tensor:
+class UncomputedLogits(Protocol):
+    """Logits [B, S, V] that a model returns uncomputed: they know their loss."""
+
+    def loss(self, labels: Tensor, items: Tensor | float) -> Tensor:
+        """Return the summed cross entropy [] of the labelled tokens over `items`."""
+
+    def logprobs(self, labels: Tensor, of_logits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return what `of_logits` makes of the logits and the labels of any tokens, [B, S, 2]."""
+
+    def tensor(self) -> Tensor:
+        """Return all logits [B, S, V]."""
+
+
+def logprobs_and_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label [...] (0 without one) and the entropy, [..., 2] in float32.
+
+    Of float64 logits [..., V] they are float64.
+    """
+    all_of = logits.to(accumulator_dtype(logits.dtype)).log_softmax(dim=-1)
+    chosen = all_of.gather(-1, labels.clamp_min(0)[..., None])[..., 0].masked_fill(labels == IGNORE, 0)
+    return torch.stack([chosen, -(all_of.exp() * all_of).sum(dim=-1)], dim=-1)
+
+
+def local_loss(logits_BSV: Tensor | UncomputedLogits, labels_BS: Tensor, items: Tensor) -> Tensor:
     """Return summed cross entropy of the local tokens over `items`; labels are aligned with their logits."""
-    if isinstance(logits_BSV, DeferredLogits):
+    if not isinstance(logits_BSV, Tensor):
         return logits_BSV.loss(labels_BS, items)
     flat = logits_BSV.float().flatten(0, 1)
     return cross_entropy(flat, labels_BS.flatten(), ignore_index=IGNORE, reduction="sum") / items

@@ -23,7 +23,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch.overrides import TorchFunctionMode
 
-from ds_ring.errors import RingCheckpointError, RingConfigError, RingShapeError
+from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
@@ -194,7 +194,9 @@ def refuse_to_pickle(*_: object) -> NoReturn:
 # An engine without an optimizer: DeepSpeed 0.19.8 does not start at ZeRO 1 and 2, has no checkpoints at ZeRO
 # 3, and fails an assertion in a backward pass.
 
-_ADD_ONE = 'pass optimizer=..., or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}} to the JSON'
+ADD_OPTIMIZER = (
+    'pass optimizer=..., or add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}} to the JSON'
+)
 
 
 def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
@@ -207,11 +209,7 @@ def without_optimizer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _NO_OPTIMIZER = "DeepSpeed fails an assertion: raises a typed error"
-_NO_CHECKPOINTS = "DeepSpeed has no checkpoints there: raises a typed error"
 _evaluation_patch = partial(patch, ENGINE, feature="evaluation", reason=_NO_OPTIMIZER, when="no optimizer")
-_files_patch = partial(
-    patch, ENGINE, feature="no_checkpoints", reason=_NO_CHECKPOINTS, when="ZeRO 3 without an optimizer"
-)
 
 
 @_evaluation_patch("backward", stage="around_backward")
@@ -219,17 +217,7 @@ _files_patch = partial(
 @_evaluation_patch("scale", stage="around_call")
 def refuse_training(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
     """Refuse a method of an engine that has no optimizer, on every rank alike."""
-    raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {_ADD_ONE}")
-
-
-@_files_patch("save_checkpoint", stage="around_save")
-@_files_patch("load_checkpoint", stage="around_load")
-def refuse_checkpoints(call: Callable[..., Any], *_: Any, **__: Any) -> NoReturn:
-    """Refuse checkpoints of an engine that has no optimizer at ZeRO 3."""
-    raise RingCheckpointError(
-        f"engine.{call.__name__}: DeepSpeed has no checkpoints at ZeRO 3 without an optimizer; {_ADD_ONE},"
-        " or load the weights into the model before ds_ring.initialize"
-    )
+    raise RingConfigError(f"engine.{call.__name__}: expected an optimizer, got none; {ADD_OPTIMIZER}")
 
 
 class RingUse:

@@ -74,8 +74,10 @@ from ds_ring.integrations.deepspeed.loader import (
 from ds_ring.integrations.deepspeed.loss import (
     DocumentLosses,
     RingLoss,
+    UncomputedLogits,
     items_per_batch,
     local_loss,
+    logprobs_and_entropies,
     losses_of_documents,
     world_mean,
     world_sum,
@@ -95,8 +97,6 @@ from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.memory.deferred_logits import DeferredLogits
-from ds_ring.memory.tiled_loss import logprobs_and_entropies
 from ds_ring.ops.context import block_side
 from ds_ring.ops.shard import gather_sequence
 from ds_ring.registry import PASSES
@@ -304,7 +304,7 @@ class RingSession:
         self.batches.record(local, sharding)
         return local
 
-    def loss(self, logits_BSV: Tensor | DeferredLogits, batch: Mapping[str, Tensor]) -> RingLoss:
+    def loss(self, logits_BSV: Tensor | UncomputedLogits, batch: Mapping[str, Tensor]) -> RingLoss:
         """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
         `mean_loss`.
         """
@@ -369,9 +369,9 @@ class RingSession:
             logits = model(**inputs).logits
         labels = batch["shift_labels"]
         both = (
-            logits.logprobs(labels)
-            if isinstance(logits, DeferredLogits)
-            else logprobs_and_entropies(logits, labels)
+            logprobs_and_entropies(logits, labels)
+            if isinstance(logits, Tensor)
+            else logits.logprobs(labels, logprobs_and_entropies)
         )
         return (both[..., 0], both[..., 1]) if entropies else both[..., 0]
 

@@ -31,9 +31,9 @@ from ds_ring.errors import RingPatternError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.packing import TREE_ENDS
 from ds_ring.masks.catalog import Tree
 from ds_ring.masks.tiles import IntArray
-from ds_ring.memory.tiled_loss import IGNORE
 
 LOSS_WEIGHTS = "loss_weights"
+IGNORE = -100  # the label of a token without one
 
 
 class TreeBatch:

@@ -29,14 +29,9 @@ from ds_ring.integrations.transformers.families import (
 )
 from ds_ring.integrations.transformers.generation import Generation, generation_patches
 from ds_ring.integrations.transformers.images import image_encoders, images_hook
-from ds_ring.integrations.transformers.long_sequence import (
-    offloaded_checkpoints,
-    tiled_head,
-    tiled_layers,
-    tiles_layer,
-)
 from ds_ring.integrations.transformers.model import CONFIG, GENERATOR, MODEL
 from ds_ring.integrations.transformers.model_call import ModelCall
+from ds_ring.integrations.transformers.model_part import ModelPart, model_parts
 from ds_ring.integrations.transformers.positions import (
     check_lengths,
     depends_on_length,
@@ -124,10 +119,11 @@ class ModelAdapter:
             RingConfigError: the model needs something that a ring cannot give it.
         """
         model, session = self.model, self.session
-        for module, forward in tiled_layers(model, session).items():
-            apply(tiles_layer.to(forward), session=session, layer=module)
+        parts = model_parts(model, session)
+        for part in parts:
+            part.install()
         check_lengths(model)
-        self._install_on_model()
+        self._install_on_model(parts)
         for module in model.modules():
             if depends_on_length(module):
                 self.apply(*rotary_length(module, session.batches), part=module)
@@ -136,11 +132,12 @@ class ModelAdapter:
         session.needs.number_tokens = numbering_of(model) or session.needs.number_tokens
         session.needs.slots = session.needs.slots or pools_the_last_token(model)
 
-    def _install_on_model(self) -> None:
+    def _install_on_model(self, parts: list[ModelPart]) -> None:
         """Apply the rows of the model itself, of its head and of its loss."""
         model, session = self.model, self.session
-        head, pools = tiled_head(model, session), pools_the_last_token(model)
-        loss = model.loss_function if head is None else head.loss_function(model.loss_function)
+        pools, loss = pools_the_last_token(model), model.loss_function
+        for part in parts:
+            loss = part.loss_function(loss)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(loss, scale)
         generation = Generation(model, session)
@@ -150,10 +147,9 @@ class ModelAdapter:
         known = self.call.one_sequence and not image_encoders(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
-            *([] if head is None else head.patches(model, session, loss)),
+            *(one for part in parts for one in part.patches(loss)),
             _guards_loss.to(guard),
             *generation_patches(generation, lambda: self.rewritten),
-            offloaded_checkpoints(model, session),
             *([] if numbering is None else numbering.model),
             images_hook(model, session),
             router_loss(model, guard, session),

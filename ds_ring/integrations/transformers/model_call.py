@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ring.errors import RingPatternError
 from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.compile.graph_sharding import needs_backend_op
+from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers import checks

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from ds_ring.config.json_text import append_text, replace_text, replaced, write_at_once
-from ds_ring.integrations.checkpoint.manifest import OWNER, FolderLocks, write_manifest
 from ds_ring_launcher import cli
 from ds_ring_launcher.doctor.probe import _mark, _marked_folders
 from ds_ring_launcher.run.run_folder import ATTEMPTS, RunFolder, write_exit
@@ -84,12 +83,9 @@ def test_what_is_appended_to_is_a_regular_file(tmp_path: Path, victim: Path) -> 
 
 
 def test_modes_follow_the_umask(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
     before = os.umask(0o077)
     try:
-        write_manifest(tmp_path / "checkpoint", [], 1)
         write_at_once(tmp_path / "latest", "checkpoint")
-        FolderLocks().claim(tmp_path)
         run = RunFolder(tmp_path / "run")
         run.start_attempt()
         run.record("start", 1)
@@ -102,7 +98,7 @@ def test_modes_follow_the_umask(tmp_path: Path) -> None:
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
     assert modes.pop("group") == 0o640
     assert set(modes.values()) == {0o600}, modes
-    assert len(modes) == 7 and {OWNER, ATTEMPTS, "status.html"} < set(modes)
+    assert len(modes) == 4 and {ATTEMPTS, "status.html"} < set(modes)
 
 
 def test_links_in_a_run_folder_are_not_followed(tmp_path: Path, victim: Path) -> None:

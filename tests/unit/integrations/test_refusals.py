@@ -25,6 +25,7 @@ from ds_ring.errors import (
     RingShapeError,
     RingVerifyError,
 )
+from ds_ring.integrations.compile.engine import compile_with_ring
 from ds_ring.integrations.deepspeed import batch, first_batch, initialize, loader
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
 from ds_ring.integrations.deepspeed.refusals import RingUse
@@ -34,13 +35,14 @@ from ds_ring.integrations.transformers import (
     generation,
     images,
     layer_masks,
-    long_sequence,
+    offloaded_checkpoints,
     positions,
     ring_cache,
     wrappers,
 )
 from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
+from ds_ring.integrations.transformers.tiles import head, layers
 from ds_ring.masks.catalog import Causal
 from tests.dist import test_images
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
@@ -59,7 +61,7 @@ def compiled(**given: Any) -> Any:
         is_deepcompile_enabled=lambda: given.get("deepcompile", False),
         is_compiled=given.get("is_compiled", False),
     )
-    return initialize._compile(engine, session, [], lambda *_: None, "ds_ring")  # type: ignore[arg-type]
+    return compile_with_ring(engine, session, [], lambda *_: None, "ds_ring")  # type: ignore[arg-type]
 
 
 class Locked(nn.Module):
@@ -98,7 +100,7 @@ def offloading(model: Any) -> Any:
         long_sequence=SimpleNamespace(offload_checkpoints=True), recompute_attention=False
     )
     session: Any = SimpleNamespace(config=config, device=torch.device("cpu"), mesh=RingMesh.single())
-    hook: Any = long_sequence.offloaded_checkpoints(model, session)
+    hook: Any = offloaded_checkpoints.offloaded_checkpoints(model, session)
     return hook()
 
 
@@ -207,9 +209,9 @@ class Graph(nn.Module):
 
 
 def tiled_head(deferring: bool = True) -> Any:
-    head = long_sequence.TiledHead(nn.Linear(1, 1), 1, strict=True)
-    head.deferring = deferring
-    return head
+    tiled = head.TiledHead(nn.Linear(1, 1), 1, strict=True)
+    tiled.deferring = deferring
+    return tiled
 
 
 def starting(model: Any) -> Any:
@@ -220,7 +222,7 @@ def starting(model: Any) -> Any:
 
 def tiled_module() -> Any:
     session: Any = SimpleNamespace(batches=SimpleNamespace(is_off=False))
-    module: Any = long_sequence._TiledModule(nn.Bilinear(1, 1, 1), True, session, 1)
+    module: Any = layers._TiledModule(nn.Bilinear(1, 1, 1), True, session, 1)
     return module.forward(torch.ones(2, 1), torch.ones(3, 1))
 
 
@@ -244,7 +246,7 @@ def checkpointed() -> Any:
     module = nn.Linear(1, 1)
     by_deepspeed = lambda: None  # noqa: E731
     by_deepspeed.__module__ = "deepspeed.checkpointing"
-    vars(module)[long_sequence._FUNCTION] = by_deepspeed
+    vars(module)[offloaded_checkpoints._FUNCTION] = by_deepspeed
     model: Any = SimpleNamespace(
         supports_gradient_checkpointing=True, is_activation_checkpointing=True, modules=lambda: [module]
     )

@@ -15,13 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ds_ring
 from ds_ring import Causal, MaskMod, RingAttention, RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingLayoutError, RingPatternError, RingShapeError
+from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.compile.graph_attention import Scope, _values
-from ds_ring.integrations.compile.graph_sharding import check_positions, needs_backend_op
+from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.kernel import _checked_width
 from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
-from ds_ring.memory.deferred_logits import DeferredLogits
+from ds_ring.memory.tiles.deferred_logits import DeferredLogits
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.schedule.plan import build_plan

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from ds_ring.errors import RingCheckpointError
-from ds_ring.integrations.checkpoint.manifest import LOCK, OWNER, Attempt, FolderLocks, attempt_in
+from ds_ring.integrations.checkpoint.manifest import (
+    LOCK,
+    OWNER,
+    Attempt,
+    FolderLocks,
+    attempt_in,
+    write_manifest,
+)
 from ds_ring.integrations.checkpoint.save import _commit
 
 HOLD = """
@@ -139,3 +148,15 @@ def test_a_claim_outlives_its_folder_and_ends_with_its_engine(tmp_path: Path) ->
     assert "expected no other job that saves here, got process" in refused.stderr, refused
     del second
     assert subprocess.run(other, input="", capture_output=True, text=True).stdout == "held\n"
+
+
+def test_files_of_a_checkpoint_follow_the_umask(tmp_path: Path) -> None:
+    (tmp_path / "step1").mkdir()
+    before = os.umask(0o077)
+    try:
+        write_manifest(tmp_path / "step1", [], 1)
+        FolderLocks().claim(tmp_path)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) >= 2 and OWNER in modes and set(modes.values()) == {0o600}, modes

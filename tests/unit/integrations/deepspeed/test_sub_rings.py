@@ -21,8 +21,8 @@ from ds_ring.integrations.deepspeed.sub_rings import (
     divide,
     make_sub_rings,
 )
-from ds_ring.memory.host_memory import HostMemory
 from ds_ring.ops.context import ContextCache
+from ds_ring.ops.saved_tensors import ResultStore
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.schedule.grid import Grid
@@ -161,7 +161,7 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
             assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
             for name in ("state", "timeouts"):
                 assert getattr(one, name) is getattr(mesh, name), (size, name)
-            for kind in (Buffers, HostMemory, Observers):
+            for kind in (Buffers, ResultStore, Observers):
                 assert one.owners[kind] is mesh.owners[kind], (size, kind)
             for kind in (CallCounter, ContextCache):
                 assert (one.owners[kind] is mesh.owners[kind]) == (one is mesh), (size, kind)

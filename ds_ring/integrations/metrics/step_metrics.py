@@ -28,9 +28,11 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
+from ds_ring.integrations.deepspeed.engine_part import EnginePart, EngineStart
 from ds_ring.integrations.deepspeed.loss import world_sum
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.measure.trace import Span, Trace
@@ -54,15 +56,6 @@ _patch = partial(
 )  # fmt: skip
 
 
-def check_monitor(wanted: bool, config: dict[str, Any]) -> None:
-    """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
-    if wanted and not any((config.get(writer) or {}).get("enabled") for writer in _WRITERS):
-        raise RingConfigError(
-            f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none;"
-            " add one to the DeepSpeed JSON, or set monitor to false"
-        )
-
-
 def gather_numbers(mine: Sequence[float], session: RingSession) -> torch.Tensor:
     """Return the numbers of every rank of the world, float64 [ranks, n]. Collective."""
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -70,6 +63,23 @@ def gather_numbers(mine: Sequence[float], session: RingSession) -> torch.Tensor:
     table[rank] = torch.tensor(mine, dtype=torch.float64)
     world_sum(table, session.mesh, Exchange(session.mesh, session.mesh.timeouts.hop))
     return table
+
+
+class Monitor(EnginePart):
+    """Report each optimizer step, with `"monitor": true`."""
+
+    def check(self, config: RingConfig, deepspeed_config: dict[str, Any]) -> None:
+        """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
+        enabled = any((deepspeed_config.get(writer) or {}).get("enabled") for writer in _WRITERS)
+        if config.monitor and not enabled:
+            raise RingConfigError(
+                f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none;"
+                " add one to the DeepSpeed JSON, or set monitor to false"
+            )
+
+    def patches(self, start: EngineStart) -> list[Any]:
+        """Return what traces and reports the steps of an engine."""
+        return [StepMetrics(start.engine, start.session)] if start.session.config.monitor else []
 
 
 class StepMetrics:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -35,17 +34,15 @@ from torch import Tensor
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingShapeError
-from ds_ring.health.client import DetectorClient, LateNotice, log_late
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
+from ds_ring.integrations.deepspeed.engine_part import EnginePart, EngineStart
+from ds_ring.integrations.deepspeed.run_folder import attempt_folder
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.step_metrics import tokens_of
+from ds_ring.integrations.metrics.step_metrics import tokens_of
 from ds_ring.measure.trace import Span, Trace
 from ds_ring.ring.observer import Observers
 
-FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
-# torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.
-LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 FILE = "history.jsonl"
 MAX_LINES = 4000  # some 500 KB
 _LEAST_SECONDS = 0.5  # between two files: a shared file system has better things to do
@@ -88,54 +85,26 @@ class RunHistory:
                 append_text(self._path, self._lines[-1])
 
 
-def attempt_folder() -> Path | None:
-    """Return the folder of this attempt of the run; None where no launcher has named one."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    return Path(named) if named else None
-
-
-def mark_ring() -> None:
-    """Mark in this attempt's folder that this rank has made a ring: the launcher warns without a mark."""
-    folder = attempt_folder()
-    if folder is not None:
-        with suppress(OSError):  # a full disk ends no training
-            append_text(folder / f"rank-{dist.get_rank()}.ring", "")
-
-
-def report_late_ranks(detector: DetectorClient) -> None:
-    """Let `ds-ring status` know of ranks that others wait for, where there is a run folder."""
-    folder = attempt_folder()
-    if folder is not None:
-        detector.on_late = partial(_write_late, folder, detector.rank)
-
-
-def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
-    """Log a notice, and write it into the folder if it is of another rank."""
-    log_late(notice)
-    with suppress(OSError):  # a full disk ends no training
-        if isinstance(notice, int):
-            (folder / f"rank-{notice}.late.json").unlink(missing_ok=True)
-        elif notice.rank != own:
-            late = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
-            late |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
-            replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(late))
-
-
 def step_under_way() -> int | None:
     """Return the number of the optimizer step that this process is in, from 1; None where it trains none."""
     steps = [int(engine.global_steps) for engine in _engines]
     return max(steps) + 1 if steps else None
 
 
-def report_steps(engine: Any, session: RingSession) -> _Report | None:
-    """Return what writes this rank's latest figures after its steps; None without a run folder."""
-    _engines.add(engine)
-    folder = attempt_folder()
-    if folder is None:
-        return None
-    report = _Report(engine, session, folder)
-    _reports.add(report)
-    return report
+class RunReport(EnginePart):
+    """Write this rank's latest figures after its steps, where there is a run folder."""
+
+    def patches(self, start: EngineStart) -> list[Any]:
+        """Return the patches of an engine that trains."""
+        folder = attempt_folder()
+        if not start.trains:
+            return []
+        _engines.add(start.engine)
+        if folder is None:
+            return []
+        report = _Report(start.engine, start.session, folder)
+        _reports.add(report)
+        return [report]
 
 
 @atexit.register
@@ -293,9 +262,3 @@ def link_times(spans: Sequence[Span], mesh: RingMesh) -> list[dict[str, Any]]:
         seconds = {"hop_seconds": hop_ns / hops / 1e9, "wait_seconds": wait_ns / hops / 1e9}
         found.append({"from": rank, "hops": hops, **seconds, "bytes": payload_bytes // hops})
     return found
-
-
-def ranks_per_node() -> int | None:
-    """Return the ranks that share a node; None if no launcher has set the variable."""
-    texts = (os.environ.get(name, "") for name in LOCAL_SIZE_VARIABLES)
-    return next((int(text) for text in texts if text.isdecimal() and int(text)), None)

@@ -13,8 +13,9 @@ from deepspeed.accelerator import get_accelerator
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
+from ds_ring.integrations.deepspeed.engine_part import EnginePart, EngineStart
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.step_metrics import gather_numbers
+from ds_ring.integrations.metrics.step_metrics import gather_numbers
 from ds_ring.measure.trace import Trace
 from ds_ring.ring.observer import Observers
 
@@ -22,6 +23,15 @@ _patch = partial(
     patch, ENGINE, feature="rank_speeds", when='"rank_speeds": "measured"',
     reason="deals out work by the time that the hops of each rank take",
 )  # fmt: skip
+
+
+class RankSpeeds(EnginePart):
+    """Deal out work by the measured speeds of ranks, with `"rank_speeds": "measured"`."""
+
+    def patches(self, start: EngineStart) -> list[Any]:
+        """Return what measures the ranks of an engine."""
+        measured = start.session.config.rank_speeds == "measured"
+        return [MeasuredSpeeds(start.engine, start.session)] if measured else []
 
 
 class MeasuredSpeeds:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.tiled_call import tiled_call
-from ds_ring.memory.tiled_loss import logprobs_and_entropies, tiled_loss
+from ds_ring.memory.tiles.tiled_call import tiled_call
+from ds_ring.memory.tiles.tiled_loss import tiled_loss
 
 log = logging.getLogger(__name__)
 
@@ -76,13 +76,13 @@ class DeferredLogits:
 
         return self._call_head(self._hidden, job)
 
-    def logprobs(self, labels: Tensor) -> Tensor:
-        """Return the log-probability of each label and the entropy, [..., 2], tile by tile."""
+    def logprobs(self, labels: Tensor, of_logits: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return what `of_logits` makes of logits and labels (log-probabilities, say), tile by tile."""
 
         def job(hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
             def of_tile(hidden: Tensor, labels: Tensor) -> Tensor:
                 logits = self._change(linear(hidden, weight_VH, bias_V))
-                return logprobs_and_entropies(logits, labels[..., 0])
+                return of_logits(logits, labels[..., 0])
 
             parameters = [weight_VH] if bias_V is None else [weight_VH, bias_V]
             return tiled_call(of_tile, [hidden, labels.to(hidden.device)[..., None]], parameters, self._tile)

@@ -12,9 +12,10 @@ from torch.nn.functional import cross_entropy, gelu, linear
 from torch.utils.checkpoint import checkpoint
 
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.deferred_logits import DeferredLogits, NoLogitsError
-from ds_ring.memory.tiled_call import tiled_call
-from ds_ring.memory.tiled_loss import tiled_loss
+from ds_ring.integrations.deepspeed.loss import logprobs_and_entropies
+from ds_ring.memory.tiles.deferred_logits import DeferredLogits, NoLogitsError
+from ds_ring.memory.tiles.tiled_call import tiled_call
+from ds_ring.memory.tiles.tiled_loss import tiled_loss
 
 WIDTH, WORDS, ITEMS = 6, 11, 3.5
 
@@ -166,7 +167,7 @@ def test_what_is_done_to_deferred_logits_is_done_to_each_tile() -> None:
     log_shares = whole.log_softmax(-1)
     chosen = log_shares.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels >= 0)
     both = torch.stack([chosen, -(log_shares.exp() * log_shares).sum(-1)], dim=-1)
-    torch.testing.assert_close(deferred.logprobs(labels), both)
+    torch.testing.assert_close(deferred.logprobs(labels, logprobs_and_entropies), both)
     assert isinstance(scaled := made().mul_(2.0), DeferredLogits) and scaled.mul_(1.0) is scaled
     for other_way_round in (lambda x: 1.0 - x, lambda x: 1.0 / x):
         with pytest.raises(TypeError, match="unsupported operand"):

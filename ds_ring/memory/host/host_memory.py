@@ -41,12 +41,10 @@ class Ticket:
 class HostMemory:
     """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
 
-    Whoever could keep something asks whether it is `enabled`. `ahead` tensors are brought back before they
-    are asked for: those of one layer.
+    `ahead` tensors are brought back before they are asked for: those of one layer.
     """
 
     def __init__(self) -> None:
-        self.enabled = False
         self.ahead = LAYER_TENSORS
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()
         self._count = 0

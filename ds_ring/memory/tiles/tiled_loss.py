@@ -151,13 +151,3 @@ def _of_tile(
     del changed, wide
     (gradient_nV,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient_nV
-
-
-def logprobs_and_entropies(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label [...] (0 without one) and the entropy, [..., 2] in float32.
-
-    Of float64 logits [..., V] they are float64.
-    """
-    all_of = logits.to(accumulator_dtype(logits.dtype)).log_softmax(dim=-1)
-    chosen = all_of.gather(-1, labels.clamp_min(0)[..., None])[..., 0].masked_fill(labels == IGNORE, 0)
-    return torch.stack([chosen, -(all_of.exp() * all_of).sum(dim=-1)], dim=-1)

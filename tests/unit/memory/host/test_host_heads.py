@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import ds_ring
 from ds_ring import build_plan, make_layout
 from ds_ring.errors import RingConfigError
-from ds_ring.memory.head_stream import HeadStream
-from ds_ring.memory.host_memory import HostMemory
+from ds_ring.memory.host.head_stream import HeadStream
+from ds_ring.memory.host.host_memory import HostMemory
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
@@ -146,3 +146,14 @@ def test_all_gather_takes_all_heads_at_once() -> None:
     with pytest.raises(RingConfigError, match='"pull", which needs them on the device'):
         Options(transport="pull", offload_attention=True)
     assert not Options(transport="all_gather", offload_attention="auto").offload_on("cuda", LONG_SHARD)
+
+
+def test_what_is_on_the_host_does_not_change_with_its_original() -> None:
+    memory, x = HostMemory(), torch.arange(12.0).reshape(3, 4).t()
+    ticket = memory.put(x)
+    before = x.clone()
+    assert memory.held_bytes == x.nbytes
+    x.zero_()
+    assert torch.equal(memory.get(ticket), before) and memory.get(ticket).is_contiguous()
+    del ticket
+    assert memory.held_bytes == 0
