@@ -165,8 +165,8 @@ def moba(ring: Ring) -> tuple[Run, list[Tensor]]:
 
 def nsa(ring: Ring) -> tuple[Run, list[Tensor]]:
     def run(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-        sizes = {"compressed_size": 4, "stride": 2, "block_size": 4, "top_k": 3, "window": 6}
-        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, **sizes, **ring.where)
+        sizes = ds_ring.NsaSizes(4, 2, 4, top_k=3, window=6)
+        return ds_ring.nsa_attention(q, k, v, gates, compress=_means, sizes=sizes, **ring.where)
 
     return run, [*qkv(), randn(2, HEADS, SLOTS, 3)]
 

@@ -8,6 +8,7 @@ and E head dims of keys and values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,50 @@ SCORED = 2048  # keys whose scores exist at a time, of all heads and a tile's qu
 Compress = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
+@dataclass(frozen=True)
+class NsaSizes:
+    """How many tokens and blocks the branches of NSA see. The defaults are the paper's.
+
+    Attributes:
+        compressed_size, stride: tokens of a window, and between the beginnings of two; the first one is a
+            multiple of the second one, and no larger than `block_size`, which is one, too.
+        block_size, top_k: tokens of a block, and blocks that a query attends to at most.
+        first_blocks, local_blocks: of the top_k blocks, how many at the start, and up to the query's own, are
+            always chosen.
+        window: tokens that the last branch sees, the query's own included.
+    """
+
+    compressed_size: int = 32
+    stride: int = 16
+    block_size: int = 64
+    top_k: int = 16
+    first_blocks: int = 1
+    local_blocks: int = 2
+    window: int = 512
+
+    def check(self) -> None:
+        """Raise RingConfigError for sizes that are no numbers, or do not fit each other."""
+        for name, value in vars(self).items():
+            if value != 0 or not name.endswith("_blocks"):
+                whole_number(value, f"nsa_attention: {name}", RingConfigError)
+        size, stride, block = self.compressed_size, self.stride, self.block_size
+        if size % stride or block % stride or size > block:
+            raise RingConfigError(
+                "nsa_attention: expected compressed_size and block_size that are multiples of stride, the"
+                f" first no larger than the second, got {size}, {block} and {stride}; take the paper's 32, 64"
+                " and 16, say"
+            )
+        if self.first_blocks + self.local_blocks > self.top_k:
+            raise RingConfigError(
+                f"nsa_attention: expected top_k of at least first_blocks + local_blocks, got {self.top_k} <"
+                f" {self.first_blocks} + {self.local_blocks}; raise top_k"
+            )
+
+
 @never_traced
 def nsa_attention(
     q: Tensor, k: Tensor | Sequence[Tensor], v: Tensor | Sequence[Tensor], gates: Tensor, *,
-    layout: Layout, mesh: RingMesh, compress: Compress, compressed_size: int = 32, stride: int = 16,
-    block_size: int = 64, top_k: int = 16, first_blocks: int = 1, local_blocks: int = 2, window: int = 512,
+    layout: Layout, mesh: RingMesh, compress: Compress, sizes: NsaSizes | None = None,
     scale: float | None = None, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Compute native sparse attention (NSA) over a sharded sequence. Differentiable.
@@ -57,12 +97,7 @@ def nsa_attention(
         compress: takes keys [B, G, n, compressed_size, D] and values [.., E] of n windows, and returns
             [B, G, n, D] and [B, G, n, E]. It is called once on each rank, and may have parameters; on each
             rank their gradient is that of the rank's windows: sum it over the ring.
-        compressed_size, stride: tokens of a window, and between the beginnings of two; the first one is a
-            multiple of the second one, and no larger than `block_size`, which is one, too.
-        block_size, top_k: tokens of a block, and blocks that a query attends to at most.
-        first_blocks, local_blocks: of the top_k blocks, how many at the start, and up to the query's own, are
-            always chosen.
-        window: tokens that the last branch sees, the query's own included.
+        sizes: of windows and blocks; None for those of the paper.
         scale, hop_timeout_s: see `moba_attention`.
 
     Returns:
@@ -73,28 +108,11 @@ def nsa_attention(
         RingConfigError, RingShapeError, RingMismatchError, RingPeerError: as `moba_attention`.
     """
     three_k, three_v = (3 * [x] if isinstance(x, Tensor) else [*x] for x in (k, v))
+    asked = NsaSizes() if sizes is None else sizes
+    compressed_size, stride, block_size = asked.compressed_size, asked.stride, asked.block_size
     check_mesh(mesh)
     with collective(mesh, "nsa_attention"):
-        given = {
-            "compressed_size": compressed_size, "stride": stride, "block_size": block_size, "top_k": top_k,
-            "window": window,
-        }  # fmt: skip
-        for name, value in given.items():
-            whole_number(value, f"nsa_attention: {name}", RingConfigError)
-        for name, value in (("first_blocks", first_blocks), ("local_blocks", local_blocks)):
-            if value != 0:
-                whole_number(value, f"nsa_attention: {name}", RingConfigError)
-        if compressed_size % stride or block_size % stride or compressed_size > block_size:
-            raise RingConfigError(
-                "nsa_attention: expected compressed_size and block_size that are multiples of stride, the"
-                f" first no larger than the second, got {compressed_size}, {block_size} and {stride}; take"
-                " the paper's 32, 64 and 16, say"
-            )
-        if first_blocks + local_blocks > top_k:
-            raise RingConfigError(
-                f"nsa_attention: expected top_k of at least first_blocks + local_blocks, got {top_k} <"
-                f" {first_blocks} + {local_blocks}; raise top_k"
-            )
+        asked.check()
         if len(three_k) != 3 or len(three_v) != 3:
             raise RingConfigError(
                 "nsa_attention: expected one tensor of keys and one of values, or three of each, got"
@@ -130,15 +148,15 @@ def nsa_attention(
         )  # [B, N, w, G, D]
         scores = _Importance(
             q, lse, layout.positions(mesh.ring_rank), compressed_size, stride, block_size, scale,
-            (first_blocks, local_blocks),
+            (asked.first_blocks, asked.local_blocks),
         )  # fmt: skip
         chosen = ring_select(
-            scores, top_k, padded(of_blocks, blocks.local_tokens), layout=layout, mesh=mesh, blocks=blocks,
-            with_positions=True, hop_timeout_s=hop_timeout_s,
+            scores, asked.top_k, padded(of_blocks, blocks.local_tokens), layout=layout, mesh=mesh,
+            blocks=blocks, with_positions=True, hop_timeout_s=hop_timeout_s,
         )  # fmt: skip
     selected = attend_to_blocks(q, three_k[1], three_v[1], chosen, blocks, mesh, scale, hop_timeout_s)[0]
     near_ones = ring_attention(
-        q, three_k[2], three_v[2], pattern=SlidingWindow(window), layout=layout, **place
+        q, three_k[2], three_v[2], pattern=SlidingWindow(asked.window), layout=layout, **place
     )
     branches = zip((compressed, selected, near_ones), gates.unbind(-1), strict=True)
     parts = [gate.unsqueeze(-1) * out for out, gate in branches]

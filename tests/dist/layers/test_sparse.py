@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ds_ring import (
     Causal,
     Documents,
+    NsaSizes,
     RingError,
     RingMesh,
     gather_sequence,
@@ -259,8 +260,8 @@ def nsa(rank: int, world_size: int, fault: str = "") -> dict[str, float]:
             keys, values = ([leaves[f"{kind}{i}"] for i in three] for kind in "kv")
             out = nsa_attention(
                 leaves["q"], keys if by_branch else keys[0], values if by_branch else values[0], leaves["gates"],
-                layout=layout, mesh=mesh, compress=module, compressed_size=size, stride=stride, block_size=block,
-                top_k=k, first_blocks=first, local_blocks=local, window=window,
+                layout=layout, mesh=mesh, compress=module,
+                sizes=NsaSizes(size, stride, block, k, first, local, window),
             )  # fmt: skip
             everything = leaves | dict(module.named_parameters())
             found = differentiated(out, everything, of_rank["grad"].nan_to_num())
@@ -307,8 +308,8 @@ def wrong(rank: int, world_size: int, what: str) -> str:
     asked: dict[str, Any] = {"layout": layout, "mesh": mesh}
     of_moba: dict[str, Any] = {"block_size": 8, "top_k": 2}
     of_nsa: dict[str, Any] = {
-        "gates": torch.ones(1, 4, slots, 3), "compress": lambda k, v: (k.mean(3), v.mean(3)), "block_size": 8,
-        "compressed_size": 8, "stride": 4, "top_k": 3, "window": 5,
+        "gates": torch.ones(1, 4, slots, 3), "compress": lambda k, v: (k.mean(3), v.mean(3)),
+        "sizes": NsaSizes(8, 4, 8, top_k=3, window=5),
     }  # fmt: skip
     run, given = (nsa_attention, of_nsa) if what.startswith("nsa") else (moba_attention, of_moba)
     changes: dict[str, Any] = {
@@ -319,9 +320,9 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         "keys on rank 1": {"k": x["k"][:, :, rank:]},
         "top_k on rank 1": {"top_k": 2 + rank},
         "nsa cut": {"layout": make_layout("zigzag", tokens=60, ring_size=mesh.ring_size)},
-        "nsa stride": {"stride": 3},
-        "nsa size": {"compressed_size": 12},
-        "nsa few": {"top_k": 2},
+        "nsa stride": {"sizes": NsaSizes(8, 3, 8, top_k=3, window=5)},
+        "nsa size": {"sizes": NsaSizes(12, 4, 8, top_k=3, window=5)},
+        "nsa few": {"sizes": NsaSizes(8, 4, 8, top_k=2, window=5)},
         "nsa gates": {"gates": torch.ones(1, 4, slots, 2)},
         "nsa two": {"k": [x["k"]] * 2},
         "nsa compress": {"compress": lambda k, v: (k.mean(3), v)},
@@ -442,7 +443,9 @@ def peaks(rank: int, world_size: int, tokens: int) -> list[int]:
                 out = moba_attention(q, k, v, **place, block_size=64, top_k=3)
             else:
                 gates = torch.ones(1, 4, slots, 3)
-                out = nsa_attention(q, k, v, gates, **place, compress=of_mean, top_k=4, window=64)
+                out = nsa_attention(
+                    q, k, v, gates, **place, compress=of_mean, sizes=NsaSizes(top_k=4, window=64)
+                )
             out.sum().backward()
         found.append(memory.peak_bytes)
     mesh.close()

@@ -417,8 +417,8 @@ def test_parts_that_wait_give_what_parts_merged_at_once_do(
         assert torch.equal(got.dk, want.dk) or relative_error(got.dk, want.dk.double()) < 4e-3
 
 
-def test_sinks_and_checks_see_parts_that_wait() -> None:
-    """Of a ring of one: a sink is where the merge begins, and a check is given what has arrived."""
+def test_checks_see_parts_that_wait() -> None:
+    """Of a ring of one: a check is given what has arrived."""
     pattern, layout = (
         PATTERNS["causal"](SHAPE.tokens),
         layout_for("contiguous", PATTERNS["causal"](SHAPE.tokens), tokens=SHAPE.tokens, ring_size=1),
@@ -430,11 +430,10 @@ def test_sinks_and_checks_see_parts_that_wait() -> None:
     def look(hop: int, **found: Tensor) -> None:
         seen.update({name: x.clone() for name, x in found.items()})
 
-    sinks = torch.linspace(-1.0, 1.0, SHAPE.query_heads)
     found = []
     for kernel in (FlashKernel(), AtOnce()):
         run = RingPass(plan.rank(0), kernel, None, SHAPE.head_dim**-0.5, check=look)
-        found.append(run.forward(q, k, v, sinks))
+        found.append(run.forward(q, k, v))
         assert torch.allclose(seen["out"].bfloat16(), found[-1][0]) and torch.equal(seen["lse"], found[-1][1])
     assert (
         torch.allclose(*(lse for _, lse in found))
