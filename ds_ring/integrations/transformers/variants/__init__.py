@@ -21,7 +21,7 @@ TABLE = (
     "compressed.CompressedAttention",
     "indexed.IndexedKeys",
     "indexed_blocks.IndexedBlocks",
-    "latents.LatentAttention",
+    "latents.LatentLayers",
     "relative_bias.RelativePositionBias",
     "key_terms.DynamicMask",
     "query_scale.TemperatureTuning",
