@@ -31,8 +31,8 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.catalog import Slices
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slices import Slices
 from ds_ring.registry import PUBLIC, load
 
 BRANCHES = Accepted(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")

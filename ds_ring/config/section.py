@@ -37,8 +37,10 @@ from ds_ring.config.pass_options import PassOptions, refuse_without_hops
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
 from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts
-from ds_ring.masks.catalog import Causal, Dilated, DilatedWindow, Full, Sinks, Slices, SlidingWindow
+from ds_ring.masks.catalog import Causal, DilatedWindow, Full, Sinks, SlidingWindow
+from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slices import Slices
 from ds_ring.registry import LAYOUTS
 
 # The "long_sequence" part: what of a model besides attention is computed in tiles.

@@ -27,7 +27,7 @@ from ds_ring.errors import (
     whole_number,
 )
 from ds_ring.limits import MAX_HEADS
-from ds_ring.masks.catalog import Dilated
+from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_operand

@@ -43,7 +43,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
-from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
+from ds_ring.masks.catalog import Causal, Full, SlidingWindow
+from ds_ring.masks.documents import Documents
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import Layout, PieceLayout, StripedLayout, make_layout

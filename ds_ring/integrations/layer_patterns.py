@@ -15,7 +15,8 @@ from functools import lru_cache, reduce
 from operator import and_
 
 from ds_ring.errors import RingPatternError
-from ds_ring.masks.catalog import Causal, Chunked, Documents, Full, SlidingWindow
+from ds_ring.masks.catalog import Causal, Chunked, Full, SlidingWindow
+from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 
 # words of `layer_types`, each with the key of the configuration that has its width

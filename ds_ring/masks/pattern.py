@@ -24,13 +24,14 @@ from ds_ring.masks.branches import (
     Residue,
     Table,
     counts_twice,
-    near_pairs,
     product,
     union,
 )
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask, Tiles
 from ds_ring.registry import JsonKey
+
+MANY_PAIRS = 4096  # of runs: from here on those that no branch joins are left out beforehand
 
 
 class QueryHead(NamedTuple):
@@ -249,8 +250,12 @@ class BoundPattern(Pattern):
 
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """Return the non-empty tiles of two shards, given by their runs in slot order, int64 [n, 3]."""
-        branches = {branch for one in self.branches_by_head for branch in one}
-        return self.cut(Tiles.rectangles(q_runs, k_runs, near_pairs(branches, q_runs, k_runs)))
+        near = None
+        if len(q_runs) * len(k_runs) > MANY_PAIRS and self.tile_kind == "LongNet":
+            from ds_ring.masks.dilated import near_pairs  # loaded for patterns that have dilations
+
+            near = near_pairs({branch for one in self.branches_by_head for branch in one}, q_runs, k_runs)
+        return self.cut(Tiles.rectangles(q_runs, k_runs, near))
 
     def cut(self, rectangles: Tiles) -> Tiles:
         """Cut rectangles of pairs into tiles and drop the empty ones."""

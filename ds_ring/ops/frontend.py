@@ -19,16 +19,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
-from ds_ring.masks.catalog import (
-    Causal,
-    Chunked,
-    Dilated,
-    DilatedWindow,
-    Full,
-    PrefixLM,
-    Sinks,
-    SlidingWindow,
-)
+from ds_ring.masks.catalog import Causal, Chunked, DilatedWindow, Full, PrefixLM, Sinks, SlidingWindow
+from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.mask_mod import Alibi, MaskMod, ScoreFunction, ScoreMod, Softcap
 from ds_ring.masks.pattern import Intersection, Pattern, Union
 from ds_ring.ops.checks import check_derivative, check_operand

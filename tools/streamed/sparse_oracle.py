@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.catalog import Dilated
+from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.tiles import IntArray
 from ds_ring.simulation.rank import Source
 from streamed.numbers import read, runs_at

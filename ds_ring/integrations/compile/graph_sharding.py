@@ -24,7 +24,8 @@ from ds_ring.integrations.compile.placed_op import BatchContexts
 from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.layer_patterns import pattern_of_layer
-from ds_ring.masks.catalog import Causal, Documents, Full, SlidingWindow
+from ds_ring.masks.catalog import Causal, Full, SlidingWindow
+from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.ops.context import RingContext, context_for

@@ -36,7 +36,8 @@ from ds_ring.integrations.deepspeed.batch import (
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.layers.scan.sequence_runs import in_blocks
-from ds_ring.masks.catalog import Causal, Chunked, Tree
+from ds_ring.masks.catalog import Causal, Chunked
+from ds_ring.masks.documents import Tree
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext

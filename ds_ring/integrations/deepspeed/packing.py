@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.masks.catalog import Documents, Tree
+from ds_ring.masks.documents import Documents, Tree
 
 DOCUMENT_IDS = "document_ids"
 TREE_ENDS = "tree_ends"  # see [Note: trees] in trees.py

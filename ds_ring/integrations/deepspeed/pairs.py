@@ -36,7 +36,8 @@ from ds_ring.integrations.deepspeed.batch import (
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, TREE_ENDS, RowGroup, group_rows
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.masks.catalog import Causal, Documents, Full
+from ds_ring.masks.catalog import Causal, Full
+from ds_ring.masks.documents import Documents
 from ds_ring.schedule.layout import Layout
 
 DECODER = "decoder_"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ds_ring.errors import RingPatternError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.packing import TREE_ENDS
-from ds_ring.masks.catalog import Tree
+from ds_ring.masks.documents import Tree
 from ds_ring.masks.tiles import IntArray
 
 LOSS_WEIGHTS = "loss_weights"

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
-from ds_ring.masks.catalog import Documents, Full, Slices
+from ds_ring.masks.catalog import Full
+from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slices import Slices
 from ds_ring.masks.tiles import IntArray
 from ds_ring.schedule.layout import Layout
 

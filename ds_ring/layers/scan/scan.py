@@ -21,7 +21,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, handle_of
 from ds_ring.layers.scan.sequence_runs import ScanStep, SequenceRuns
-from ds_ring.masks.catalog import Documents
+from ds_ring.masks.documents import Documents
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import count_forward_pass
 from ds_ring.ops.handles import constant, object_of, operator

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.catalog import Documents
+from ds_ring.masks.documents import Documents
 from ds_ring.masks.tiles import IntArray
 from ds_ring.schedule.layout import Layout, PieceLayout
 

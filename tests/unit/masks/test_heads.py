@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_ring.masks.catalog import Causal, Dilated, HeadShard
+from ds_ring.masks.catalog import Causal, HeadShard
+from ds_ring.masks.dilated import Dilated
 
 HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
 

@@ -42,7 +42,8 @@ from ds_ring.integrations.transformers.variants.variant import Variant
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
-from ds_ring.masks.catalog import Causal, Documents
+from ds_ring.masks.catalog import Causal
+from ds_ring.masks.documents import Documents
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall

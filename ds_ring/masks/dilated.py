@@ -1,0 +1,329 @@
+"""Dilated attention (LongNet): the pattern, and faster ways to the tiles of its branches.
+
+LongNet's dilations are few large rectangles, where the plain join would make many small ones: two rewrites of
+a sum of `Residue` branches (every r-th token of a segment attends to the same). Both give every pair its
+multiplicity m (how many branches have the pair). `tests/unit/masks/test_branches.py` compares both with the
+plain derivation.
+
+[Note: smallest segment]
+If every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those of
+branch i. If the segments nest as well, the smallest segment that contains both tokens of a pair decides: if
+it belongs to branch i, both must be tokens of branch i, and m counts the branches from i on that have both.
+So there is one large rectangle for each two neighbouring segments, in which nothing is masked and m is
+periodic (`Weights`). The kernel adds log m as a bias, which costs 5 %; small tiles of constant m would cost
+25 %. A branch whose rate is at least the segment's length has at most one token in the segment. It only adds
+to the pair of that token with itself, which is a tile of its own; so the period stays below the length.
+
+[Note: levels]
+If branches do not nest, the branches that two tokens have in common follow from the residues of their
+positions modulo the least common multiple of the rates. There is a rectangle for each combination of residues
+with equal common branches. In it, m is the number of common branches whose segment contains both tokens. If
+the multiple is too large, or a rate does not divide its segment, each branch is computed by itself: merging
+the partial results counts a pair m times, and some work is done twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
+from ds_ring.masks.branches import Branch, Residue, equal_labels
+from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.tiles import UNBOUNDED, IntArray, Tiles, Weights, repeat_rows
+
+Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
+HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
+
+
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """Dilated attention (Ding et al. 2023, LongNet): branches of (segment length, dilation rate).
+
+    LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
+    log m added to the score, m the number of branches in which a pair takes part (`joins.py`).
+
+    A pair takes part in branch i if both positions are in the same segment of length w_i, both have offset
+    o(h, i) modulo r_i in it, and, if causal, the key is not after the query.
+
+    Attributes:
+        segment_lengths: w_i in tokens, strictly increasing; longer than the sequence means all of it.
+        dilation_rates: r_i, strictly increasing, one for each segment length.
+        causal: no key after its query.
+        head_offsets: "paper": h mod r_i; "paper_kv": the same with the K/V head; "torchscale":
+            h // ceil(H / r_i); "zero".
+
+    Raises:
+        RingPatternError: lists of different length, not positive, not increasing; unknown offset rule.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    causal: bool = True
+    head_offsets: str = "paper"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            values = _whole_numbers(getattr(self, name), name)
+            object.__setattr__(self, name, values)
+            if any(b <= a for a, b in itertools.pairwise(values)):
+                raise RingPatternError(
+                    f"Dilated: {name}: expected strictly increasing numbers, got {list(values)}"
+                )
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise RingPatternError(
+                "Dilated: expected one dilation rate for each segment length: got"
+                f" {len(self.segment_lengths)} lengths and {len(self.dilation_rates)} rates"
+            )
+        true_or_false(self.causal, "Dilated: causal", RingPatternError)
+        if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
+            raise RingPatternError(
+                f"Dilated: head_offsets: expected one of {', '.join(HEAD_OFFSETS)}, got"
+                f" {shown(self.head_offsets)}"
+            )
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
+        numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
+        return tuple(equal_labels(Residue(w, r, o), least) for w, r, o in numbers)
+
+    def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
+        """Return o(h, i) of every branch."""
+        if self.head_offsets == "zero":
+            return (0,) * len(self.dilation_rates)
+        if self.head_offsets == "torchscale":
+            # ceil(H / r) consecutive heads share an offset
+            return tuple(head // -(-query_heads // rate) for rate in self.dilation_rates)
+        # by the K/V head, all query heads of a group read the same tokens
+        index = head if self.head_offsets == "paper" else head // (query_heads // kv_heads)
+        return tuple(index % rate for rate in self.dilation_rates)
+
+
+def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
+    """Return the positive integers of a list, or raise RingPatternError."""
+    if not isinstance(given, (list, tuple)) or not given:
+        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
+    try:
+        return tuple(whole_number(x, name, RingPatternError) for x in given)
+    except RingPatternError:
+        text = shown(list(given)).removeprefix("list ")
+        raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None
+
+
+MAX_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
+
+
+class Progression(NamedTuple):
+    """Describe the positions p = residue (mod modulus)."""
+
+    residue: int
+    modulus: int
+
+
+class CommonBranches(NamedTuple):
+    """Queries and keys whose common branches are exactly `branches`."""
+
+    queries: tuple[Progression, ...]
+    keys: tuple[Progression, ...]
+    branches: tuple[int, ...]
+
+
+def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
+    """Return the rectangles of a sum of dilations, every pair with its m.
+
+    If `causal`, keys after their query may be left out: the band will drop them.
+    """
+    residues = sorted(residues, key=lambda residue: residue.length)
+    lengths = tuple(r.length for r in residues)
+    rates, offsets = tuple(r.rate for r in residues), tuple(r.offset for r in residues)
+    # a single segment starts at position 0: its length need not be a multiple of the rate
+    reaches = int(max(tiles.q.last_position.max(), tiles.k.last_position.max())) if len(tiles) else 0
+    if not all(w % r == 0 or w > reaches for w, r in zip(lengths, rates, strict=True)):
+        # the offset inside a segment is then no residue of the position
+        return [part for residue in residues for part in _one_branch(tiles, residue)]
+    # segments are unions of those of the branch before, and tokens a subset of its tokens
+    nested = all(
+        b.length % a.length == 0 and b.rate % a.rate == 0 and b.offset % a.rate == a.offset
+        for a, b in itertools.pairwise(residues)
+    )
+    # a tile has room for one `Weights`
+    if nested and (tiles.weight < 0).all():
+        return _by_segment(tiles, residues, causal)
+    parts = []
+    for share in common_branches(rates, offsets):
+        sides = itertools.product(share.queries, share.keys)
+        on = Tiles.concat([tiles.sides(tiles.q.residue(*q), tiles.k.residue(*k)) for q, k in sides])
+        for chain in _chains(share.branches, lengths):
+            parts += _levels(on, [lengths[i] for i in chain], causal)
+    return parts
+
+
+def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
+    """Refine by nested branches; see [Note: smallest segment]."""
+    classes, parts = tuple((r.offset, r.rate) for r in residues), []
+    for index, length in enumerate(r.length for r in residues):
+        inside = tiles.sides(tiles.q.residue(*classes[index]), tiles.k.residue(*classes[index]))
+        # at most one token in a segment: such a class adds to the pair of a token with itself only
+        far = [c for c in classes[index + 1 :] if c[1] >= length]
+        if index == 0:
+            found = [_same_segment(inside, length)]
+            parts += [found[0].sides(found[0].q.residue(*c), found[0].k.residue(*c)) for c in far]
+        else:
+            found = _between_segments(inside, residues[index - 1].length, length, causal)
+        near = classes[index : len(classes) - len(far)]
+        parts += [part.weighted(Weights(near)) for part in found]
+    return parts
+
+
+def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
+    """Return pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
+    # a pair that shares the smallest segment shares all of them
+    parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
+    for index, (small, large) in enumerate(itertools.pairwise(lengths)):
+        for part in _between_segments(tiles, small, large, causal):
+            # shares the segments from number index + 1 on
+            parts.append(part.times(len(lengths) - index - 1))
+    return parts
+
+
+def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
+    """Refine by one branch alone, segment by segment: the general case."""
+    if branch.offset >= branch.length:
+        return []
+    inside = _same_segment(tiles, branch.length)
+    # inside one segment the offset is a residue, which differs from segment to segment
+    residue = (inside.q.position // branch.length * branch.length + branch.offset) % branch.rate
+    return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
+
+
+def _same_segment(tiles: Tiles, length: int) -> Tiles:
+    """Return the part of every rectangle whose queries and keys are in one segment."""
+    # numbers of the first and the last segment that both sides reach
+    first = np.maximum(tiles.q.position, tiles.k.position) // length
+    last = np.minimum(tiles.q.last_position, tiles.k.last_position) // length
+    row, which = repeat_rows(np.maximum(last - first + 1, 0))
+    start = (first[row] + which) * length
+    tiles = tiles.rows(row)
+    return tiles.sides(tiles.q.between(start, start + length), tiles.k.between(start, start + length))
+
+
+def _between_segments(tiles: Tiles, small: int, large: int, causal: bool) -> list[Tiles]:
+    """Return the pairs that share a segment of length `large` but not of `small`, which divides it."""
+    # queries whose large segment may have keys of the rectangle; one row for each of their small ones
+    low = np.maximum(tiles.q.position, tiles.k.position // large * large)
+    high = np.minimum(tiles.q.last_position, (tiles.k.last_position // large + 1) * large - 1)
+    first, last = low // small, high // small
+    row, which = repeat_rows(np.maximum(last - first + 1, 0))
+    start = (first[row] + which) * small
+    outer = start // large * large
+    tiles = tiles.rows(row)
+    q = tiles.q.between(start, start + small)
+    # keys of the large segment before the small one, and after it unless the band drops them
+    parts = [tiles.sides(q, tiles.k.between(outer, start))]
+    if not causal:
+        parts.append(tiles.sides(q, tiles.k.between(start + small, outer + large)))
+    return parts
+
+
+def _chains(branches: tuple[int, ...], lengths: tuple[int, ...]) -> list[list[int]]:
+    """Group branches greedily so that in each group every length divides the next."""
+    chains: list[list[int]] = []
+    for branch in branches:
+        for chain in chains:
+            if lengths[branch] % lengths[chain[-1]] == 0:
+                chain.append(branch)
+                break
+        else:
+            chains.append([branch])
+    return chains
+
+
+@lru_cache(maxsize=256)
+def common_branches(rates: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[CommonBranches, ...]:
+    """Return which positions have which branches in common; see [Note: levels]."""
+    period = math.lcm(*rates)
+    if period > MAX_RESIDUES:
+        # each branch by itself; the merge sums pairs that several branches share
+        classes = (Progression(o, r) for r, o in zip(rates, offsets, strict=True))
+        return tuple(CommonBranches((own,), (own,), (i,)) for i, own in enumerate(classes))
+    # residues modulo the period, by the set of branches that have them
+    by_branches: dict[frozenset[int], list[int]] = defaultdict(list)
+    for residue in range(period):
+        inside = frozenset(i for i, r in enumerate(rates) if residue % r == offsets[i])
+        if inside:
+            by_branches[inside].append(residue)
+    # by common branches and keys: the queries, so that equal rows make one rectangle
+    rectangles: dict[tuple[frozenset[int], tuple[int, ...]], list[int]] = defaultdict(list)
+    for own, queries in by_branches.items():
+        keys_of: dict[frozenset[int], list[int]] = defaultdict(list)
+        for other, keys in by_branches.items():
+            if own & other:
+                keys_of[own & other] += keys
+        for common, keys in keys_of.items():
+            rectangles[common, tuple(sorted(keys))] += queries
+    return tuple(
+        CommonBranches(_progressions(queries, period), _progressions(keys, period), tuple(sorted(common)))
+        for (common, keys), queries in rectangles.items()
+    )
+
+
+def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ...]:
+    """Return a set of residues modulo `period` as few progressions, the coarsest first."""
+    left, found = set(residues), []
+    for modulus in (d for d in range(1, period + 1) if period % d == 0):
+        for residue in range(modulus):
+            members = set(range(residue, period, modulus))
+            if members <= left:
+                left -= members
+                found.append(Progression(residue, modulus))
+        if not left:
+            break
+    return tuple(found)
+
+
+def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+    """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
+
+    A pair is left out only if every branch has a dilation that gives no two of its tokens the same label. In
+    the residue layout a shard has one run for every residue of every window, and nearly all pairs of runs
+    differ in residue or segment: without this filter, the number of rectangles of two shards, and the time to
+    plan, would grow with the square of the number of runs.
+    """
+    count = len(q_runs) * len(k_runs)
+    found: list[IntArray] = []
+    dilated = ([a for a, b in branch.labels_of if isinstance(a, Residue) and a == b] for branch in branches)
+    for dilation in {one[0] if one else None for one in dilated}:
+        if dilation is None:
+            return None
+        (q, q_segment), (k, k_segment) = (_reached(dilation, runs) for runs in (q_runs, k_runs))
+        order = np.argsort(k_segment, kind="stable")
+        bounds = [np.searchsorted(k_segment[order], q_segment, side=side) for side in ("left", "right")]
+        matches = bounds[1] - bounds[0]
+        if sum(map(len, found)) + int(matches.sum()) > count:
+            return None
+        row, within = repeat_rows(matches)
+        found.append(q[row] * len(k_runs) + k[order[bounds[0][row] + within]])
+    joined = np.unique(np.concatenate(found))
+    return joined // len(k_runs), joined % len(k_runs)
+
+
+def _reached(dilation: Residue, runs: IntArray) -> Pairs:
+    """Return (run, segment) rows for the segments in which a run may have tokens of a dilation."""
+    start, step, length = runs.T
+    last = start + (length - 1) * step
+    w, rate = dilation.length, dilation.rate
+    # The offset inside a segment is a residue of the position in this case only.
+    if w % rate == 0 or (len(last) and w > last.max()):
+        rows = np.flatnonzero((dilation.offset - start) % np.gcd(step, rate) == 0)
+    else:
+        rows = np.arange(len(runs))
+    first = start[rows] // w
+    row, within = repeat_rows(last[rows] // w - first + 1)
+    return rows[row], first[row] + within

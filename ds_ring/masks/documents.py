@@ -1,0 +1,191 @@
+"""Documents that are packed into one sequence, and trees of nodes that share prefixes: tables of labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ds_ring.errors import RingPatternError, shown, whole_number
+from ds_ring.masks.branches import Branch, Table, equal_labels, labelled
+from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.tiles import IntArray
+
+
+@dataclass(frozen=True)
+class Documents(Pattern):
+    """Attend within one document only; a negative id marks padding, which sees nothing.
+
+    Attributes:
+        starts, ids, tokens: stretches of equal ids, as in `Table`.
+    """
+
+    starts: tuple[int, ...]
+    ids: tuple[int, ...]
+    tokens: int
+
+    def __init__(self, document_ids: Any | None = None, *, position_ids: Any | None = None) -> None:
+        """Read the documents off one packed sequence.
+
+        Args:
+            document_ids: int [T] or [1, T], equal within a document.
+            position_ids: int [T] or [1, T] that restart at 0 with every document, as Hugging Face packs.
+
+        Raises:
+            RingPatternError: neither or both given, or not one sequence of integers.
+        """
+        if (document_ids is None) == (position_ids is None):
+            got = "neither" if document_ids is None else "both"
+            raise RingPatternError(
+                f"Documents: expected one of the two, got {got}: give exactly one of document_ids and"
+                " position_ids"
+            )
+        values = _one_sequence(document_ids if position_ids is None else position_ids)
+        if position_ids is not None:
+            # a position that does not follow the one before it begins a document
+            values = np.cumsum(np.diff(values, prepend=-1) != 1)
+        starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+        object.__setattr__(self, "starts", tuple(starts.tolist()))
+        object.__setattr__(self, "ids", tuple(values[starts].tolist()))
+        object.__setattr__(self, "tokens", len(values))
+
+    @cached_property
+    def _table(self) -> Table:  # cached, because the table has caches of its own
+        # The label of a document is the number of its first run: small, and ascending unless an id reappears.
+        ids = np.array(self.ids, dtype=np.int64)
+        _, first, number = np.unique(ids, return_index=True, return_inverse=True)
+        return Table(self.starts, tuple(np.where(ids < 0, -1, first[number]).tolist()), self.tokens)
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (equal_labels(self._table),)
+
+    def __str__(self) -> str:
+        # tuples of ints have the same hash in every process, and ranks compare this text
+        digest = hash((self.starts, self.ids))
+        return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
+
+
+def _one_sequence(values: Any, name: str = "Documents") -> IntArray:
+    try:
+        array = np.asarray(values)
+    except Exception as error:
+        raise RingPatternError(
+            f"{name}: expected integers of shape [T] or [1, T], got {shown(values)}"
+            f" ({type(error).__name__} in numpy); pass a list, a numpy array or a tensor on the CPU"
+        ) from error
+    if array.ndim == 2 and len(array) == 1:
+        array = array[0]
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer) or not len(array):
+        raise RingPatternError(
+            f"{name}: expected integers of shape [T] or [1, T], got {array.dtype} of shape {array.shape};"
+            " for a batch of several sequences make one pattern for each"
+        )
+    # as int64 these would be negative, which means padding
+    if array.dtype == np.uint64 and int(array.max()) >= 1 << 63:
+        raise RingPatternError(f"{name}: expected integers below 2**63, got {int(array.max())}")
+    return array.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Tree(Pattern):
+    """Attend to the token's own node up to itself, and to all of the node's ancestors.
+
+    For rollouts that share prefixes: the tokens of each path from a root to a leaf attend as in a causal
+    sequence of their own, and a shared prefix is stored once. Nodes are consecutive, each after its parent. A
+    forest has several roots. Distances along a path differ from distances in the sequence, so do not combine
+    a tree with windows.
+
+    Attributes:
+        parents: the number of each node's parent, below the node's own; -1 for a root.
+        lengths: tokens of each node.
+        tokens: length T of the sequence; None is the sum of the lengths. Tokens after the last node are
+            padding, which attends to nothing.
+
+    Raises:
+        RingPatternError: no node, other numbers of parents and lengths, a parent that does not come before
+            its node, a length below 1, or fewer tokens than the nodes have.
+    """
+
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("parents", "lengths"):
+            given = _one_sequence(getattr(self, name), f"Tree: {name}").tolist()
+            object.__setattr__(self, name, tuple(given))
+        if len(self.parents) != len(self.lengths):
+            raise RingPatternError(
+                f"Tree: expected a parent and a length for each node, got {len(self.parents)} parents and"
+                f" {len(self.lengths)} lengths"
+            )
+        for node, (parent, length) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            if not -1 <= parent < node or length < 1:
+                raise RingPatternError(
+                    f"Tree: node {node}: expected a parent from -1 (a root) to {node - 1} and a length of at"
+                    f" least 1, got parent {parent} and length {length}; put each node behind its parent"
+                )
+        total = sum(self.lengths)
+        tokens = total if self.tokens is None else whole_number(self.tokens, "Tree: tokens", RingPatternError)
+        if tokens < total:
+            raise RingPatternError(f"Tree: expected at least the {total} tokens of the nodes, got {tokens}")
+        object.__setattr__(self, "tokens", tokens)
+
+    @cached_property
+    def starts(self) -> IntArray:
+        """Return the first position of each node, and the end of the last one; int64 [nodes + 1]."""
+        return np.cumsum([0, *self.lengths])
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """Return the number of each token in its path, int64 [T]; 0 for padding."""
+        found, ends = np.zeros(self.tokens or 0, dtype=np.int64), list[int]()
+        for node, (parent, length) in enumerate(zip(self.parents, self.lengths, strict=True)):
+            first = 0 if parent < 0 else ends[parent]
+            found[self.starts[node] : self.starts[node + 1]] = np.arange(first, first + length)
+            ends.append(first + length)
+        return found
+
+    @cached_property
+    def _levels(self) -> tuple[Branch, ...]:
+        # [Note: branches of a tree]
+        # A branch has the keys of all nodes of one level. A query's label is its ancestor (or own node) on
+        # that level, and a key's label is its node. The label of a node is the number of its run. So the
+        # number of branches is the number of levels, not of nodes, and each pair is in one of them. A node
+        # that is the only child of the node before it has the level of its parent.
+        level, nodes_above = list[int](), list[tuple[int, ...]]()
+        children = np.bincount(np.array(self.parents) + 1)  # of no parent, of node 0, of node 1, ..
+        for node, parent in enumerate(self.parents):
+            if parent < 0:
+                level.append(0)
+                nodes_above.append((node,))
+            elif parent == node - 1 and children[parent + 1] == 1:
+                level.append(level[parent])
+                nodes_above.append(nodes_above[parent])
+            else:
+                level.append(level[parent] + 1)
+                nodes_above.append((*nodes_above[parent], node))
+        starts = tuple(self.starts[: -1 if self.starts[-1] == self.tokens else None].tolist())
+        padding = (-1,) * (len(starts) - len(level))
+        found = []
+        for number in range(max(level) + 1):
+            queries = tuple(path[number] if len(path) > number else -1 for path in nodes_above)
+            keys = tuple(
+                path[-1] if one == number else -1 for path, one in zip(nodes_above, level, strict=True)
+            )
+            of_queries, of_keys = (
+                labelled(Table(starts, ids + padding, self.tokens or 0)) for ids in (queries, keys)
+            )
+            found.append(Branch(of_queries, of_keys, least=0))
+        return tuple(found)
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return self._levels
+
+    def __str__(self) -> str:
+        # tuples of ints have the same hash in every process, and ranks compare this text
+        return (
+            f"Tree({len(self.parents)} nodes of {self.tokens} tokens, {hash((self.parents, self.lengths))})"
+        )

@@ -1,0 +1,81 @@
+"""Slices of the attention matrix: rectangles of queries and keys, each full or cut by diagonals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ds_ring.errors import RingPatternError, shown, whole_number
+from ds_ring.masks.branches import Branch, in_range, overlapping
+from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.tiles import UNBOUNDED
+
+SLICE_KINDS = ("full", "causal", "inverse-causal", "bi-causal")
+_FORM = '((q_start, q_end), (k_start, k_end), kind), such as ((0, 8), (0, 8), "causal")'
+Slice = tuple[tuple[int, int], tuple[int, int], str]
+
+
+@dataclass(frozen=True)
+class Slices(Pattern):
+    """Attend to the keys of the slices that a query is in (MagiAttention's q_ranges, k_ranges, types).
+
+    A slice is ((q_start, q_end), (k_start, k_end), kind), ends excluded. Of its rectangle, "full" attends to
+    all pairs, "causal" to those on and left of the diagonal through the lower right corner, "inverse-causal"
+    to those on and right of the diagonal through the upper left corner, "bi-causal" to those of both.
+
+    Attributes:
+        slices: no pair of positions in two of them.
+
+    Raises:
+        RingPatternError: none, one of another form, an empty range, an unknown kind, or two that overlap.
+    """
+
+    slices: tuple[Slice, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.slices, (list, tuple)) or not self.slices:
+            raise RingPatternError(f"Slices: expected a list of {_FORM}, got {shown(self.slices)}")
+        checked = tuple(_checked(number, given) for number, given in enumerate(self.slices))
+        object.__setattr__(self, "slices", checked)
+        branches = self.branches(QueryHead())
+        first, second = np.nonzero(np.triu(overlapping(branches, branches), 1))
+        if len(first):
+            one, other = self.slices[first[0]], self.slices[second[0]]
+            raise RingPatternError(
+                f"Slices: expected slices without a common pair of positions, got {list(one)} and"
+                f" {list(other)}, which overlap; cut one of them"
+            )
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        found = []
+        for queries, keys, kind in self.slices:
+            # q - k on the diagonal through the lower right corner, and through the upper left one
+            least = queries[1] - keys[1] if kind in ("causal", "bi-causal") else -UNBOUNDED
+            most = queries[0] - keys[0] if kind in ("inverse-causal", "bi-causal") else UNBOUNDED
+            found.append(Branch(in_range(*queries), in_range(*keys), least, most))
+        return tuple(found)
+
+
+def _checked(number: int, given: Any) -> Slice:
+    """Return a slice of Python ints, or raise RingPatternError."""
+    where = f"Slices: slice {number}"
+    if not isinstance(given, (list, tuple)) or len(given) != 3:
+        raise RingPatternError(f"{where}: expected {_FORM}, got {shown(given)}")
+    *ranges, kind = given
+    if not isinstance(kind, str) or kind not in SLICE_KINDS:
+        raise RingPatternError(f"{where}: kind: expected one of {', '.join(SLICE_KINDS)}, got {shown(kind)}")
+    found = []
+    for name, one in zip((f"{where}: q_range", f"{where}: k_range"), ranges, strict=True):
+        if not isinstance(one, (list, tuple)) or len(one) != 2:
+            raise RingPatternError(f"{name}: expected (start, end), got {shown(one)}")
+        start, end = one
+        # a range may begin at 0, which `whole_number` refuses
+        if not (isinstance(start, int) and not isinstance(start, bool) and start == 0):
+            start = whole_number(start, f"{name}: start", RingPatternError)
+        end = whole_number(end, f"{name}: end", RingPatternError)
+        if start >= end:
+            raise RingPatternError(f"{name}: expected start below end, got {start} and {end}")
+        found.append((start, end))
+    return found[0], found[1], kind
