@@ -21,17 +21,17 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, shown
-from ds_ring.masks.mask_mod import ScoreFunction, ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, context_for, context_of
-from ds_ring.ops.frontend import attend, attend_compiled, context_of_call, handle_of
+from ds_ring.ops.frontend import attend, attend_compiled, context_of_call
 from ds_ring.ops.options import Options
 from ds_ring.ops.refusal import Refusal, refusal_from
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
+    from ds_ring.masks.mask_mod import ScoreFunction
 
 
 def ring_attention(
@@ -78,6 +78,8 @@ def ring_attention(
     """
     settings = (scale, kernel, options)
     if torch.compiler.is_compiling():
+        from ds_ring.ops.graph_calls import handle_of
+
         handle = handle_of(pattern, layout, mesh, settings, score_mod)
         return attend_compiled(q, k, v, handle, mesh, sinks, return_lse)
     context = context_of_call(pattern, layout, mesh, settings, score_mod)
@@ -128,6 +130,8 @@ class RingAttention(nn.Module):
                 )
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
         if score_mod is not None:
+            from ds_ring.masks.mask_mod import ScoreMod
+
             options = options.replaced(score_mod=ScoreMod.lookup(score_mod))
         pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
@@ -191,7 +195,7 @@ class RingAttention(nn.Module):
         mod = found.options.score_mod
         if mod is not None and mod.is_changed():
             with collective(self._mesh, "attention"):
-                options = found.options.replaced(score_mod=ScoreMod.lookup(mod.function))
+                options = found.options.replaced(score_mod=mod.lookup(mod.function))
                 self.context = context_for(
                     found.pattern, found.layout, self._mesh, options, keeps_functions=True
                 )

@@ -24,7 +24,8 @@ from ds_ring.masks.catalog import Causal
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable, handle_of
+from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
+from ds_ring.ops.graph_calls import handle_of
 from ds_ring.ops.handles import constant_in_graphs
 from ds_ring.ops.refusal import Refusal, raise_in_trace, refusal_from, refused_results
 from ds_ring.schedule.layout import Layout

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ds_ring.comm.exchange import Exchange
+from ds_ring.decode.tiles import HeadTiles
 from ds_ring.kernels.interface import Kernel
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.plan import HeadTiles
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ds_ring.comm.collective import collective
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
+from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.ops.checks import check_heads, check_keys, check_tensors
 from ds_ring.ops.context import RingContext, context_of, count_forward_pass
@@ -19,7 +20,6 @@ from ds_ring.ops.handles import operator
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
 from ds_ring.schedule.lowering import count_heads
-from ds_ring.schedule.plan import query_positions, replicated_tiles
 
 
 @operator("ds_ring::replicated_attention")

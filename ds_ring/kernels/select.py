@@ -18,15 +18,17 @@ import logging
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Kernel, KernelNeeds
-from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
+
+if TYPE_CHECKING:
+    from ds_ring.masks.mask_mod import Scores
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 

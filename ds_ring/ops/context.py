@@ -31,7 +31,6 @@ from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
 from ds_ring.masks.catalog import HeadShard
-from ds_ring.masks.mask_mod import Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import (
     check_heads,
@@ -216,6 +215,8 @@ class RingContext:
         """Return the kernel that the options, the pattern and q ask for."""
         options, scores = self.options, None
         if options.score_mod is not None:
+            from ds_ring.masks.mask_mod import Scores  # loaded with the first function of pairs
+
             here = self.heads_here(q)
             scores = Scores(options.score_mod, range(here.start, here.stop))
         asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)

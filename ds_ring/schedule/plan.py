@@ -4,9 +4,6 @@ It has one entry for each class of K/V heads with equal patterns (a dilated patt
 own offset). A class has one or two directions of travel. A direction has, on each rank, one entry for each
 hop. `rank_plan.py` holds the data of one rank; `head_class.py` computes who reads which tokens and who sends
 them.
-
-With replicated queries every rank has all queries, and keys stay where they are. Then there are no hops and
-no payloads: one table of tiles for each class of heads is all.
 """
 
 from __future__ import annotations
@@ -14,27 +11,23 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
 from ds_ring.errors import (
     RingLayoutError,
     RingPatternError,
-    RingShapeError,
     shown,
     true_or_false,
     whole_number,
 )
 from ds_ring.limits import MAX_HEADS
 from ds_ring.masks.branches import Table
-from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray, Tiles, count_slots
+from ds_ring.masks.tiles import count_slots
 from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.rank_plan import Direction, RankPlan, over_heads
 
 STAGE_GROWTH = 4  # most shards of a stage over those of the stage before, during which they arrive
@@ -195,7 +188,7 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
 def check_length(pattern: Pattern, layout: Layout) -> None:
     """Raise RingPatternError unless the pattern fits the layout's sequence length.
 
-    Not called for replicated queries, whose pattern may cover less than a cache has room for.
+    Not called for replicated queries: their pattern may cover less than a cache has room for.
     """
     for table in pattern.primitives:
         if isinstance(table, Table) and table.tokens != layout.tokens:
@@ -318,82 +311,3 @@ def _built(
         directions = two_levels(size, ranks_per_node) if ranks_per_node else one_way(size)
     classes = tuple(HeadClass(reads, heads, directions, prune, rounded, codec) for heads, reads in bound)
     return Plan(pattern, layout, query_heads, kv_heads, classes)
-
-
-class HeadTiles(NamedTuple):
-    """The tiles of the query heads with equal patterns."""
-
-    heads: slice
-    kv_heads: slice  # that these share
-    tiles: Tiles  # query slots count the queries, key slots are those of the rank's shard
-
-
-def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntArray | None) -> IntArray:
-    """Return global positions of replicated queries, int64 [queries]; RingShapeError for wrong ones.
-
-    If none are given, they are the last positions of the layout, the convention of decoding. Where all attend
-    to all (`Full`) positions have no meaning and there may be any number.
-    """
-    if given is None:
-        if isinstance(pattern, Full):
-            return np.arange(queries, dtype=np.int64)
-        if queries > layout.tokens:
-            raise RingShapeError(
-                f"{queries} replicated queries cannot be the last of {layout.tokens} positions; pass at most"
-                f" {layout.tokens} queries, or q_positions=[...], or Full() for cross attention"
-            )
-        return np.arange(layout.tokens - queries, layout.tokens, dtype=np.int64)
-    if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise RingShapeError(
-            f"q_positions: expected a 1-D list of integers, got {given.dtype} of shape {given.shape}"
-        )
-    if len(given) != queries:
-        raise RingShapeError(
-            f"q_positions: expected {queries} positions, one for each query (dim 2 of q), got {len(given)}"
-        )
-    outside = given[(given < 0) | (given >= layout.tokens)]
-    if len(outside):
-        raise RingShapeError(
-            f"q_positions: expected positions 0 to {layout.tokens - 1}, those of the layout,"
-            f" got {int(outside[0])}; count from the start of the sequence, and with Full() leave them out"
-        )
-    return given.astype(np.int64)
-
-
-def query_runs(positions: IntArray) -> IntArray:
-    """Write any list of positions as runs (start, step, length), in its own order; int64 [n, 3].
-
-    A progression stays one run where it is longer than its step is wide: a diagonal splits the two sides of
-    a tile to their common step, and a few positions far apart are cheaper one by one.
-    """
-    steps = np.diff(positions)
-    # indices in `steps` at which each stretch of equal steps ends
-    turns = np.append(np.flatnonzero(np.diff(steps)) + 1, len(steps))
-    runs, first = [], 0
-    while first < len(positions):
-        step, length = 1, 1
-        if first < len(steps):
-            step = int(steps[first])
-            length = int(turns[np.searchsorted(turns, first, side="right")]) - first + 1
-        # runs ascend, so positions that repeat or fall are single ones
-        if step < 1 or length <= step:
-            step, length = 1, 1
-        runs.append((int(positions[first]), step, length))
-        first += length
-    return np.array(runs, dtype=np.int64).reshape(len(runs), 3)
-
-
-@lru_cache(maxsize=64)
-def replicated_tiles(
-    pattern: Pattern, layout: Layout, ring_rank: int, positions: bytes, query_heads: int, kv_heads: int
-) -> tuple[HeadTiles, ...]:
-    """Return what a rank computes: all queries against its own shard.
-
-    The queries' int64 positions are given as bytes: layers that ask alike get the same tables.
-    """
-    runs = query_runs(np.frombuffer(positions, dtype=np.int64))
-    keys, group = layout.runs(ring_rank), query_heads // kv_heads
-    return tuple(
-        HeadTiles(query_heads_of(heads, group), heads, bound.tiles(runs, keys))
-        for heads, bound in head_classes(pattern, query_heads, kv_heads)
-    )

@@ -19,7 +19,8 @@ from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable, handle_of
+from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
+from ds_ring.ops.graph_calls import handle_of
 from ds_ring.ops.passes import ExtraOperand
 from ds_ring.ops.refusal import Refusal, refused_results
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses

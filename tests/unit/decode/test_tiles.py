@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, Dilated, Documents, Full, RingShapeError, SlidingWindow, make_layout
+from ds_ring.decode.tiles import query_positions, query_runs, replicated_tiles
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.layout import expand_runs
-from ds_ring.schedule.plan import query_positions, query_runs, replicated_tiles
 from tests.unit.masks.painting import paint
 
 LAYOUT = make_layout("zigzag", tokens=40, ring_size=4)
