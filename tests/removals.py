@@ -35,6 +35,9 @@ class Capability(NamedTuple):
         words: regular expression for its names in the code of the core.
         named: lines of the core that name it all the same, its row in registry.py aside; at most 5.
         why: the reason for these lines.
+        family: of an attention variant of transformers models, a model that needs it.
+        reason: a part of the reason for which that model is refused then; "" if it is exact without it.
+        other: a model of another variant, which still trains.
     """
 
     places: tuple[str, ...]
@@ -43,6 +46,9 @@ class Capability(NamedTuple):
     words: str = ""
     named: int = 0
     why: str = ""
+    family: str = ""
+    reason: str = ""
+    other: str = ""
 
 
 CAPABILITIES = {
@@ -65,30 +71,28 @@ CAPABILITIES = {
         words=r"\bcross_attention|\bCrossAttention|layers\.cross",
     ),
     "selected keys": Capability(
-        (
-            "layers.selection",
-            "integrations.transformers.selection",
-            "integrations.transformers.variants.compressed",
-            "integrations.transformers.variants.indexed",
-            "integrations.transformers.variants.key_terms",
-        ),
-        (
-            "dist/variants/test_compressed.py",
-            "dist/variants/test_indexed.py",
-            "dist/layers/test_selection.py",
-        ),
-        with_it=("MoBA and NSA",),
+        ("layers.selection", "integrations.transformers.selection"),
+        ("dist/layers/test_selection.py",),
+        with_it=("MoBA and NSA", "variant compressed", "variant indexed", "variant key_terms"),
         words=r"\bring_select|\bselected_attention|layers\.selection",
     ),
     "MoBA and NSA": Capability(
-        ("layers.sparse", "integrations.transformers.variants.indexed_blocks"),
-        ("dist/variants/test_indexed_blocks.py", "dist/layers/test_sparse.py"),
+        ("layers.sparse",),
+        ("dist/layers/test_sparse.py",),
+        with_it=("variant indexed_blocks",),
         words=r"(?i)\bmoba|\bnsa|layers\.sparse",
     ),
     "latents": Capability(
-        ("layers.latents", "integrations.transformers.variants.latents"),
+        ("layers.latents",),
         ("dist/layers/test_latents.py",),
+        with_it=("variant latents",),
         words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents",
+    ),
+    "scans and halos": Capability(
+        ("layers.scan", "simulation.scans"),
+        ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
+        with_it=("MoBA and NSA", "variant compressed", "variant recurrent"),
+        words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
@@ -145,6 +149,25 @@ CAPABILITIES = {
         ("codecs.float8",), ("gpu/test_float8.py",), words=r"(?i)\bfloat8|\bcodecs\.float8"
     ),
 }
+_BYPASSES = "its attention bypasses transformers' attention interface"
+_VARIANTS = {
+    "encoder_decoder": ("t5", "it is an encoder-decoder", "bloom"),
+    "eager_attention": ("bloom", _BYPASSES, "t5"),
+    "recurrent": ("qwen3_next", _BYPASSES, "deepseek_v4"),
+    "compressed": ("deepseek_v4", "its layers compressed_sparse_attention", "deepseek_v32"),
+    "indexed": ("deepseek_v32", "its layers indexed_attention mix tokens otherwise", "deepseek_v4"),
+    "indexed_blocks": ("minimax_m3_vl_text", "its layers minimax_m3_sparse", "deepseek_v32"),
+    "latents": ("deepseek_v3", "", "mamba2"),
+    "relative_bias": ("t5", _BYPASSES, "bart"),
+    "key_terms": ("doge", "expected a model that hands its mask to attention as it is", "llama4_text"),
+    "query_scale": ("llama4_text", "config.attn_temperature_tuning scales queries", "doge"),
+}
+VARIANTS_FOLDER = "integrations.transformers.variants"
+for _name, (_family, _reason, _other) in _VARIANTS.items():
+    CAPABILITIES[f"variant {_name}"] = Capability(
+        (f"{VARIANTS_FOLDER}.{_name}",), (f"dist/variants/test_{_name}.py",),
+        words=rf"\bvariants\.{_name}\b", family=_family, reason=_reason, other=_other,
+    )  # fmt: skip
 
 
 def whole(name: str) -> tuple[str, ...]:
@@ -167,6 +190,17 @@ def files_of(name: str) -> list[Path]:
         for module, path in architecture.MODULES.items()
         if any(architecture.is_in(module, place) for place in places)
     ]
+
+
+def tests_of(name: str) -> list[Path]:
+    """Return the files and folders of tests that go with a capability, without those that go with it."""
+    found = [ROOT / "tests" / one for one in CAPABILITIES[name].tests]
+    for place in CAPABILITIES[name].places:
+        path = place.replace(".", "/")
+        parent, _, last = path.rpartition("/")
+        for kind in ("unit", "dist"):
+            found += [ROOT / "tests" / kind / path, ROOT / "tests" / kind / parent / f"test_{last}.py"]
+    return [path for path in found if path.exists()]
 
 
 def still_needing(name: str) -> list[str]:
@@ -216,30 +250,21 @@ def removed(name: str, folder: Path) -> Path:
     places = places_of(name)
     for place in places:
         path = folder / "ds_ring" / place.replace(".", "/")
-        tests = [folder / "tests" / kind / place.replace(".", "/") for kind in ("unit", "dist")]
-        for one in (path, *tests):
-            if one.is_dir():
-                shutil.rmtree(one)
-        parent, last = path.parent, path.name
-        for one in (parent / f"{last}.py", *(test.parent / f"test_{last}.py" for test in tests)):
-            one.unlink(missing_ok=True)
-        assert not path.exists() and not path.with_suffix(".py").exists()
-    for one in (file for part in whole(name) for file in CAPABILITIES[part].tests):
-        path = folder / "tests" / one
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        _delete(path if path.is_dir() else path.with_suffix(".py"))
+    for file in {file.relative_to(ROOT) for part in whole(name) for file in tests_of(part)}:
+        _delete(folder / file)
     _remove_rows(folder, places)
-    import_only_from(folder)
+    (folder / "sitecustomize.py").write_text(_SITE)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
     (folder / "launcher/hardware").symlink_to("../configs/hardware")
     return folder
 
 
-def import_only_from(folder: Path) -> None:
-    """Let processes with this folder in PYTHONPATH import nothing by an editable install."""
-    (folder / "sitecustomize.py").write_text(_SITE)
+def _delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def remove_variants(folder: Path, *names: str) -> None:
+def _remove_variants(folder: Path, *names: str) -> None:
     """Remove the rows of attention variants of the transformers adapter, one each."""
     table = folder / "ds_ring/integrations/transformers/variants/__init__.py"
     lines = table.read_text().splitlines(keepends=True)
@@ -254,7 +279,7 @@ def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
         lines = (folder / file).read_text().splitlines()
         (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
-    remove_variants(folder, *(place.rpartition(".")[2] for place in places if ".variants." in place))
+    _remove_variants(folder, *(place.rpartition(".")[2] for place in places if ".variants." in place))
     registry = folder / "ds_ring/registry.py"
     text = registry.read_text()
     lines = text.splitlines()

@@ -1,22 +1,20 @@
 """Simulate P ranks in one process, one after the other, with the ring pass that real ranks run.
 
-Owns the public call, its argument checks and its result, and halos and scans of virtual ranks. The plan, the
+Owns the public call, its argument checks and its result. The plan, the
 ring pass, the kernel, the buffers and the merge are those of real ranks, so memory and bytes are measured,
 not computed by a formula; only the exchange looks up the tokens that would arrive (`simulation/rank.py`).
 
 A simulation is compared with attention of some rows in float64 by the definition. It knows nothing of tiles,
 plans or kernels: it evaluates the pattern for every pair (`Pattern.multiplicity`).
 
-A scan's messages have the size of a state, so all ranks can be alive at once for every length of the
-sequence: the caller owns the layers' tokens, and may generate them where they are used. Legend: n rows, T
-tokens, D head dim.
+Legend: n rows, T tokens, D head dim.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -36,8 +34,6 @@ from ds_ring.errors import (
     whole_number,
 )
 from ds_ring.kernels.select import get_kernel
-from ds_ring.layers.scan.scan import scan_messages
-from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.limits import MAX_TOKENS
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import IntArray
@@ -418,67 +414,3 @@ def _read(source: Source, name: str, head: int, positions: IntArray) -> Tensor:
     runs = np.stack([positions, np.ones_like(positions), np.ones_like(positions)], axis=1)
     source.fill(name, slice(head, head + 1), runs, x)
     return x[:, 0].double()
-
-
-TokensOf = Callable[[int, IntArray], Tensor]
-
-
-class VirtualResult(NamedTuple):
-    """What each virtual rank has after an exchange, and the bytes that it sent."""
-
-    tensors: list[Tensor]
-    bytes_sent: list[int]
-
-
-def virtual_scan(
-    layout: Layout, transitions: Sequence[Tensor], increments: Sequence[Tensor], *,
-    matrix: bool = False, reverse: bool = False,
-) -> VirtualResult:  # fmt: skip
-    """Return the states of `ring_scan` on every rank of a layout, without documents.
-
-    Args:
-        layout: of the tokens.
-        transitions, increments: of each rank, as `ring_scan` takes them.
-        matrix: see `ring_scan`.
-        reverse: scan from the last run to the first, as the backward pass does.
-    """
-    runs, ranks = sequence_runs(layout), range(layout.ring_size)
-    jobs = [scan_messages(runs, rank, transitions[rank], increments[rank], matrix, reverse) for rank in ranks]
-    states: dict[int, Tensor] = {}
-    sent = [0] * layout.ring_size
-    while len(states) < layout.ring_size:
-        posted = {}
-        for rank, job in enumerate(jobs):
-            try:
-                posted[rank] = next(job)
-            except StopIteration as end:
-                states[rank] = end.value
-        assert not (posted and states), "all ranks have the same number of rounds"
-        for rank, (sends, _) in posted.items():
-            for peer, message in sends.items():
-                sent[rank] += message.nbytes
-                posted[peer][1][rank].copy_(message)
-    return VirtualResult([states[rank] for rank in ranks], sent)
-
-
-def virtual_halo(layout: Layout, tokens_of: TokensOf, before: int, after: int = 0) -> VirtualResult:
-    """Return the copies of `halo` on every rank, [R, before + after, ...], without documents.
-
-    Args:
-        layout: of the tokens.
-        tokens_of: returns the tokens [n, ...] at some slots of a rank.
-        before, after: see `halo`.
-    """
-    runs, width, sent = sequence_runs(layout), before + after, [0] * layout.ring_size
-    plans = [halo_messages(layout, 1, rank, before, after) for rank in range(layout.ring_size)]
-    copies = []
-    for rank, messages in enumerate(plans):
-        own = tokens_of(rank, messages.own[0])
-        halos = own.new_zeros((len(runs.of_rank(rank)) * width, *own.shape[1:]))
-        halos[torch.from_numpy(messages.own[1])] = own
-        for owner, places in messages.receives.items():
-            message = tokens_of(owner, plans[owner].sends[rank])
-            sent[owner] += message.nbytes
-            halos[torch.from_numpy(places)] = message
-        copies.append(halos.unflatten(0, (-1, width)))
-    return VirtualResult(copies, sent)

@@ -27,7 +27,7 @@ from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTION
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
 from ds_ring.measure.memory import measure_cpu_memory
-from ds_ring.simulation.simulate import virtual_halo, virtual_scan
+from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
 from ds_ring_launcher.plan.advice import latents_on_the_wire

@@ -2,19 +2,34 @@
 
 Each capability of tests/removals.py is deleted from a copy of the tree. Every module that is left is
 imported, and two real ranks attend, against float64. By night the core's tests pass in the copy, too.
+Without an attention variant a model that needs it is refused with a reason, and a model of another variant
+trains on two ranks as on one process.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.removals import CAPABILITIES, Capability, core_lines, removed, still_needing
+from ds_ring.integrations.transformers.variants import TABLE, variants
+from tests.removals import (
+    CAPABILITIES,
+    ROOT,
+    VARIANTS_FOLDER,
+    Capability,
+    core_lines,
+    removed,
+    still_needing,
+    tests_of,
+)
 
 CORES_TESTS = (
     "tests/unit/masks",
@@ -22,16 +37,30 @@ CORES_TESTS = (
     "tests/unit/config",
     "tests/dist/test_ring_attention.py",
 )
+VARIANTS = [name for name, one in CAPABILITIES.items() if one.family]
+OTHERS = [name for name in CAPABILITIES if name not in VARIANTS]
+ADAPTER = ROOT / "ds_ring/integrations/transformers"
+
+
+def environment_of(copy: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def pass_in(copy: Path, *tests: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    done = subprocess.run(
+        command, cwd=copy, env=environment_of(copy), capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr
 
 
 def two_ranks_attend(copy: Path, folder: Path) -> list[str]:
     """Run the copy's package on two ranks; return what a rank that failed printed."""
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     script = str(copy / "tests/integration/removals/rank.py")
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(folder / "store")],
-            cwd=copy, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=copy, env=environment_of(copy), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(2)
     ]  # fmt: skip
@@ -44,7 +73,7 @@ def two_ranks_attend(copy: Path, folder: Path) -> list[str]:
 
 
 @pytest.mark.day("ring-flash-attn's functions")
-@pytest.mark.parametrize("name", CAPABILITIES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_capability_is_deleted_with_its_folder_and_its_row(name: str, tmp_path: Path) -> None:
     copy = removed(name, tmp_path / "copy")
     assert not two_ranks_attend(copy, tmp_path)
@@ -52,14 +81,15 @@ def test_a_capability_is_deleted_with_its_folder_and_its_row(name: str, tmp_path
 
 @pytest.mark.night
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CAPABILITIES)
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_tests_of_the_core_pass_without_it(name: str, tmp_path: Path) -> None:
-    copy = removed(name, tmp_path / "copy")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *CORES_TESTS],
-        cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)}, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-5000:]
+    pass_in(removed(name, tmp_path / "copy"), *CORES_TESTS)
+
+
+@pytest.mark.night
+@pytest.mark.timeout(1200)
+def test_the_tests_of_the_adapter_pass_without_a_variant(tmp_path: Path) -> None:
+    pass_in(removed("variant relative_bias", tmp_path / "copy"), "tests/unit/integrations/transformers")
 
 
 @pytest.mark.parametrize("name", CAPABILITIES)
@@ -86,3 +116,54 @@ def test_a_module_that_still_needs_it_is_found(tmp_path: Path) -> None:
         file.write("\nfrom ds_ring.simulation.simulate import simulate\n")
     (first, *_) = two_ranks_attend(copy, tmp_path)
     assert "No module named 'ds_ring.simulation'" in first
+
+
+def check_model(copy: Path, family: str) -> dict[str, Any]:
+    """Compare a small model on two ranks with one process, by the copy's `ds-ring check-model`."""
+    code = "import sys; from ds_ring_launcher.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "check-model", family, "--json"]
+    done = subprocess.run(
+        command, cwd=copy, env=environment_of(copy), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+@pytest.mark.day("variant relative_bias")  # the one whose models are made soonest
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_of_another_variant_trains_without_it(name: str, tmp_path: Path) -> None:
+    row, copy = CAPABILITIES[name], removed(name, tmp_path / "copy")
+    report = check_model(copy, row.family)
+    if row.reason:
+        assert report["result"] == "refused" and row.reason in report["reason"], report
+    else:
+        assert report["result"] == "exact", report
+    report = check_model(copy, row.other)
+    assert report["result"] == "exact", report
+
+
+def test_each_variant_has_its_row_its_file_and_its_tests() -> None:
+    names = [row.partition(".")[0] for row in TABLE]
+    assert [f"variant {name}" for name in sorted(names)] == sorted(VARIANTS)
+    files = {path.stem for path in (ADAPTER / "variants").iterdir() if path.stem[0] != "_"}
+    assert files == {*names, "variant"}
+    found = {path for name in VARIANTS for path in tests_of(name)}
+    assert set(ROOT.glob("tests/*/**/variants/test_*.py")) == found
+    assert all(map(tests_of, VARIANTS)), "a variant without tests of its own"
+
+
+def test_no_file_of_the_adapter_names_a_variant() -> None:
+    """Nor does a variant import another one."""
+    names = {CAPABILITIES[one].places[0].removeprefix(f"{VARIANTS_FOLDER}.") for one in VARIANTS}
+    classes = {type(variant).__name__ for variant in variants()}
+    for path in ADAPTER.rglob("*.py"):
+        first, *parts = path.relative_to(ADAPTER).parts
+        own = parts[0].removesuffix(".py") if first == "variants" else ""
+        if own == "__init__":
+            continue  # the table
+        text = path.read_text()
+        found = (names & set(re.findall(r"\bvariants\.(\w+)", text))) - {own}
+        found |= {name for name in classes if re.search(rf"\b{name}\b", text)} if not own else set()
+        found |= (names & set(re.findall(r"\b(\w+)\.py\b", text))) - {own}
+        assert not found, f"{path.relative_to(ROOT)} names {sorted(found)}"

@@ -77,6 +77,8 @@ class ModelNeeds:
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
     images: ImageNeeds | None = None  # of a model that reads images
+    # makes the layout of tokens of the layout of their blocks; set together with `block`
+    of_blocks: Callable[[Layout, int, int], Layout] | None = None
     block: int = 1  # tokens of the blocks that no border between ranks may cut
     # of an encoder-decoder, what makes decoder_input_ids [B, D] of labels: [Note: two sequences] in pairs.py
     decoder_ids: Callable[[Tensor], Tensor] | None = None

@@ -11,11 +11,11 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from ds_ring.integrations.deepspeed.batch import (
 )
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.layers.scan.sequence_runs import in_blocks
 from ds_ring.masks.catalog import Causal, Chunked
 from ds_ring.masks.documents import Tree
 from ds_ring.masks.mask_mod import Alibi, ScoreFunction
@@ -43,6 +42,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext
 from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
+
+T = TypeVar("T")
 
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
@@ -88,17 +89,11 @@ class BatchSharding:
         mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
         return replace(self, slots=mine.to(device))
 
-    def in_blocks(self, size: int) -> BatchSharding:
-        """Return the sharding of a sequence that has one token for every `size` tokens of this one.
-
-        Raises:
-            RingLayoutError: a border between ranks cuts a block.
-        """
-        key = ("in blocks", size)
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make` for this batch, which is kept as long as the batch's sharding."""
         if key not in self._kept:
-            blocks = in_blocks(self.layout, size)
-            self._kept[key] = BatchSharding(self.config, blocks, self.mesh, self.patterns)
-        found: BatchSharding = self._kept[key]
+            self._kept[key] = make()
+        found: T = self._kept[key]
         return found
 
     def pattern_of(

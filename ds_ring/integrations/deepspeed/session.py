@@ -94,7 +94,6 @@ from ds_ring.integrations.deepspeed.packing import (
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, tree_of
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.layers.scan.sequence_runs import of_blocks
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import block_side
@@ -664,12 +663,12 @@ class RingSession:
         mix = (patterns or self.patterns).counted(tokens, layers)
         name = "contiguous" if mesh.sequence_size == 1 < self.mesh.sequence_size else config.layout
         speeds = self.speeds if self.speeds and name == config.layout else None
-        if block > 1:  # the entries of such blocks are seen by all tokens after them
+        if self.needs.of_blocks is not None:  # the entries of such blocks are seen by all tokens after them
             blocks = make_layout(
                 name, tokens=-(-tokens // block), ring_size=mesh.ring_size, pattern=Causal(),
                 multiple_of=mesh.ulysses_size, speeds=speeds,
             )  # fmt: skip
-            return of_blocks(blocks, block, tokens)
+            return self.needs.of_blocks(blocks, block, tokens)
         layout = make_layout(
             name,
             tokens=tokens,

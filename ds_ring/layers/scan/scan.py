@@ -135,7 +135,7 @@ def scan_messages(
 
     Yields what the rank sends and receives in each round, by the other rank; goes on once the tensors to
     receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
-    (simulation/simulate.py).
+    (simulation/scans.py).
 
     Returns:
         The states, like `increment`.

@@ -91,7 +91,7 @@ def attention_errors(rank: int, world_size: int) -> dict[str, float]:
     try:
         for name in ("zigzag", "contiguous"):
             sharding = sharding_of(mesh, name)
-            blocks = sharding.in_blocks(RATE).layout
+            blocks = compressed.sharding_in_blocks(sharding, RATE).layout
             for chosen in (None, choices()):
                 want = dense(x, chosen)
                 # the window that the end of the sequence cuts has an entry that nobody may see
@@ -183,7 +183,7 @@ def compressor_errors(rank: int, world_size: int, kind: str) -> dict[str, float]
                     want.backward(grad)
 
                 sharding = sharding_of(mesh, name, tokens, 8)
-                blocks, layout = sharding.in_blocks(rate).layout, sharding.layout
+                blocks, layout = compressed.sharding_in_blocks(sharding, rate).layout, sharding.layout
                 made, places = compressor(kind), {"layout": layout, "mesh": mesh, "dim": 1}
                 layer = SimpleNamespace(compressor=made, config=SimpleNamespace(_attn_implementation=NAME))
                 entries: Any = compressed.CompressedEntries(layer)

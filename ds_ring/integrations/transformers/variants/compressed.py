@@ -47,6 +47,7 @@ from ds_ring.integrations.transformers.rows import padded
 from ds_ring.integrations.transformers.variants.variant import STATE, Request, Variant
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_op
+from ds_ring.layers.scan.sequence_runs import in_blocks, of_blocks
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.masks.catalog import Before, Causal
@@ -93,7 +94,7 @@ class CompressedAttention(Variant):
             adapter.gather_once(compressor.indexer.scorer)
         adapter.apply(CompressedEntries(module), **objects)
         needs = adapter.session.needs
-        needs.block = math.lcm(needs.block, compressor.compress_rate)
+        needs.block, needs.of_blocks = math.lcm(needs.block, compressor.compress_rate), of_blocks
 
     def read(self, call: AttentionCall) -> None:
         entries = entries_of(call.module)
@@ -165,7 +166,7 @@ class _LocalWindows:
     """
 
     def __init__(self, sharding: BatchSharding, rate: int, overlaps: bool) -> None:
-        self.blocks = sharding.in_blocks(rate)
+        self.blocks = sharding_in_blocks(sharding, rate)
         self.rate, self.slots, self._overlaps = rate, self.blocks.layout.local_tokens, overlaps
         timeout = float(sharding.config.hop_timeout_seconds)
         self._scan = scan_context(self.blocks.layout, sharding.mesh, None, timeout)
@@ -228,6 +229,20 @@ class _LocalWindows:
             entries = entries + self._beside[name].flatten()[:0].sum()
         self.entries[name] = entries
         return compressed[:, :0]
+
+
+def sharding_in_blocks(sharding: BatchSharding, size: int) -> BatchSharding:
+    """Return the sharding of a sequence that has one token for every `size` tokens of a batch's.
+
+    Raises:
+        RingLayoutError: a border between ranks cuts a block.
+    """
+
+    def make() -> BatchSharding:
+        blocks = in_blocks(sharding.layout, size)
+        return BatchSharding(sharding.config, blocks, sharding.mesh, sharding.patterns)
+
+    return sharding.cached(("in blocks", size), make)
 
 
 class CompressedEntries:
@@ -345,7 +360,7 @@ def attend(
     tokens = q.shape[2]
     own, entries = kv[:, :, :tokens].contiguous(), kv[:, :, tokens:].contiguous()
     window = sharding.attention(scale, pattern)(q, own, own, sinks, return_lse=True)
-    blocks = sharding.in_blocks(rate)
+    blocks = sharding_in_blocks(sharding, rate)
     if chosen is None:
         of_entries = attend_to_entries(q, entries, rate, blocks.attention(scale, Before()), scale)
     else:
