@@ -27,8 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.masks.catalog import FirstQueries
-from ds_ring.memory.regions import running_region
-from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore
+from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore, running_region
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext

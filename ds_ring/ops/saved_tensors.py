@@ -1,10 +1,13 @@
 """What a pass keeps for its gradient: the strategies that `registry.SAVED_TENSORS` names, and the plain one.
 
-The plain strategy saves q, k, v, out and lse as they are, and runs every pass. Others stand in `memory/`.
+The plain strategy saves q, k, v, out and lse as they are, and runs every pass. Others are in `memory/`. Finds
+the checkpointed region that a call belongs to, too.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
 
 Results = tuple[Tensor, Tensor]
+_HOOKS = {  # torch.utils.checkpoint: what a region packs its tensors with, and the name of its frame there
+    "_checkpoint_hook.__init__.<locals>.pack_hook": "frame",
+    "_recomputation_hook.__init__.<locals>.pack_hook": "target_frame_ref",
+}
 
 
 class TensorStore(Protocol):
@@ -58,3 +65,27 @@ class SavedTensors:
         """Return what gives the heads of one chunk after the other, for tensors that were saved elsewhere."""
         assert self.inner is not None, "no strategy saves elsewhere"
         return self.inner.load_heads(context, saved, chunks, device)
+
+
+# [Note: regions]
+# One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
+# (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
+# and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
+# object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.
+def running_region() -> tuple[Any, bool]:
+    """Return the innermost region that is running and whether it is run again; (None, False) outside."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_varnames[:1] == ("ctx",):
+            ctx = frame.f_locals["ctx"]
+            if hasattr(ctx, "run_function"):
+                return ctx, code.co_name == "backward"
+        frame = frame.f_back
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = inspect.unwrap(hooks[0]) if hooks is not None else None
+    name = _HOOKS.get(getattr(pack, "__qualname__", ""))
+    if name is None:
+        return None, False
+    found = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))[name].cell_contents
+    return (found, False) if name == "frame" else (found(), True)
