@@ -269,8 +269,7 @@ def train_compiled(
         (3, "replace", "sdpa", {}),
     ],
 )
-@pytest.mark.covering(1)
-@pytest.mark.day("1-check-sdpa-section1")
+@pytest.mark.night  # by day gradients without an engine, above, and losses with one, below
 def test_a_compiled_engine_trains_like_one_process(
     rank_pool: Pool, stage: int, masks: str, implementation: str, section: dict[str, Any]
 ) -> None:

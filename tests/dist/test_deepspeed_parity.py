@@ -132,6 +132,7 @@ def test_gradient_checkpointing_on_the_ring(rank_pool):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3], ids=lambda stage: f"zero{stage}")
+@pytest.mark.day("zero0", "zero3")
 def test_a_wrong_scale_fails(rank_pool, stage):
     """The comparison above must see a loss that is divided by the ring size once too often."""
     runs = rank_pool(2).run(train_on_ring, EVEN, json_config(2, EVEN.samples, stage), 2, wrong_scale=0.5)

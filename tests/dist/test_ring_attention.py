@@ -242,7 +242,7 @@ MAX_SENT = {"full": 1.0, "window": 0.6, "dilated": 0.4, "documents, causal": 0.3
 
 
 @pytest.mark.parametrize("pattern_name", PATTERNS)
-@pytest.mark.day("full", "dilated", "documents, causal")
+@pytest.mark.day("dilated")  # test_balance.py counts those of other patterns
 def test_bytes_on_the_wire_are_the_planned_ones(rank_pool: Pool, pattern_name: str) -> None:
     dtype = torch.bfloat16  # what travels forward and what comes home are of other dtypes then
     results = rank_pool(4).run(bytes_on_the_wire, pattern_name, dtype)

@@ -66,10 +66,11 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def build(family: str, implementation: str, checkpointing: bool = False) -> Any:
+def build(family: str, implementation: str, checkpointing: bool = False, **changes: Any) -> Any:
     import transformers
 
     name, values = FAMILIES[family]
+    values = values | changes
     torch.manual_seed(0)
     config = getattr(transformers, name)(**values)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
@@ -94,8 +95,8 @@ def batches(packed: bool, count: int = len(LENGTHS)) -> list[dict[str, Tensor]]:
     return found
 
 
-def on_one_process(family: str, packed: bool = False, count: int = len(LENGTHS)) -> Result:
-    model, losses = build(family, "sdpa"), []
+def on_one_process(family: str, packed: bool = False, count: int = len(LENGTHS), **changes: Any) -> Result:
+    model, losses = build(family, "sdpa", **changes), []
     for batch in batches(packed, count):
         if packed:
             batch["labels"] = batch["labels"].masked_fill(batch["position_ids"] == 0, -100)
@@ -156,7 +157,7 @@ def compiled_on_a_ring(
     torch._dynamo.reset()
     attention = "ring" if route == "another backend" else "as_is"
     session = session_of(world_size, layout, packed=False, attention=attention)
-    model = build(family, "ds_ring" if route == "another backend" else "sdpa")
+    model = build(family, "ds_ring" if route == "another backend" else "sdpa", **ONE_LAYER)
     inner = {"inner": "aot_eager", "masks": "replace"}
     if route == "options":
         # Without a session the graph is for one layout, so for batches of one length.
@@ -200,6 +201,7 @@ def test_the_length_is_that_of_the_whole_batch(
         check(got, expected)
 
 
+ONE_LAYER = {"num_hidden_layers": 1}
 COMPILED = [
     ("dynamic", "contiguous", "session"),
     ("longrope", "zigzag", "another backend"),
@@ -216,6 +218,6 @@ def test_the_length_is_that_of_the_whole_batch_in_compiled_code(
 ) -> None:
     """Both batches have as many local tokens: one graph serves either side of the switch."""
     count = 1 if route == "options" else 2
-    expected = on_one_process(family, count=count)
+    expected = on_one_process(family, count=count, **ONE_LAYER)
     for got in rank_pool(2).run(compiled_on_a_ring, family, layout, route, count, timeout_s=200):
         check(got, expected)

@@ -20,6 +20,7 @@ from tests.dist.harness import RankPool
 
 
 @pytest.mark.slow
+@pytest.mark.night  # by day tests/unit/launcher/tune races candidates by a clock of its own, and writes what won
 def test_a_search_on_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, tuned, hardware = (tmp_path / name for name in ("ds.json", "tuned.json", "here.yaml"))
     whole = {"zero_optimization": {"stage": 1}, "ring_attention": {"pattern": {"window": 256}}}

@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ds_ring import Causal, build_plan
+from ds_ring.simulation.rank import GlobalSizes
 from ds_ring_launcher.demo import measure as measuring
 from ds_ring_launcher.demo.report import write_report
+from ds_ring_launcher.profile.measure import ProfileJob, measure_virtual
+from ds_ring_launcher.profile.timeline import timeline_of
 from tests.dist.harness import run_ranks
 from tests.machine import CHROMIUM
 
@@ -59,8 +64,9 @@ def on_a_rank(rank: int, world_size: int, function: Any, arguments: tuple[Any, .
 
 
 @pytest.mark.slow
-def test_the_report_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two real rings, on ranks that have torch loaded; one that differs (a seeded fault) is not exact."""
+@pytest.mark.night
+def test_rings_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real ones, on ranks that have torch loaded."""
     monkeypatch.setattr(
         measuring, "run_ranks", lambda call, size, values, **_: run_ranks(on_a_rank, size, call, values)
     )
@@ -68,6 +74,16 @@ def test_the_report_says_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     ring, gathered = found.peaks_bytes["ring"], found.peaks_bytes["all_gather"]
     assert ring[4] < ring[1]
     assert ring[4] < gathered[4]
+
+
+def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
+    """Of virtual ranks; a comparison that differs (a seeded fault) is not exact."""
+    job = ProfileJob(GlobalSizes(1, 2, 2, 256, 16, torch.float32), Causal())
+    four = measure_virtual(job, measuring.DRAWN_RING, times=True, progress=False)
+    timeline = timeline_of(four.traces, where="a desk")
+    plan = build_plan(job.pattern, job.layout(measuring.DRAWN_RING), query_heads=2, kv_heads=2)
+    peaks = {1: 4 * four.peak_bytes, 4: four.peak_bytes}
+    found = measuring.DemoRings(job, {"ring": peaks, "all_gather": peaks}, timeline, plan)
     report = write_report(tmp_path / "report.html", LOG, found, {"sequence_parallel_size": 2}).read_text()
     check_report(report, LOG["comparison"])
     assert "NOT exact" not in report

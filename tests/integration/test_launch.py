@@ -152,7 +152,7 @@ def require_engine(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.day("torchrun")
+@pytest.mark.day("mpirun")  # which starts without torch; by torchrun ranks of two hosts are started, below
 def test_ranks_meet(workplace: Workplace, engine: str) -> None:
     require_engine(engine)
     path = workplace.write(f"engine: {engine}\n{LOCAL}environment: {{GREETING: it's 2 words}}\n", MEET)
@@ -284,6 +284,7 @@ exec env -i "${kept[@]}" bash -c "$*"
 """
 
 
+@pytest.mark.night  # at another port of ssh; by day its ranks meet in the next test
 def test_mpirun_starts_other_hosts(workplace: Workplace) -> None:
     require_engine("mpirun")
     hosts, caller = by_ssh(workplace, "mpirun")

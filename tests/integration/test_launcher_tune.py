@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from ds_ring_launcher import cli
-from ds_ring_launcher.run.local_ranks import RanksError, run_ranks
 
 SHAPES = ["--tokens", "4096", "--heads", "4", "--head-dim", "64"]
 # Its ranks import this file first: nothing heavy stands at its head.
@@ -90,29 +89,9 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0 and "examples:" in said and "--hardware-output" in said
 
 
-def sleep_for(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def leave(code: int) -> None:
-    os._exit(code)
-
-
-@pytest.mark.slow
-def test_ranks_end_at_the_deadline() -> None:
-    with pytest.raises(RanksError, match="within 3 s, got 2 still at work"):
-        run_ranks(sleep_for, 2, (600.0,), threads=1, deadline_s=3)
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_is_named() -> None:
-    with pytest.raises(RanksError, match="rank 0 with 7"):
-        run_ranks(leave, 1, (7,), threads=1, deadline_s=60)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.day("9", "15")
+@pytest.mark.day("15")  # by SIGKILL a job's ranks do, too: test_launch.py
 def test_ranks_end_with_their_parent(tmp_path: Path, number: signal.Signals) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)

@@ -86,7 +86,7 @@ def launch(place: Workplace, yaml: str, fault: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
-@pytest.mark.day("mpirun")  # which starts without torch; by torchrun with two hosts, below
+@pytest.mark.day("mpirun")  # which starts without torch
 def test_a_killed_rank_is_named_and_the_job_goes_on(workplace: Workplace, engine: str) -> None:  # noqa: F811
     require_engine(engine)
     status, output = launch(workplace, f"engine: {engine}\n{LOCAL}", "kill")
@@ -159,8 +159,11 @@ def by_ssh(place: Workplace, engine: str = "torchrun") -> tuple[str, dict[str, s
     return f"engine: {engine}\n{hosts}", {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace) -> None:  # noqa: F811
-    yaml, caller = by_ssh(workplace)
+@pytest.mark.parametrize("engine", ["torchrun", "mpirun"])
+@pytest.mark.day("mpirun")
+def test_a_host_that_is_gone_leaves_a_smaller_ring(workplace: Workplace, engine: str) -> None:  # noqa: F811
+    require_engine(engine)
+    yaml, caller = by_ssh(workplace, engine)
     (workplace.folder / "armed").touch()
     path = workplace.write(yaml + RUN, COUNT)
     status, output = workplace.finish(
