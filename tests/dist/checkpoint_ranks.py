@@ -169,8 +169,9 @@ HELD: list[Any] = []
 
 def hold_the_folder(rank: int, world_size: int, config: dict[str, Any], folder: str) -> tuple[int, int]:
     """Save, and keep the engine when the call has ended; the pids of this rank and of a child that it forks."""
-    HELD.append(start_engine(config))
-    HELD[-1].save_checkpoint(folder, "first")
+    engine = start_engine(config)
+    HELD.append(dict(vars(engine)))
+    engine.save_checkpoint(folder, "first")
     child = os.fork() if len(HELD) == 1 and rank == 0 else -1
     if not child:
         time.sleep(60)

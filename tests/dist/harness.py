@@ -58,7 +58,7 @@ _END_SECONDS = 5.0
 # After one rank has failed the others mostly wait for it in a collective: they get this long to say more.
 _GRACE_SECONDS = 3.0
 _LOG_LINES = 40
-# gloo's threads wake a hundred times a second. Those of groups that DeepSpeed still refers to never end.
+# gloo's threads wake a hundred times a second. Those of groups that something still refers to never end.
 _MAX_THREADS = 40
 _SKIPPED = pytest.skip.Exception.__name__
 

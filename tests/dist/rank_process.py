@@ -32,6 +32,7 @@ RANK_ENVIRONMENT = {
 }
 DUMP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
+_ENGINES = ("DeepSpeedEngine", "DeepSpeedZeroOptimizer")
 
 Status = Literal["returned", "raised", "exited", "hung"]
 
@@ -108,7 +109,14 @@ def _answer(rank: int, world_size: int, request: bytes) -> bytes:
 
 
 def _forget_the_last_call() -> None:
-    """Groups and meshes of an earlier call hold threads and sockets. Only now are all ranks through with them."""
+    """Groups and meshes of an earlier call hold threads and sockets. Only now are all ranks through with them.
+
+    DeepSpeed's hooks of gradients and its engine hold each other, by autograd's nodes, which Python does not collect.
+    """
+    for one in gc.get_objects():
+        if isinstance(one, torch.nn.Parameter) or type(one).__name__.startswith(_ENGINES):
+            vars(one).clear()
+    one = None
     gc.collect()
     world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
