@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import expand_ranges
+from ds_ring.masks.slots import expand_ranges
 from ds_ring.ring.merge import accumulator_dtype, merge_
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import query_heads_of

@@ -26,7 +26,8 @@ from ds_ring import (
     SlidingWindow,
     Tree,
 )
-from ds_ring.masks.branches import Branch, Remainder, Segment, in_range, labelled
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.labels import Remainder, Segment, in_range, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead
 
 TOKENS = 93

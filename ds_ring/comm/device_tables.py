@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.comm.streams import stream_of
-from ds_ring.masks.tiles import SlotRanges, expand_ranges
+from ds_ring.masks.slots import SlotRanges, expand_ranges
 
 MAX_TABLE_BYTES = 256 << 20
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ring.comm.streams import Streams
 from ds_ring.errors import RingMismatchError
-from ds_ring.masks.tiles import SlotRanges
+from ds_ring.masks.slots import SlotRanges
 
 
 class TokenRange(NamedTuple):

@@ -18,10 +18,11 @@ from torch import Tensor
 from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
 from ds_ring.comm.fake_tensors import active_fake_mode
 from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
-from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
+from ds_ring.masks.labels import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.tiles import Axis, IntArray, MaskFunction, Tiles, repeat_rows
+from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.masks.tiles import Axis, MaskFunction, Tiles
 
 # [Note: hops that share a table]
 # Hops in which all pairs are attended share one table at all positions. If a mask depends on

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import Axis, IntArray, Tiles, repeat_rows
+from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.masks.tiles import Axis, Tiles
 
 
 def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:

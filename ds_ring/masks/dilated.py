@@ -35,9 +35,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
-from ds_ring.masks.branches import Branch, Residue, equal_labels
+from ds_ring.masks.branches import Branch, equal_labels
+from ds_ring.masks.labels import Residue
 from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.masks.tiles import UNBOUNDED, IntArray, Tiles, Weights, repeat_rows
+from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.masks.tiles import UNBOUNDED, Tiles, Weights
 
 Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
 HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")

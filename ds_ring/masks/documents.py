@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, whole_number
-from ds_ring.masks.branches import Branch, Table, equal_labels, labelled
+from ds_ring.masks.branches import Branch, equal_labels
+from ds_ring.masks.labels import Table, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_ring.masks.branches import ALL, Branch, Partition, Pieces, Primitive, Residue
+from ds_ring.masks.branches import Branch
 from ds_ring.masks.cuts import within_distances
-from ds_ring.masks.tiles import Axis, IntArray, MaskInside, PairMask, Tiles, repeat_rows
+from ds_ring.masks.labels import ALL, Partition, Pieces, Primitive, Residue
+from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.masks.tiles import Axis, MaskInside, PairMask, Tiles
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 

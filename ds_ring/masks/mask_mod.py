@@ -38,7 +38,8 @@ from torch.nn.functional import pad
 from ds_ring.errors import RingConfigError, RingPatternError, shown, true_or_false
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.masks.tiles import IntArray, MaskFunction
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import MaskFunction
 from ds_ring.masks.traced import (
     ByIdentity,
     CapturedValues,

@@ -17,18 +17,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingPatternError, whole_number
-from ds_ring.masks.branches import (
-    ALL,
-    Branch,
-    Primitive,
-    Residue,
-    Table,
-    counts_twice,
-    product,
-    union,
-)
+from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.tiles import UNBOUNDED, IntArray, PairMask, Tiles
+from ds_ring.masks.labels import ALL, Primitive, Residue, Table
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import UNBOUNDED, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
 MANY_PAIRS = 4096  # of runs: from here on those that no branch joins are left out beforehand

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ds_ring.errors import RingPatternError
+from ds_ring.masks.slots import IntArray
 
 if TYPE_CHECKING:
     from ds_ring.masks.mask_mod import HeadMask
@@ -23,111 +24,6 @@ if TYPE_CHECKING:
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
 PairMask: TypeAlias = "HeadMask"  # a mask function of single pairs, for some heads; only its file needs torch
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
-IntArray = np.ndarray
-SlotRanges = np.ndarray  # int64 [n, 2] of [start, end), ascending, disjoint, not touching
-
-
-def no_slots() -> SlotRanges:
-    """Return the empty set."""
-    return np.empty((0, 2), dtype=np.int64)
-
-
-def count_slots(ranges: SlotRanges) -> int:
-    """Return number of slots in a set of ranges."""
-    return int((ranges[:, 1] - ranges[:, 0]).sum())
-
-
-def expand_ranges(ranges: SlotRanges) -> IntArray:
-    """Return every slot of a set, ascending; int64 [count]."""
-    row, within = repeat_rows(ranges[:, 1] - ranges[:, 0])
-    return ranges[row, 0] + within
-
-
-def ranges_of_progressions(rows: IntArray) -> SlotRanges:
-    """Return the union of progressions of slots, int64 [n, 3] of (slot, step, length), none of them empty."""
-    slot, step, length = rows.T
-    # without strides no slot has to be looked at by itself: a union of ranges, which may overlap or touch
-    if ((step == 1) | (length == 1)).all():
-        order = np.argsort(slot, kind="stable")
-        start, farthest = slot[order], np.maximum.accumulate((slot + length)[order])
-        begins = np.ones(len(start), dtype=bool)
-        # strictly beyond all ends so far: ranges that touch become one
-        begins[1:] = start[1:] > farthest[:-1]
-        ends = np.append(begins[1:], True)[: len(begins)]
-        return np.stack([start[begins], farthest[ends]], axis=1)
-    first, last = int(slot.min()), int((slot + (length - 1) * step).max())
-    member = np.zeros(last - first + 3, dtype=bool)  # a False on either side
-    for start, every, count in np.unique(rows, axis=0).tolist():
-        member[start - first + 1 : start - first + 2 + (count - 1) * every : every] = True
-    # changes alternate between starts and ends
-    return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
-
-
-def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
-    """Return the slots that are in both sets."""
-    if not len(one) or not len(other):
-        return no_slots()
-    if np.array_equal(one, other):
-        return one
-    # ends first where edges are equal
-    edges = np.concatenate([one[:, 1], other[:, 1], one[:, 0], other[:, 0]])
-    order = np.argsort(edges, kind="stable")
-    # sets that are open at each edge; with both open, the next edge is an end
-    depth = np.cumsum(np.where(order < len(one) + len(other), -1, 1))
-    inside = np.flatnonzero(depth == 2)
-    return np.stack([edges[order[inside]], edges[order[inside + 1]]], axis=1)
-
-
-def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
-    """Return the slots of `whole` that are not in its subset `part`."""
-    # `part` is inside `whole`, so the sorted starts and ends of the remaining ranges pair up
-    start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
-    end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
-    keep = end > start
-    return np.stack([start[keep], end[keep]], axis=1)
-
-
-def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
-    """Return part `number` of a set of slots that is cut into `parts` equal parts."""
-    lengths = ranges[:, 1] - ranges[:, 0]
-    count = int(lengths.sum())
-    first, end = count * number // parts, count * (number + 1) // parts
-    offset = np.cumsum(lengths) - lengths
-    start = ranges[:, 0] + np.clip(first - offset, 0, lengths)
-    stop = ranges[:, 0] + np.clip(end - offset, 0, lengths)
-    return np.stack([start, stop], axis=1)[stop > start]
-
-
-def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
-    """Return the index of each slot in the buffer into which the ranges `within` are packed."""
-    lengths = within[:, 1] - within[:, 0]
-    offset = np.cumsum(lengths) - lengths
-    row = np.searchsorted(within[:, 0], slots, side="right") - 1
-    return slots - within[row, 0] + offset[row]
-
-
-def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
-    """Do `locate_slots` for whole ranges, each of which is inside one range of `within`."""
-    start = locate_slots(ranges[:, 0], within)
-    return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
-
-
-def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:
-    """Return the positions in some slots of a shard with these runs, as runs in slot order.
-
-    Runs are int64 [n, 3] of (start, step, length), none empty.
-    """
-    if not len(slots) or not len(runs):
-        return np.empty((0, 3), dtype=np.int64)
-    ends = np.cumsum(runs[:, 2])
-    first = np.searchsorted(ends, slots[:, 0], side="right")
-    last = np.searchsorted(ends, slots[:, 1] - 1, side="right")
-    count = last - first + 1
-    piece, within = repeat_rows(count)
-    row = first[piece] + within
-    begins = ends[row] - runs[row, 2]
-    low, high = np.maximum(slots[piece, 0], begins), np.minimum(slots[piece, 1], ends[row])
-    return np.stack([runs[row, 0] + (low - begins) * runs[row, 1], runs[row, 1], high - low], axis=1)
 
 
 @dataclass(frozen=True)
@@ -392,12 +288,6 @@ def _pairs_up_to(queries: IntArray, keys: IntArray, most: IntArray) -> IntArray:
     rows = last - whole
     first = keys - (whole - most)
     return whole * keys + rows * first - rows * (rows - 1) // 2
-
-
-def repeat_rows(counts: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the row index and the number within the row, for rows that are repeated `counts` times."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.branches import Residue, Table
 from ds_ring.masks.cuts import block_intervals, cut_at_blocks
+from ds_ring.masks.labels import Residue, Table
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
-from ds_ring.masks.tiles import Axis, IntArray
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import Axis
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, expand_runs
 from ds_ring.schedule.plan import one_way, sampled_origins

@@ -37,10 +37,9 @@ import numpy as np
 from ds_ring.errors import RingPatternError, shown
 from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import (
+from ds_ring.masks.slots import (
     IntArray,
     SlotRanges,
-    Tiles,
     count_slots,
     intersect_slots,
     locate_slots,
@@ -48,6 +47,7 @@ from ds_ring.masks.tiles import (
     ranges_of_progressions,
     subtract_slots,
 )
+from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import CodecRow
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import (

@@ -46,7 +46,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ds_ring.masks.tiles import SlotRanges, count_slots, locate_ranges, part_of
+from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, part_of
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, StagePlan
 from ds_ring.schedule.steps import (
     RESULTS,

@@ -22,9 +22,9 @@ from ds_ring.errors import (
     whole_number,
 )
 from ds_ring.limits import MAX_HEADS
-from ds_ring.masks.branches import Table
+from ds_ring.masks.labels import Table
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout

@@ -37,13 +37,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.tiles import (
-    SlotRanges,
-    Tiles,
-    count_slots,
-    no_slots,
-    subtract_slots,
-)
+from ds_ring.masks.slots import SlotRanges, count_slots, no_slots, subtract_slots
+from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import CodecRow
 
 

@@ -19,7 +19,8 @@ from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import NamedTuple, TypeAlias
 
-from ds_ring.masks.tiles import SlotRanges, Tiles, count_slots
+from ds_ring.masks.slots import SlotRanges, count_slots
+from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import CodecRow
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import DTYPES, check_heads
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation.rank import GlobalSizes

@@ -38,7 +38,7 @@ from ds_ring.comm.messages import (
 from ds_ring.comm.streams import HOST, Streams
 from ds_ring.kernels.interface import drop_cached
 from ds_ring.kernels.select import Kernel
-from ds_ring.masks.tiles import IntArray, progressions_at
+from ds_ring.masks.slots import IntArray, progressions_at
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
 from ds_ring.measure.trace import Trace
 from ds_ring.registry import CodecRow, load

@@ -36,7 +36,7 @@ from ds_ring.errors import (
 from ds_ring.kernels.select import get_kernel
 from ds_ring.limits import MAX_TOKENS
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.measure.trace import Trace
 from ds_ring.ops.checks import check_heads, check_operand, check_tensors
 from ds_ring.ops.options import Options

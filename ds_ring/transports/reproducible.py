@@ -31,7 +31,8 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.owner_walk import walk_owners
 from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.tiles import IntArray, Tiles
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import Prepared, RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.layout import Layout, whole_blocks

@@ -22,7 +22,7 @@ from ds_ring.config.messages import sentence, shown
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.head_class import ReadsOfShards
 from ds_ring.schedule.layout import Layout

@@ -27,7 +27,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.comm.messages import Message, PostedBatch
-from ds_ring.masks.tiles import progressions_at
+from ds_ring.masks.slots import progressions_at
 from ds_ring.measure.trace import tracing
 from ds_ring.ring.observer import Observers
 from ds_ring.schedule.layout import expand_runs

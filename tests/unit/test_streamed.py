@@ -12,7 +12,7 @@ from streamed.sparse_oracle import SparseOracle
 from ds_ring import Causal, Dilated, Documents, RingError, SlidingWindow, build_plan, make_layout, simulate
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import expand_ranges
+from ds_ring.masks.slots import expand_ranges
 from ds_ring.simulation.generate import GeneratedSource
 from ds_ring.simulation.rank import put_rows
 from ds_ring.simulation.simulate import exact_rows

@@ -24,7 +24,8 @@ from ds_ring.errors import RingError
 from ds_ring.kernels.flex import FlexKernel
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import Tiles, count_slots
+from ds_ring.masks.slots import count_slots
+from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.lowering import query_heads_of

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from streamed.numbers import read, runs_at
 from torch import Tensor
 
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.simulation.generate import GeneratedSource
 
 WIDTH = 4  # of the convolution

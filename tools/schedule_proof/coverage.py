@@ -11,7 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from ds_ring.errors import RingScheduleError
-from ds_ring.masks.tiles import Axis, IntArray, Tiles, repeat_rows
+from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import SHARD, Compute, Schedule
 from schedule_proof.symbolic import ORIGIN_BITS, SymbolicRank

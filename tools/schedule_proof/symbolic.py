@@ -12,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from ds_ring.errors import RingScheduleError
-from ds_ring.masks.tiles import IntArray, SlotRanges, count_slots, expand_ranges
+from ds_ring.masks.slots import IntArray, SlotRanges, count_slots, expand_ranges
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,

@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
 from ds_ring.errors import RingScheduleError
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.lowering import lower_pass, query_heads_of
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.steps import (

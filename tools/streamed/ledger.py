@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingConfigError
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.simulation.rank import Source
 from streamed.numbers import read, runs_at

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.simulation.rank import Source
 
 

@@ -19,7 +19,7 @@ from ds_ring.comm.messages import TokenRange
 from ds_ring.errors import RingShapeError
 from ds_ring.kernels.select import Kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray, expand_ranges, progressions_at
+from ds_ring.masks.slots import IntArray, expand_ranges, progressions_at
 from ds_ring.ring.merge import merge_
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs

@@ -33,7 +33,8 @@ from ds_ring.integrations.deepspeed.sub_rings import BatchLengths as Lengths
 from ds_ring.integrations.deepspeed.sub_rings import SampleSeconds, SubRing, divide, make_sub_rings
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import Tiles, count_slots
+from ds_ring.masks.slots import count_slots
+from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext, block_side, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op

@@ -30,7 +30,7 @@ from torch import Tensor
 from ds_ring.errors import RingPatternError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.packing import TREE_ENDS
 from ds_ring.masks.documents import Tree
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 
 LOSS_WEIGHTS = "loss_weights"
 IGNORE = -100  # the label of a token without one

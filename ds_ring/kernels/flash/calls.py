@@ -28,7 +28,8 @@ import numpy as np
 from ds_ring.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
 from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.tiles import Axis, IntArray, Tiles
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import Axis, Tiles
 
 # [Note: fewer calls]
 # Each call's result is merged into the accumulator, so calls cost more than their pairs. A shard has several

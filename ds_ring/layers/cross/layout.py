@@ -11,7 +11,7 @@ from ds_ring.masks.catalog import Full
 from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slices import Slices
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import Layout
 
 

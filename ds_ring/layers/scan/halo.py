@@ -16,7 +16,7 @@ from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.documents import Documents
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import count_forward_pass
 from ds_ring.ops.handles import constant, never_traced, object_of, operator

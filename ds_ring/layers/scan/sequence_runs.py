@@ -20,7 +20,7 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.documents import Documents
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import Layout, PieceLayout
 
 

@@ -24,7 +24,8 @@ from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray, Tiles, expand_ranges
+from ds_ring.masks.slots import IntArray, expand_ranges
+from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.handles import never_traced

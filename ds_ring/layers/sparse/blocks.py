@@ -20,7 +20,7 @@ from ds_ring.layers.scan.context import ScanContext, scan_context
 from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
 from ds_ring.ops.context import check_layout
 from ds_ring.schedule.layout import Layout

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ds_ring.masks.tiles import SlotRanges
+from ds_ring.masks.slots import SlotRanges
 from ds_ring.schedule.steps import RESULTS, SHARD, Free, HeadChunk, Payload, Schedule, Send
 
 NEVER = 1 << 60

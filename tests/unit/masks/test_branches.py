@@ -26,22 +26,18 @@ from ds_ring import (
 )
 from ds_ring.integrations.layer_patterns import covers
 from ds_ring.kernels.block_mask import hop_mask
-from ds_ring.masks.branches import (
+from ds_ring.masks.branches import Branch, equal_labels, product, subtract, union
+from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.labels import (
     LARGEST_LABEL,
-    Branch,
     Primitive,
     Remainder,
     Residue,
     Segment,
     Table,
-    equal_labels,
     in_range,
     labelled,
-    product,
-    subtract,
-    union,
 )
-from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.schedule.layout import expand_runs

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.masks.tiles import (
+from ds_ring.masks.slots import (
     count_slots,
     expand_ranges,
     intersect_slots,

@@ -23,7 +23,7 @@ from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Kernel, PartialGrads
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.ring.buffers import RingBuffers
 from ds_ring.ring.pair import BufferKind
 from ds_ring.ring.pool import Block, Buffers

@@ -11,7 +11,7 @@ import pytest
 from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import count_slots, expand_ranges, no_slots, ranges_of_progressions
+from ds_ring.masks.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan, one_way

@@ -10,7 +10,7 @@ from schedule_proof.validate import validate_plan
 
 from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import Plan, one_way, two_levels
 from ds_ring.schedule.rank_plan import Direction

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ds_ring import Dilated, SlidingWindow
 from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.cpu.kernel import CpuKernel, Sizes, calls
+from ds_ring.kernels.cpu.calls import Sizes, calls
+from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.cuts import within_distances
 from ds_ring.masks.pattern import Pattern

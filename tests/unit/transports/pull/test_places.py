@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring.masks.tiles import count_slots
+from ds_ring.masks.slots import count_slots
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import Plan, build_plan
