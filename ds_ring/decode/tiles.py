@@ -13,7 +13,8 @@ import numpy as np
 from ds_ring.errors import RingShapeError
 from ds_ring.masks.catalog import Full
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.tiles import IntArray, Tiles
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import head_classes

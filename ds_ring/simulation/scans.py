@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ds_ring.layers.scan.scan import scan_messages
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
-from ds_ring.masks.tiles import IntArray
+from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import Layout
 
 TokensOf = Callable[[int, IntArray], Tensor]
