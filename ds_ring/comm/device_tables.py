@@ -57,9 +57,6 @@ class ByteLRU(Generic[T]):
         return value
 
 
-_tables: ByteLRU[Tensor] = ByteLRU(MAX_TABLE_BYTES)
-
-
 def to_device(table: Tensor, device: torch.device) -> Tensor:
     """Return a CPU tensor's copy on a device, through pinned memory: a pageable copy makes the host wait."""
     if device.type != "cuda":
@@ -75,23 +72,30 @@ def _stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
     return device, stream_of(device) if mode is None else 0, mode
 
 
-@outside_inference_mode
-def slot_index(ranges: SlotRanges, device: torch.device) -> Tensor:
-    """Return the slots of some ranges as an index, int64 [n], kept from call to call."""
-    key = (ranges.tobytes(), *_stream_key(device))
-    found = _tables.get(key)
-    if found is None:
-        index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
-        found = _tables.add(key, index, index.nbytes)
-    return found
+class DeviceTables:
+    """Cache small tables on their devices, by contents; dropped with the object that makes this one."""
 
+    def __init__(self, max_bytes: int = MAX_TABLE_BYTES) -> None:
+        self._tables: ByteLRU[Tensor] = ByteLRU(max_bytes)
 
-@outside_inference_mode
-def numbers_on(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers (or rows of numbers) as a tensor on a device, kept from call to call."""
-    key = (numbers, dtype, *_stream_key(device))
-    found = _tables.get(key)
-    if found is None:
-        tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
-        found = _tables.add(key, tensor, tensor.nbytes)
-    return found
+    @outside_inference_mode
+    def slot_index(self, ranges: SlotRanges, device: torch.device) -> Tensor:
+        """Return the slots of some ranges as an index, int64 [n]."""
+        key = (ranges.tobytes(), *_stream_key(device))
+        found = self._tables.get(key)
+        if found is None:
+            index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
+            found = self._tables.add(key, index, index.nbytes)
+        return found
+
+    @outside_inference_mode
+    def numbers(
+        self, numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        """Return numbers (or rows of numbers) as a tensor on a device."""
+        key = (numbers, dtype, *_stream_key(device))
+        found = self._tables.get(key)
+        if found is None:
+            tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+            found = self._tables.add(key, tensor, tensor.nbytes)
+        return found

@@ -117,7 +117,7 @@ class MeshState:
 # different times. It changes torch's tables of groups, and a garbage collection may interrupt torch while it
 # uses them. So dropped groups are destroyed when the next mesh is made, outside of garbage collection.
 # NCCL's communicators must be finalized by all ranks together: only `RingMesh.close` does that.
-_dropped: deque[list[ProcessGroup | None]] = deque()
+_groups_of_garbage: deque[list[ProcessGroup | None]] = deque()
 
 
 def _drop(detector: DetectorClient | None, groups: list[ProcessGroup | None]) -> None:
@@ -125,13 +125,13 @@ def _drop(detector: DetectorClient | None, groups: list[ProcessGroup | None]) ->
     if detector is not None:
         detector.leave_later()
     if groups and (detector is None or detector.fault is None):
-        _dropped.append(groups)
+        _groups_of_garbage.append(groups)
 
 
 def destroy_dropped_groups() -> None:
     """Destroy gloo's groups of the meshes that are garbage."""
-    while _dropped:
-        destroy_groups(_dropped.popleft(), only_local=True)
+    while _groups_of_garbage:
+        destroy_groups(_groups_of_garbage.popleft(), only_local=True)
 
 
 class MeshOptions(TypedDict, total=False):

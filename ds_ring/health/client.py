@@ -108,11 +108,8 @@ class DetectorClient:
         self._connection = connection
         self._connection.settimeout(heartbeat_timeout_s)
         self.is_open = True  # until this rank has left, or the monitor is lost
-        if os.getpid() not in _prepared_in:  # children of multiprocessing run no atexit functions
-            _prepared_in.add(os.getpid())
-            util.Finalize(None, _say_goodbye, exitpriority=100)
         threading.Thread(target=self._run, name="ds_ring detector", daemon=True).start()
-        _living.add(self)
+        _clients_of_process.add(self)
 
     def subscribe(self, wake: threading.Event) -> None:
         """Set this event when a fault becomes known."""
@@ -182,7 +179,7 @@ class DetectorClient:
             # Others may be in a collective that a process which ends will never begin.
             self._send({"kind": "bye"} | (self._calls() if ends else {}))
             self._close()
-        _living.discard(self)
+        _clients_of_process.discard(self)
 
     def leave_later(self) -> None:
         """Leave as a mesh that is garbage does.
@@ -320,26 +317,26 @@ def log_late(notice: LateNotice | int) -> None:
         log.warning("%s", notice)
 
 
-_living: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
-_stuck: list[object] = []  # what a thread that waits for ever still uses
-_prepared_in: set[int] = set()  # process ids in which the goodbye is registered
+_clients_of_process: weakref.WeakSet[DetectorClient] = weakref.WeakSet()
+# Buffers that a stuck wait of torch may still write to: those of one wait a mesh, which is broken then.
+_in_stuck_waits: list[object] = []
 
 
 def keep_for_ever(*things: object) -> None:
     """Keep buffers that torch may still write to; [Note: the end of a process]."""
-    _stuck.extend(things)
+    _in_stuck_waits.extend(things)
 
 
 def _say_goodbye() -> None:
     """End all detectors of this process in order; [Note: the end of a process]."""
     error = getattr(sys, "last_value", None)
-    detectors = list(_living)
+    detectors = list(_clients_of_process)
     for detector in detectors:
         if error is not None and detector.fault is None:
             detector.report_failure(f"it ended with {type(error).__name__}: {str(error)[:300]}")
     for detector in detectors:
         detector.end()
-    if _stuck:
+    if _in_stuck_waits:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -348,13 +345,21 @@ def _say_goodbye() -> None:
 
 def _forget_in_child() -> None:
     """Close the connection in a forked child (a data loader's worker), which must not keep it open."""
-    for detector in list(_living):
+    for detector in list(_clients_of_process):
         detector.is_open = False
         detector._connection.close()
-    _living.clear()
+    _clients_of_process.clear()
+
+
+def _say_goodbye_in_child(_: object) -> None:
+    """Say goodbye at the end of a child of multiprocessing, which runs no atexit functions."""
+    util.Finalize(None, _say_goodbye, exitpriority=100)
 
 
 atexit.register(_say_goodbye)
+_say_goodbye_in_child(None)  # this process may be one
+# A child drops the finalizers that it inherits when it starts.
+util.register_after_fork(_clients_of_process, _say_goodbye_in_child)
 os.register_at_fork(after_in_child=_forget_in_child)
 
 

@@ -145,7 +145,7 @@ def _held_by(partition: Partition, positions: Tensor) -> Tensor:
 
 
 def geometry_of(tiles: Tiles, block: int, shortest: int, slots: int, positions_matter: bool) -> HopGeometry:
-    """Return the geometry of a hop; arguments as in `hop_mask`."""
+    """Return the geometry of a hop; arguments as in `HopMasks.of`."""
     rule = tiles.rule
     assert len(tiles) and rule is not None, "flex: tiles that are empty, or cut from no rule"
     q, k = _side(tiles.q, block, shortest, slots), _side(tiles.k, block, shortest=2)
@@ -284,31 +284,46 @@ class _Known:
     side: int | None = None
 
 
-def hop_mask(
-    tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
-    positions_matter: bool = False,
-) -> HopMask:  # fmt: skip
-    """Return the mask of a table of tiles (not empty, with a rule); hops of one geometry share it.
+class HopMasks:
+    """Cache the masks of hops of a kernel; hops of one geometry share theirs."""
 
-    The other arguments are those of `TableOptions`.
-    """
-    asked = TableOptions(block, device, shortest, slots, positions_matter)
-    of_tiles = _known.setdefault(tiles, {})
-    if asked not in of_tiles:
-        of_tiles[asked] = _Known(geometry_of(tiles, block, *asked[2:]))
-    known = of_tiles[asked]
-    key = (known.geometry.key, block, device, active_fake_mode())
-    found = _kept.get(key)
-    if found is None:
-        found = _build(known.geometry, tiles, block, device)
-        _kept.add(key, found, found.tensors.nbytes)
-    known.side = found.block
-    return found
+    def __init__(self, max_bytes: int = KEPT_TABLE_BYTES) -> None:
+        self.by_geometry: ByteLRU[HopMask] = ByteLRU(max_bytes)
+        # Properties by the tiles of a plan, so that a warm pass reads no row of them.
+        self._known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]]
+        self._known = weakref.WeakKeyDictionary()
 
+    def of(
+        self, tiles: Tiles, block: int, device: torch.device, shortest: int = 0, slots: int = 0,
+        positions_matter: bool = False,
+    ) -> HopMask:  # fmt: skip
+        """Return the mask of a table of tiles (not empty, with a rule).
 
-_kept: ByteLRU[HopMask] = ByteLRU(KEPT_TABLE_BYTES)
-# Properties by the tiles of a plan, so that a warm pass reads no row of them.
-_known: weakref.WeakKeyDictionary[Tiles, dict[TableOptions, _Known]] = weakref.WeakKeyDictionary()
+        The other arguments are those of `TableOptions`.
+        """
+        asked = TableOptions(block, device, shortest, slots, positions_matter)
+        of_tiles = self._known.setdefault(tiles, {})
+        if asked not in of_tiles:
+            of_tiles[asked] = _Known(geometry_of(tiles, block, *asked[2:]))
+        known = of_tiles[asked]
+        key = (known.geometry.key, block, device, active_fake_mode())
+        found = self.by_geometry.get(key)
+        if found is None:
+            found = _build(known.geometry, tiles, block, device)
+            self.by_geometry.add(key, found, found.tensors.nbytes)
+        known.side = found.block
+        return found
+
+    def side_beforehand(self, tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
+        """Return the side of a hop's blocks; None if it depends on tables not made yet. `keys`: slots."""
+        assert tiles.rule is not None
+        # Tables of hops of at most so many slots fit with every pattern, so their blocks stay.
+        rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
+        heads = len(tiles.rule.branches_by_head)
+        if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
+            return asked.block
+        known = self._known.get(tiles, {}).get(asked)
+        return None if known is None else known.side
 
 
 # [Note: how large tables are]
@@ -353,18 +368,6 @@ def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device
         geometry.rule.counts_twice,
     )
     return HopMask((q.first, q.length), (k.first, k.length), tensors, block)
-
-
-def side_beforehand(tiles: Tiles, asked: TableOptions, keys: int) -> int | None:
-    """Return the side of a hop's blocks; None if it depends on tables not made yet. `keys`: slots."""
-    assert tiles.rule is not None
-    # Tables of hops of at most so many slots fit with every pattern, so their blocks stay.
-    rows, columns = (max(-(-slots // asked.block), 2) for slots in (asked.slots, keys))
-    heads = len(tiles.rule.branches_by_head)
-    if 4 * heads * 2 * (rows * (columns + 1) + columns * (rows + 1)) <= TABLE_BYTES:
-        return asked.block
-    known = _known.get(tiles, {}).get(asked)
-    return None if known is None else known.side
 
 
 def _bands(geometry: HopGeometry, device: torch.device) -> tuple[BandTensors, ...]:

@@ -21,15 +21,14 @@ from torch._higher_order_ops.flex_attention import flex_attention as forward_ope
 from torch._higher_order_ops.flex_attention import flex_attention_backward as backward_operator
 from torch.nn.attention.flex_attention import BlockMask
 
-from ds_ring.comm.device_tables import numbers_on
+from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.errors import RingShapeError
 from ds_ring.kernels.block_mask import (
     BandTensors,
     HopMask,
+    HopMasks,
     HopTensors,
     TableOptions,
-    hop_mask,
-    side_beforehand,
 )
 from ds_ring.kernels.flex_options import checked_options, options_on
 from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
@@ -276,14 +275,18 @@ class Constants(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
-_compiled: dict[tuple[str | None, Constants, int], Call] = {}
+MAX_COMPILED_CALLS = 1024
+# Of a process, as the caches of torch.compile: kernels of equal options share what was compiled.
+_compiled_calls: dict[tuple[str | None, Constants, int], Call] = {}
 _numbers = itertools.count()
 
 
 def compiled_call(backend: str | None, constants: Constants, block: int) -> Call:
     """Return the function for some constants, compiled by a backend of torch.compile; None: not compiled."""
     key = (backend, constants, block)
-    if key not in _compiled:
+    if key not in _compiled_calls:
+        if len(_compiled_calls) >= MAX_COMPILED_CALLS:
+            _compiled_calls.clear()  # what is still needed is compiled anew
         call: Any = _backward if constants.way == "backward" else _forward
         if backend is None:
             call = partial(call, joint_graph=_joint_graph) if call is _backward else call
@@ -292,8 +295,8 @@ def compiled_call(backend: str | None, constants: Constants, block: int) -> Call
             code = call.__code__.replace(co_name=f"{call.__name__}_{next(_numbers)}")
             own = FunctionType(code, call.__globals__, code.co_name, call.__defaults__)
             call = torch.compile(own, backend=backend, fullgraph=True)
-        _compiled[key] = call
-    return _compiled[key]
+        _compiled_calls[key] = call
+    return _compiled_calls[key]
 
 
 ALL_HEADS = slice(None)
@@ -330,6 +333,7 @@ class FlexKernel:
         self._options = tuple(checked_options(kernel_options).items())
         self._natural = ("BACKEND", "FLASH") in self._options
         self._block = block_size
+        self._tables, self._masks = DeviceTables(), HopMasks()
         self._backend = backend
         # Where Dynamo derives a joint graph, `slopes[head]` of a caller's function would read a number.
         able = operator_compiles() and scores is None
@@ -395,13 +399,14 @@ class FlexKernel:
             if len(tiles):
                 # Received keys are in the pool's buffers, which are never inference tensors.
                 inference = q.is_inference(), hop == 0 and k.is_inference()
-                wanted.add((_rule_of(tiles), side_beforehand(tiles, self._asked(q), k.shape[2]), inference))
+                side = self._masks.side_beforehand(tiles, self._asked(q), k.shape[2])
+                wanted.add((_rule_of(tiles), side, inference))
         heads = part.query_heads, part.kv_heads
         keys = (
             (self._backend, self._constants(operands, heads, rule, scale, inference), side)
             for rule, side, inference in wanted
         )
-        return any(key[2] is None or key not in _compiled for key in keys)
+        return any(key[2] is None or key not in _compiled_calls for key in keys)
 
     def _constants(
         self, operands: Operands, heads: tuple[int, int], rule: BoundPattern, scale: float,
@@ -435,7 +440,7 @@ class FlexKernel:
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         if not len(tiles):
             return 0
-        mask = hop_mask(tiles, self._block, torch.device("cpu"))
+        mask = self._masks.of(tiles, self._block, torch.device("cpu"))
         tensors = mask.tensors
         # int32 [1, heads, rows]: the mean over the heads is the figure of one head.
         counts = tensors.partial_rows.counts + tensors.full_rows.counts
@@ -446,7 +451,7 @@ class FlexKernel:
             raise RingShapeError(
                 f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
             )
-        return hop_mask(tiles, *self._asked(q))
+        return self._masks.of(tiles, *self._asked(q))
 
     def _asked(self, q: Tensor) -> TableOptions:
         shortest, scored = min(q.shape[2], SHORTEST), self._scores is not None
@@ -464,7 +469,7 @@ class FlexKernel:
         """Return the arguments that both compiled functions take last."""
         scores, functions = None, self._score_functions(q)
         if self._scores is not None and functions is not None:
-            scores = ScoreTensors(*functions, numbers_on(tuple(self._scores.heads), q.device))
+            scores = ScoreTensors(*functions, self._tables.numbers(tuple(self._scores.heads), q.device))
         return _marked(mask.tensors), scores, mask.block, constants.scale, dict(constants.options)
 
     def _score_functions(self, q: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -194,7 +194,7 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
     return _slow_kernel(device_type, f"the kernel {name!r} cannot change scores ({scores.mod})")
 
 
-@cache
+@lru_cache(maxsize=64)
 def _say(name: str, device_type: str, why: str) -> None:
     """Log a choice, once each."""
     _log.info("ds_ring: kernel %r for %s tensors%s", name, device_type, f" ({why})" if why else "")

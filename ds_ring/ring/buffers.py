@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ds_ring.comm.device_tables import slot_index
+from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.messages import Label, TokenRange
 from ds_ring.comm.streams import stream_of
 from ds_ring.kernels.interface import ALL_HEADS, Rows
@@ -42,7 +42,9 @@ FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an
 ROWS_AT_ONCE = 2048  # slots that are gathered to be encoded: what that takes stays small beside a message
 
 
-def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = False) -> None:
+def _move(
+    target: Pair, source: Pair, step: Send | Accumulate, tables: DeviceTables, *, add: bool = False
+) -> None:
     """Copy (or add) slots of a pair to those of another one, in the dtype of the target.
 
     The slots that a step names are the target's, of an `Accumulate`, or the source's, of a `Send`; the other
@@ -54,7 +56,7 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
     gather = isinstance(step, Send)
     for to, of, dim in sides:
         if len(step.ranges) > FEW_RANGES:
-            index = slot_index(step.part, to.device)
+            index = tables.slot_index(step.part, to.device)
             if not gather:
                 (to.index_add_ if add else to.index_copy_)(dim, index, of.to(to.dtype))
             elif to.dtype == of.dtype and to.is_contiguous():
@@ -71,11 +73,11 @@ def _move(target: Pair, source: Pair, step: Send | Accumulate, *, add: bool = Fa
             offset += count
 
 
-def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate) -> None:
+def _encode(codec: Codec, rows: Tensor, keys: Pair, step: Send | Accumulate, tables: DeviceTables) -> None:
     """Encode the slots of the shard that a step names, one after the other."""
     first, second, _ = keys
     if len(step.ranges) > FEW_RANGES:
-        index = slot_index(step.part, rows.device)
+        index = tables.slot_index(step.part, rows.device)
         for some, into in zip(index.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True):
             codec.encode(first.index_select(2, some), second.index_select(2, some), into)
         return
@@ -228,9 +230,9 @@ class RingBuffers:
             return [x.narrow(0, start, end - start) for x in pair.memory]
         packed = self.pair(step.packed)
         if step.payload is Payload.ENCODED and step.kept is Payload.KEYS:
-            _encode(self._codec, packed.memory[0], pair, step)
+            _encode(self._codec, packed.memory[0], pair, step, self._pool.tables)
         else:
-            _move(packed, pair, step)
+            _move(packed, pair, step, self._pool.tables)
         return packed.memory
 
     def _accumulate(self, step: Accumulate) -> None:
@@ -243,18 +245,18 @@ class RingBuffers:
         kept, payload = (self.chunk.steps.buffers[one].payload for one in (step.source, step.buffer))
         source, target = self._pairs[step.source], self.pair(step.buffer)
         if kept is Payload.KEYS and payload is Payload.ENCODED:
-            _encode(self._codec, target.memory[0], source, step)
+            _encode(self._codec, target.memory[0], source, step, self._pool.tables)
         elif kept is Payload.ENCODED and payload is Payload.KEYS:
             self._codec.decode(source.memory[0], target.k, target.v)
         else:
-            _move(target, source, step, add=payload is Payload.GRADIENTS)
+            _move(target, source, step, self._pool.tables, add=payload is Payload.GRADIENTS)
 
     def _add_home(self, home: Accumulator, step: Accumulate) -> None:
         """Add what returned to the gradients of the own shard."""
         (first, second, _), offset = self._pairs[step.source], 0
         if len(step.ranges) > FEW_RANGES:
             dk, dv = home.so_far()
-            _move(Pair(dk, dv), self._pairs[step.source], step, add=True)
+            _move(Pair(dk, dv), self._pairs[step.source], step, self._pool.tables, add=True)
             return
         for start, end in step.ranges:
             count = end - start

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.ring.pair import (
     BufferKind,
     Pair,
@@ -67,12 +68,14 @@ class BlockKey(NamedTuple):
 class Buffers:
     """Keep free blocks by size, device and stream.
 
-    `adopts` is whether what is sent may lie in other memory as well.
+    `adopts` is whether what is sent may lie in other memory as well; `tables` has the indices of slots that
+    messages gather.
     """
 
     adopts = True
 
     def __init__(self) -> None:
+        self.tables = DeviceTables()
         self._free: OrderedDict[BlockKey, list[Block]] = OrderedDict()
         self._lock = threading.Lock()
         self._used_bytes = self._most_bytes = 0
@@ -117,7 +120,7 @@ class Buffers:
         """Free everything that is not in use."""
         with self._lock:
             self._free.clear()
-            self.free_bytes = 0
+            self.tables, self.free_bytes = DeviceTables(), 0
             # The bound falls as well, or as much as before would be kept again.
             self._most_bytes = self._used_bytes
 

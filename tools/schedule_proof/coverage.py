@@ -57,7 +57,7 @@ class Coverage:
             for index in range(len(chunks))
             for owner, schedule in enumerate(schedules)
         }
-        self._positions = lru_cache(maxsize=None)(self.layout.positions)
+        self._positions = lru_cache(maxsize=len(schedules))(self.layout.positions)
 
     def computed(self, rank: SymbolicRank, index: int, step: Compute, tokens: IntArray) -> None:
         """Take note of a step that reads a buffer with these tokens.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterator, Mapping, ValuesView
-from functools import cache, partial
+from functools import lru_cache, partial
 from types import BuiltinFunctionType
 from typing import Any
 
@@ -163,7 +163,7 @@ def _read(output: Any, name: Any) -> Any:
     return dict.__getitem__(output, name) if by_key else getattr(output, name)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _class_of(kind: Any) -> Any:
     base = _ReadLaterByKey if issubclass(kind, dict) else _ReadLater
     return type(f"Whole{kind.__name__}", (base, kind), {})

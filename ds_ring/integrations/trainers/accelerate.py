@@ -217,7 +217,7 @@ class _ReplicaState(AcceleratorState):  # type: ignore[misc]
         return int(self._shared_state["process_index"]) // _sequence_ranks()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _class_of(kind: type[Any]) -> type[Any]:
     return type(kind.__name__, (_OnARing, kind), {})
 

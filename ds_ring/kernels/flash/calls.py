@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
 from ds_ring.masks.cuts import trimmed
 from ds_ring.masks.joins import tiles_by_head
@@ -311,6 +312,11 @@ class FlashCall:
     def is_plain(self) -> bool:
         """Return whether the call is one sequence per sample: no batch of sequences, no variable lengths."""
         return not self.q_ends and self.q_rows.repeats == 1
+
+    @cached_property
+    def tables(self) -> DeviceTables:
+        """Return the cache of the call's tables on devices."""
+        return DeviceTables()
 
     @cached_property
     def has_empty_rows(self) -> bool:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.device_tables import numbers_on
 from ds_ring.kernels.flash.calls import OPEN, FlashCall
 from ds_ring.kernels.interface import Rows
 
@@ -204,7 +203,7 @@ def _lengths(call: FlashCall, like: Tensor) -> tuple[Any, ...]:
     queries, keys = (max(lengths) for lengths in zip(*call.lengths, strict=True))
     # with a max_q of 1 FlashAttention 2 takes it that every sequence has one query
     # One copy to the device for all layers and steps; the host does not wait for it.
-    ends = numbers_on((call.q_ends, call.k_ends), like.device, torch.int32)
+    ends = call.tables.numbers((call.q_ends, call.k_ends), like.device, torch.int32)
     return ends[0], ends[1], max(queries, 2), keys
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -236,7 +236,7 @@ def _carried_out(
     )
 
 
-@cache
+@lru_cache(maxsize=64)  # more devices than a host has
 def _installed_for(device: torch.device) -> str | None:
     """Return the FlashAttention of a device's generation if its package is installed; None if not."""
     if torch.version.hip is not None or not torch.cuda.is_available():  # of fake tensors, say

@@ -199,7 +199,7 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _say_once(name: str) -> None:
     log.warning(
         '"tiled_loss": "auto": all logits of this rank are computed, since %s is no function of each logit by'

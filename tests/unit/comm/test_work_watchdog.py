@@ -35,7 +35,7 @@ DEVICE_FAILS = torch.AcceleratorError("CUDA error: an illegal memory access was 
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is kept for ever, until the end of a test: else the tests' process ends with exit code 1."""
     kept: list[object] = []
-    monkeypatch.setattr(client, "_stuck", kept)
+    monkeypatch.setattr(client, "_in_stuck_waits", kept)
     return kept
 
 

@@ -19,10 +19,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
-from ds_ring.comm.device_tables import ByteLRU
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels import block_mask
-from ds_ring.kernels.block_mask import BlockTable, HopMask, HopTensors, geometry_of, hop_mask
+from ds_ring.kernels.block_mask import BlockTable, HopMasks, HopTensors, geometry_of
 from ds_ring.kernels.flex import FlexKernel, compiled_call
 from ds_ring.kernels.flex_options import BLOCKS, blocks_of, checked_options, options_on
 from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
@@ -117,7 +115,7 @@ def hops_of(pattern: Pattern, layout_name: str, ring_size: int) -> Iterator[Tile
 def test_masks_are_the_painted_tiles_and_blocks_cover_them(name: str, layout_name: str) -> None:
     block, pattern = 16, RULES[name](TOKENS)
     for tiles in (t for ring_size in (1, 3) for t in hops_of(pattern, layout_name, ring_size)):
-        (q0, n), (k0, m), tensors, _ = hop_mask(tiles, block, CPU)
+        (q0, n), (k0, m), tensors, _ = HopMasks().of(tiles, block, CPU)
         rows, columns = -(-n // block), -(-m // block)
         for head_in_group in range(2):
             painted = paint(tiles, q0 + n, k0 + m, head_in_group)
@@ -143,7 +141,7 @@ def test_full_blocks_are_found() -> None:
     for pattern, name, least in ((Causal(), "zigzag", 0.7), (dilated, "residue", 0.3)):
         layout = layout_for(name, pattern, tokens=2048, ring_size=1)
         tiles = build_plan(pattern, layout, query_heads=1, kv_heads=1).rank(0).classes[0].hops[0].tiles
-        tensors = hop_mask(tiles, 64, CPU).tensors
+        tensors = HopMasks().of(tiles, 64, CPU).tensors
         full, partial = int(tensors.full_rows.counts.sum()), int(tensors.partial_rows.counts.sum())
         assert full / (full + partial) > least, (pattern, full, partial)
 
@@ -151,8 +149,9 @@ def test_full_blocks_are_found() -> None:
 def test_tables_are_as_wide_as_the_widest_row_and_kept() -> None:
     runs = np.array([[0, 1, 65536]])
     tiles = SlidingWindow(1000).tiles(runs, runs)
-    tensors = hop_mask(tiles, 128, CPU).tensors
-    assert hop_mask(tiles, 128, CPU).tensors is tensors
+    masks = HopMasks()
+    tensors = masks.of(tiles, 128, CPU).tensors
+    assert masks.of(tiles, 128, CPU).tensors is tensors
     rows, columns = (tensors.partial_rows, tensors.full_rows), (tensors.partial_columns, tensors.full_columns)
     for table in (*rows, *columns):
         assert table.blocks.shape[3] <= 1000 // 128 + 2
@@ -170,11 +169,11 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
     plan = build_plan(Causal(), layout, query_heads=8, kv_heads=8).rank(rank)
     hops = [hop.tiles for hop in plan.classes[0].hops]
     assert len(hops) == ring_size
-    masks, seconds = {}, []
+    kept, masks, seconds = HopMasks(), {}, []
     for tiles in hops:
         before = time.process_time()
         with OperatorCount() as count:
-            found = hop_mask(tiles, 128, CPU, 128, shard)
+            found = kept.of(tiles, 128, CPU, 128, shard)
         seconds.append(time.process_time() - before)
         assert count.operators < 100, count.operators
         masks[id(found.tensors)] = found
@@ -183,7 +182,7 @@ def test_tables_of_a_long_shard_are_small_and_shared_by_geometry() -> None:
     # Processor time: 10 to 13 ms, 16 to 20 on a busy machine. The rest comes from the cache: about 1 ms.
     assert sorted(seconds)[-1] < 0.2 and sorted(seconds)[-4] < 2e-2, sorted(seconds)[-4:]
     for tiles in hops[:: ring_size // 4]:
-        tensors, block = hop_mask(tiles, 128, CPU, 128, shard)[2:]
+        tensors, block = kept.of(tiles, 128, CPU, 128, shard)[2:]
         visited = int(tensors.partial_rows.counts.sum() + tensors.full_rows.counts.sum()) * block**2
         assert visited <= 1.01 * tiles.pairs.sum()
 
@@ -192,13 +191,13 @@ def test_tables_of_documents_are_measured_once_each_and_bounded(monkeypatch: pyt
     """Each batch has new ones: a sum over all that are kept took 0.76 s a batch after 6,400 batches."""
     measured, nbytes = [], HopTensors.nbytes.fget
     monkeypatch.setattr(HopTensors, "nbytes", property(lambda x: measured.append(x) or nbytes(x)))
-    kept = ByteLRU[HopMask](40_000)
-    monkeypatch.setattr(block_mask, "_kept", kept)
+    masks = HopMasks(40_000)
+    kept = masks.by_geometry
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     for seed in range(50):
         pattern = Documents(document_ids(TOKENS, seed=seed)) & Causal()
         tiles = build_plan(pattern, layout).rank(0).classes[0].hops[0].tiles
-        assert hop_mask(tiles, 16, CPU) is hop_mask(tiles, 16, CPU)
+        assert masks.of(tiles, 16, CPU) is masks.of(tiles, 16, CPU)
     assert len(measured) == 50
     assert 1 < len(kept) < 50 and kept.nbytes <= 40_000
     assert kept.nbytes == sum(nbytes(value.tensors) for value, _ in kept._entries.values())
@@ -377,7 +376,7 @@ def test_what_one_head_alone_attends_to_is_not_full_for_the_others() -> None:
     """Of LongNet's heads the first one reads even tokens, the second one odd ones: here are even ones."""
     evens = np.array([[0, 2, 4]])
     tiles = Dilated((8,), (2,), causal=False).bind((0, 1), 2, 1).tiles(evens, evens)
-    tensors = hop_mask(tiles, 16, CPU).tensors
+    tensors = HopMasks().of(tiles, 16, CPU).tensors
     found = [seen(tensors, head) for head in range(2)]
     assert found[0].all() and not found[1].any()
 

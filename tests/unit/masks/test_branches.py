@@ -25,7 +25,7 @@ from ds_ring import (
     SlidingWindow,
 )
 from ds_ring.integrations.layer_patterns import covers
-from ds_ring.kernels.block_mask import hop_mask
+from ds_ring.kernels.block_mask import HopMasks
 from ds_ring.masks.branches import Branch, equal_labels, product, subtract, union
 from ds_ring.masks.joins import tiles_by_head
 from ds_ring.masks.labels import (
@@ -208,7 +208,7 @@ def test_a_pattern_is_defined_once(pattern: Pattern) -> None:
     want = (at[:, None] // 16 == at[None] // 16) & ((at[:, None] >= at[None]) | (pattern == Blocks(16)))
     tiles = pattern.tiles(whole, whole)
     np.testing.assert_array_equal(paint(tiles, 64, 64), want)
-    np.testing.assert_array_equal(seen(hop_mask(tiles, 16, torch.device("cpu")).tensors, 0), want)
+    np.testing.assert_array_equal(seen(HopMasks().of(tiles, 16, torch.device("cpu")).tensors, 0), want)
     np.testing.assert_array_equal(pattern.mask(at, at), want)
 
 

@@ -83,10 +83,10 @@ def test_buffers_of_an_inference_pass_serve_training() -> None:
 
 def test_a_table_on_a_device_is_kept_by_stream(monkeypatch: Any) -> None:
     """Its copy is ordered before later work of the stream that made it, and of no other stream."""
-    found = []
+    found, tables = [], device.DeviceTables()
     for stream in (0, 1, 0):
         monkeypatch.setattr(device, "stream_of", lambda _, stream=stream: stream)
-        found.append((device.numbers_on((1, 2), CPU), device.slot_index(np.array([[0, 2]]), CPU)))
+        found.append((tables.numbers((1, 2), CPU), tables.slot_index(np.array([[0, 2]]), CPU)))
     assert all(a is b for a, b in zip(found[0], found[2], strict=True))
     assert not any(a is b for a, b in zip(found[0], found[1], strict=True))
 

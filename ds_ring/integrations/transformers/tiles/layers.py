@@ -163,6 +163,6 @@ def _shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(getattr(one, "ds_shape", one.shape)) for one in module.parameters()]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _say_once(name: str) -> None:
     log.warning('tiled_mlp "auto": %s is called with other things than tokens, and stays whole', name)

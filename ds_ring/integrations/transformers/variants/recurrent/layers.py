@@ -10,7 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -61,7 +63,8 @@ _LAYER_TYPES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # ZeRO 3 the layer gathers their weights once. Qwen 4's n-gram embedding itself takes whole numbers, with
 # which a leaf's backward pass fails.
 _LEAVES = ("ZayaCCAProjection", "Qwen4ExpTextPLELayer")
-_wrapped: set[tuple[str, str]] = set()  # file and name; they stay, and call the original without a ring
+# Names of functions that are wrapped in a modeling file: they stay, and call the original without a ring.
+_wrapped_of_file: WeakKeyDictionary[ModuleType, set[str]] = WeakKeyDictionary()
 
 _patches = {
     name: patch(
@@ -202,9 +205,11 @@ def _used(kind: type) -> set[tuple[str, str]]:
 
 def wrap_functions(model: nn.Module) -> None:
     """Wrap the functions and methods that a model's layers use, each once in a process."""
-    for file, name in {use for part in model.modules() for use in _used(type(part))} - _wrapped:
-        apply(_patches[name].to(WRAPPERS[name]), modeling=sys.modules[file])
-        _wrapped.add((file, name))
+    for file, name in {use for part in model.modules() for use in _used(type(part))}:
+        modeling = sys.modules[file]
+        if name not in (known := _wrapped_of_file.setdefault(modeling, set())):
+            apply(_patches[name].to(WRAPPERS[name]), modeling=modeling)
+            known.add(name)
 
 
 def file_is_recurrent(kind: type) -> bool:
