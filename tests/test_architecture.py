@@ -730,3 +730,59 @@ vars(self)["x"] = 1
     for fault in CHANGES.splitlines():
         (found,) = foreign_changes("a", ast.parse(good + fault), own)
         assert "line 10" in found
+
+
+# Tables of a process that hold what they have: what empties them. Weak ones end with their contents.
+GLOBAL_TABLES = {
+    ("comm.mesh", "_groups_of_garbage"): "the next mesh destroys them",
+    ("contrib.ring_flash_attn", "DATA_PARAMS"): "one set of keys, for the current batch",
+    ("health.client", "_in_stuck_waits"): "nothing: torch may write to them for ever; one wait a mesh",
+    ("integrations.adapter", "_tables"): "one for each file of patches",
+    ("integrations.adapter", "_of_process"): "one for each patch",
+    ("integrations.deepspeed.failure_attribution", "_hooked"): "one patch",
+    ("integrations.transformers.variants.recurrent.scan", "active"): "each layer takes its own entry back",
+    ("kernels.flex", "_compiled_calls"): "MAX_COMPILED_CALLS",
+    ("masks.traced", "_codes"): "MAX_CODES",
+}
+CONTAINERS = {"set", "dict", "list", "deque", "OrderedDict", "defaultdict", "Counter", "ByteLRU"}
+
+
+def unbounded(tree: ast.Module) -> list[str]:
+    """Every container of a module that holds what it has, and every cache of a function without a bound."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value, target = node.value, node.targets[0] if isinstance(node, ast.Assign) else node.target
+            made = ast.unparse(value.func).split("[")[0] if isinstance(value, ast.Call) else ""
+            empty = isinstance(value, (ast.Dict, ast.List)) and not ast.unparse(value)[1:-1]
+            filled = isinstance(value, ast.Call) and any(not isinstance(one, ast.Name) for one in value.args)
+            if empty or (made.split(".")[-1] in CONTAINERS and not filled):
+                found.append(ast.unparse(target))
+        elif isinstance(node, ast.FunctionDef):
+            how = {ast.unparse(one).removeprefix("functools.") for one in node.decorator_list}
+            arguments = ast.unparse(node.args)
+            if how & {"lru_cache(maxsize=None)", "lru_cache(None)"} or ("cache" in how and arguments):
+                found.append(node.name)
+    return found
+
+
+def test_every_table_of_a_process_has_a_bound_or_an_end() -> None:
+    found = {(name, one) for name, path in MODULES.items() for one in unbounded(tree_of(path))}
+    assert found == set(GLOBAL_TABLES), found ^ set(GLOBAL_TABLES)
+
+
+TABLES = """_known: dict[str, int] = {}
+_seen = set()
+_last = collections.deque()
+@cache
+def f(x): pass
+@functools.lru_cache(maxsize=None)
+def f(x): pass"""
+
+
+def test_a_table_that_nothing_empties_is_found() -> None:
+    good = "_living = weakref.WeakSet()\nNAMES = {'a'}\nROWS = {'a': 1}\nONE = set('ab')\n"
+    good += "@cache\ndef g(): pass\n@lru_cache(maxsize=64)\ndef h(x): pass\n"
+    assert unbounded(ast.parse(good)) == []
+    for fault in re.split(r"\n(?=_|@)", TABLES):
+        assert len(unbounded(ast.parse(good + fault))) == 1, fault

@@ -46,7 +46,7 @@ _aten = torch.ops.aten
 # `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
 _CREATE: Any = get_decompositions([_aten.new_ones, _aten.new_zeros, _aten.new_full, _aten.new_empty])
 _STATE_DEPTH = 4  # how deep nested functions and objects are searched for captured values
-_KEPT_CODES = 256  # code of so many graphs is kept
+MAX_CODES = 256  # code of so many graphs is kept
 _CPU = torch.device("cpu")
 _FUNCTORCH = [
     getattr(torch._C.DispatchKey, f"FuncTorch{name}")
@@ -155,7 +155,7 @@ class Traced:
         key = f"{graph.python_code('self').src} {described}"
         if key not in _codes:
             _codes[key] = type(fx.GraphModule(torch.nn.Module(), graph)).forward
-            if len(_codes) > _KEPT_CODES:
+            if len(_codes) > MAX_CODES:
                 _codes.popitem(last=False)
         _codes.move_to_end(key)
         return _codes[key]
