@@ -79,8 +79,8 @@ KERNELS = {
         "ds_ring.kernels.cpu.kernel.CpuKernel", "cpu", workspace="ds_ring.kernels.cpu.workspace.cpu_bytes"
     ),
     "flex": KernelRow(
-        "ds_ring.kernels.flex.FlexKernel", "cuda", takes_blocks=True, takes_scores=True,
-        workspace="ds_ring.kernels.flex_workspace.flex_bytes",
+        "ds_ring.kernels.flex.kernel.FlexKernel", "cuda", takes_blocks=True, takes_scores=True,
+        workspace="ds_ring.kernels.flex.workspace.flex_bytes",
     ),
     "flash": KernelRow(
         "ds_ring.kernels.flash.kernel.FlashKernel", "cuda", anywhere=True,

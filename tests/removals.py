@@ -58,6 +58,13 @@ CAPABILITIES = {
         named=2,
         why="help texts of the JSON's kernel and kernel_options",
     ),
+    "kernel flex": Capability(
+        ("kernels.flex",),
+        ("gpu/test_flex.py",),
+        words=r"\bflex\b|\bFlexKernel|kernels\.flex",
+        named=3,
+        why="help texts of the JSON's kernel and block_size; a refusal of score_mod that advises it",
+    ),
     "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
     "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
     "transport reproducible": Capability(("transports.reproducible",), words=r"\breproducible"),

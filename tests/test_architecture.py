@@ -40,11 +40,7 @@ CORE = [
         "kernels.interface",
         "kernels.select",
         "kernels.reference",
-        "kernels.flex",
-        "kernels.flex_options",
-        "kernels.flex_workspace",
         "kernels.workspace",
-        "kernels.block_mask",
     ],
     ["ring"],
     ["ops"],
@@ -55,6 +51,7 @@ CAPABILITIES = [
         "codecs",
         "kernels.cpu",
         "kernels.flash",
+        "kernels.flex",
         "transports",
         "layers",
         "decode",
@@ -68,7 +65,7 @@ CAPABILITIES = [
 LAYERS = [*CORE, *CAPABILITIES]
 
 # Parts of the runtime that do not import each other, and the modules that may import them.
-SEPARATE = ["kernels", "comm.exchange", "ring.merge", "kernels.block_mask"]
+SEPARATE = ["kernels", "comm.exchange", "ring.merge"]
 IMPORTERS = {
     "ring.ring_pass": set(SEPARATE),
     "ring.buffers": {"kernels"},  # rows of a part that returned
@@ -86,7 +83,6 @@ IMPORTERS = {
     "layers.selection.select": {"kernels"},
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
-    "kernels.flex": {"kernels.block_mask"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
@@ -741,7 +737,7 @@ GLOBAL_TABLES = {
     ("integrations.adapter", "_of_process"): "one for each patch",
     ("integrations.deepspeed.failure_attribution", "_hooked"): "one patch",
     ("integrations.transformers.variants.recurrent.scan", "active"): "each layer takes its own entry back",
-    ("kernels.flex", "_compiled_calls"): "MAX_COMPILED_CALLS",
+    ("kernels.flex.kernel", "_compiled_calls"): "MAX_COMPILED_CALLS",
     ("masks.traced", "_codes"): "MAX_CODES",
 }
 CONTAINERS = {"set", "dict", "list", "deque", "OrderedDict", "defaultdict", "Counter", "ByteLRU"}

@@ -22,8 +22,8 @@ from cuda_code import TARGETS, Resources, compiled, compiled_inductor, lowered_f
 from torch._dynamo.utils import counters
 from verify_merge import PART_DTYPES, PARTS, source_of
 
-from ds_ring.kernels import flex
-from ds_ring.kernels.flex_options import blocks_of
+from ds_ring.kernels.flex import kernel as flex
+from ds_ring.kernels.flex.options import blocks_of
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.hops import ring_hops
 

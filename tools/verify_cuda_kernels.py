@@ -32,7 +32,7 @@ import torch
 from cuda_code import TARGETS, lowered_for
 from torch._dynamo.utils import counters
 
-from ds_ring.kernels.flex import FlexKernel, operator_compiles
+from ds_ring.kernels.flex.kernel import FlexKernel, operator_compiles
 from ds_ring.masks.pattern import Pattern
 from tests.cases import PATTERNS, layout_for
 from tests.hops import ring_hops

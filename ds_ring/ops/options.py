@@ -121,8 +121,8 @@ class Options(PassOptions):
 # messages. So a rank that is about to compile asks for `first_pass_timeout_seconds` in its header, and all
 # ranks wait that long (`MeshState.patience_s`): in this pass and for the header of the next call, since one
 # may compile at the last hop of a pass. Every other wait has `hop_timeout_seconds`. The kernel knows whether
-# a pass compiles: flex looks into the table of the functions that it has compiled (`flex.py`'s [Note: one
-# compilation]). The first pass of its kind on a mesh counts as well, because its peers connect.
+# a pass compiles: flex looks into the table of the functions that it has compiled ([Note: one compilation] in
+# `kernels/flex`). The first pass of its kind on a mesh counts as well, because its peers connect.
 
 COMPILES_NOTHING = {"cpu"}  # devices whose kernels need no compiler
 

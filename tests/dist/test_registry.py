@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring import RingConfigError, RingMesh, gather_sequence, shard_sequence
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options

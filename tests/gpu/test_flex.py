@@ -11,7 +11,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from ds_ring import Causal, SlidingWindow
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
 from tests.cases import PATTERNS, Shape
@@ -77,7 +77,7 @@ def test_all_hops_ranks_and_patterns_of_one_kind_are_one_compilation() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_both_ways_back(recompute: bool) -> None:
     """The operator with the global out and lse, and the recomputed hop, which older versions take."""
-    from ds_ring.kernels.flex import operator_compiles
+    from ds_ring.kernels.flex.kernel import operator_compiles
 
     if not recompute and not operator_compiles():
         pytest.skip(f"torch {torch.__version__} does not compile flex_attention_backward by itself")

@@ -13,7 +13,7 @@ import pytest
 from compiled_kernels import HEADS, OURS, Captured, Row, faults  # type: ignore[import-not-found]
 from cuda_code import Resources, triton_sources  # type: ignore[import-not-found]
 
-from ds_ring.kernels.flex_options import BLOCKS
+from ds_ring.kernels.flex.options import BLOCKS
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--targets", "90", "--head-dims", "64"]

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingError
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots

@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.hop_stand_ins import CAUSAL, flash_without_operators, hops_of
 from benchmarks.measuring import ResultRow
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 
 GOALS_US = {"forward": 80.0, "backward": 150.0}  # of a hop, processor time
 OPTIONS = {

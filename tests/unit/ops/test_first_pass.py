@@ -16,8 +16,8 @@ from torch import Tensor
 from ds_ring import Causal, Dilated, Documents, MaskMod, RingMesh, SlidingWindow
 from ds_ring.comm import exchange
 from ds_ring.comm.collective import collective
-from ds_ring.kernels import block_mask
-from ds_ring.kernels.flex import FlexKernel, _compiled_calls
+from ds_ring.kernels.flex import block_mask
+from ds_ring.kernels.flex.kernel import FlexKernel, _compiled_calls
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops import options as options_module

@@ -19,7 +19,7 @@ from ds_ring.integrations.backend_mark import needs_backend_op
 from ds_ring.integrations.compile.graph_attention import Scope, _values
 from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.kernel import _checked_width
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits

@@ -19,7 +19,7 @@ from ds_ring import Causal, Documents
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.kernels.flash.kernel import FlashKernel
-from ds_ring.kernels.flex import FlexKernel
+from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.interface import Kernel
 from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores
 from ds_ring.masks.pattern import Pattern

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_ring import Causal, Chunked, Dilated, Documents, PrefixLM, Sinks, SlidingWindow
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.block_mask import BlockTable, HopMasks, HopTensors, geometry_of
-from ds_ring.kernels.flex import FlexKernel, compiled_call
-from ds_ring.kernels.flex_options import BLOCKS, blocks_of, checked_options, options_on
-from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
+from ds_ring.kernels.flex.block_mask import BlockTable, HopMasks, HopTensors, geometry_of
+from ds_ring.kernels.flex.kernel import FlexKernel, compiled_call
+from ds_ring.kernels.flex.options import BLOCKS, blocks_of, checked_options, options_on
+from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
@@ -37,6 +37,7 @@ from tests.hops import ring_hops
 from tests.masks import MASKS, attention_by_mask, patterns
 from tests.reference import dense_attention, relative_error
 from tests.unit.masks.painting import paint
+from tests.unit.masks.test_branches import Blocks
 
 CPU, TOKENS = torch.device("cpu"), 203
 MORE = {
@@ -390,3 +391,11 @@ def test_each_constant_has_code_of_its_own() -> None:
         constants = kernel._constants_of_hop(Operands(q, q, q), tiles, scale)
         codes.add(compiled_call("eager", constants, 16)._torchdynamo_orig_callable.__code__.co_name)
     assert len(codes) == 2
+
+
+@pytest.mark.parametrize("pattern", [Blocks(16), Blocks(16) & Causal(), Causal() & Blocks(16)], ids=str)
+def test_labels_are_those_of_the_pattern(pattern: Pattern) -> None:
+    """Of a pattern that only lists its branches."""
+    whole, at = np.array([[0, 1, 64]]), np.arange(64)
+    tiles = pattern.tiles(whole, whole)
+    np.testing.assert_array_equal(seen(HopMasks().of(tiles, 16, CPU).tensors, 0), pattern.mask(at, at))

@@ -1,6 +1,6 @@
 """The kernel "flex": FlexAttention, forward and backward, compiled once for all hops and layers of a shape.
 
-Which pairs are attended comes as tensors (`kernels/block_mask.py`): a compiled function reads no Python
+Which pairs are attended comes as tensors (`block_mask.py`): a compiled function reads no Python
 number that differs from hop to hop.
 """
 
@@ -23,14 +23,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.errors import RingShapeError
-from ds_ring.kernels.block_mask import (
+from ds_ring.kernels.flex.block_mask import (
     BandTensors,
     HopMask,
     HopMasks,
     HopTensors,
     TableOptions,
 )
-from ds_ring.kernels.flex_options import checked_options, options_on
+from ds_ring.kernels.flex.options import checked_options, options_on
 from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
 from ds_ring.masks.mask_mod import DERIVATIVE, VALUE, Scores
 from ds_ring.masks.pattern import BoundPattern

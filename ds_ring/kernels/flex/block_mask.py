@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
 from ds_ring.comm.fake_tensors import active_fake_mode
-from ds_ring.kernels.flex_workspace import KEPT_TABLE_BYTES
+from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
 from ds_ring.masks.labels import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
@@ -335,7 +335,7 @@ class HopMasks:
 @outside_inference_mode
 def _build(geometry: HopGeometry, tiles: Tiles, block: int, device: torch.device) -> HopMask:
     q, k = geometry.q, geometry.k
-    # Blocks are counted from the first one that a tile touches, as `_part` in flex.py cuts the tensors.
+    # Blocks are counted from the first one that a tile touches, as `_part` in kernel.py cuts the tensors.
     axes = ((tiles.q, q.first), (tiles.k, k.first))
     q_axis, k_axis = (replace(axis, slot=axis.slot - first) for axis, first in axes)
     shifted = replace(tiles, q=q_axis, k=k_axis)

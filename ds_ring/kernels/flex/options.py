@@ -1,6 +1,6 @@
 """The options of a FlexAttention call: what a user may set; blocks and warps by device and head dimension.
 
-Owns names and defaults; `flex.py` makes the call.
+Owns names and defaults; `kernel.py` makes the call.
 """
 
 from __future__ import annotations
