@@ -226,6 +226,16 @@ MODEL_PARTS = {
     "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",
 }
 
+# Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `integrations/deepspeed`).
+ROW_KINDS = {
+    "tree_ends": "ds_ring.contrib.policies.trees.TreeRows",
+}
+
+# Functions that are methods of `engine.ring`, too: their first argument is the session.
+SESSION_METHODS = {
+    "tree_batch": "ds_ring.contrib.policies.trees.tree_batch",
+}
+
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.
 TRAINERS = {
     "accelerate": "ds_ring.integrations.trainers.accelerate.enable_accelerate",

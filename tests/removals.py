@@ -148,6 +148,9 @@ CAPABILITIES = {
     ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
+    "trees and policies": Capability(
+        ("contrib.policies",), words=r"\bTreeBatch|\btree_batch|contrib\.policies"
+    ),
     "ring-flash-attn's functions": Capability(
         ("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"), words=r"\bring_flash_attn"
     ),

@@ -20,21 +20,20 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
-    TREE_ENDS,
     check_ids,
     has_no_label,
     ids_from_positions,
     positions_in_documents,
+    row_kind,
     without_padding,
 )
-from ds_ring.integrations.deepspeed.trees import trees_of
-from ds_ring.masks.catalog import Causal
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
 
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
+LOSS_WEIGHTS = "loss_weights"  # of tokens in a loss of the caller's: no model takes them
 REAL_TOKENS = "ds_ring_real_tokens"  # of prepared batches only: 1 for tokens, 0 for padding
 
 Batch = dict[str, Tensor]
@@ -117,8 +116,9 @@ def prepare_batch(
         raise RingShapeError(
             f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; masks of pairs are patterns"
         )
-    if TREE_ENDS in tensors:
-        _check_trees(tensors, pattern, documents or mask_BT is not None)
+    kind = row_kind(tensors)
+    if kind is not None:
+        kind.check(tensors, pattern, documents or mask_BT is not None)
     elif documents:
         _find_documents(tensors, mask_BT)
     elif DOCUMENT_IDS in tensors:
@@ -138,7 +138,7 @@ def prepare_batch(
         if documents:
             real_BT = real_BT * (tensors[DOCUMENT_IDS] >= 0)
         tensors[REAL_TOKENS] = real_BT
-    if not documents and TREE_ENDS not in tensors:
+    if not documents and kind is None:
         _check_positions(tensors["position_ids"], mask_BT, pattern)
         if mask_BT is not None:
             _check_padding(mask_BT, labels_BT, pattern)
@@ -233,22 +233,6 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         raise RingShapeError(
             f"position_ids: expected [samples, tokens], got {list(position_ids.shape)} (multi-axis rotary)"
         )
-
-
-def _check_trees(tensors: Batch, pattern: Pattern, more: bool) -> None:
-    """Check the trees of a batch, and add positions if there are none; see [Note: trees] in trees.py."""
-    if pattern != Causal() or more or DOCUMENT_IDS in tensors:
-        raise RingPatternError(
-            f"batch[{TREE_ENDS!r}]: expected the pattern Causal() and no documents or attention_mask beside"
-            f" trees, got {pattern}{' and one of these' if more or DOCUMENT_IDS in tensors else ''};"
-            " distances on a path of a tree are not those in the row; give each document a root of its own"
-        )
-    if "labels" in tensors:
-        raise RingShapeError(
-            f"batch: expected shift_labels beside {TREE_ENDS}, got labels; use engine.ring.tree_batch"
-        )
-    depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
-    tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
 
 
 def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:

@@ -25,9 +25,10 @@ from torch.utils.data import Dataset
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.documents import Documents, Tree
+from ds_ring.masks.pattern import Pattern
+from ds_ring.registry import ROW_KINDS, load
 
 DOCUMENT_IDS = "document_ids"
-TREE_ENDS = "tree_ends"  # see [Note: trees] in trees.py
 PADDING = -1  # the document of tokens that belong to none
 
 
@@ -101,6 +102,33 @@ def has_no_label(document_ids: Tensor) -> Tensor:
     """Return bool [B, T]: padding, and the last token of every run of a document; see [Note: packing]."""
     ends = torch.nn.functional.pad(document_ids.diff(dim=1) != 0, (0, 1), value=True)
     return ends | (document_ids < 0)
+
+
+class RowKind:
+    """Rows whose pattern is in a tensor of the batch other than `document_ids`: a row of `ROW_KINDS`.
+
+    Attributes:
+        key: the name of the tensor, [B, T] or [1, T].
+    """
+
+    key = ""
+
+    def check(self, tensors: dict[str, Tensor], pattern: Pattern, more: bool) -> None:
+        """Check the tensor, and add position ids if there are none; `more`: there are documents or a mask.
+
+        Raises:
+            RingPatternError, RingShapeError: what it does not go together with.
+        """
+
+    def pattern_of(self, row_T: np.ndarray) -> Documents | Tree:
+        """Return the pattern of one row of the tensor."""
+        raise NotImplementedError
+
+
+def row_kind(tensors: Mapping[str, Tensor]) -> RowKind | None:
+    """Return the kind of rows of a batch; None for plain rows and documents."""
+    home = next((home for key, home in ROW_KINDS.items() if key in tensors), None)
+    return None if home is None else load(home)()
 
 
 def group_rows(

@@ -34,10 +34,11 @@ from ds_ring.integrations.deepspeed.batch import (
     whole_tensors,
 )
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, TREE_ENDS, RowGroup, group_rows
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group_rows
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.documents import Documents
+from ds_ring.registry import ROW_KINDS
 from ds_ring.schedule.layout import Layout
 
 DECODER = "decoder_"
@@ -73,7 +74,7 @@ def prepare_pair(
         RingPatternError: packed documents, or padding in front of the decoder's tokens.
     """
     encoder, decoder = _two_sequences(whole_tensors(batch, None)[0])
-    for key in (DOCUMENT_IDS, TREE_ENDS, "position_ids"):
+    for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
         if key in encoder or key in decoder:
             raise RingPatternError(
                 f"batch: expected samples of one text and one answer each, got {key}; pad samples"

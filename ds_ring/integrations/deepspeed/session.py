@@ -30,6 +30,7 @@ from ds_ring.integrations.adapter import AppliedPatch, apply, describe, patch, u
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
     LABEL_KEYS,
+    LOSS_WEIGHTS,
     REAL_TOKENS,
     Batch,
     ModelNeeds,
@@ -84,21 +85,20 @@ from ds_ring.integrations.deepspeed.loss import (
 )
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
-    TREE_ENDS,
     PackedRows,
     RowGroup,
     check_losses,
     group_rows,
     number_documents,
+    row_kind,
 )
 from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
-from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, tree_of
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import block_side
 from ds_ring.ops.shard import gather_sequence
-from ds_ring.registry import PASSES
+from ds_ring.registry import PASSES, ROW_KINDS, SESSION_METHODS, load
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, in_whole_blocks, make_layout
 
@@ -176,6 +176,12 @@ class RingSession:
     _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
         default_factory=OrderedDict, repr=False
     )
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method that a capability adds: a row of `registry.SESSION_METHODS`."""
+        if name not in SESSION_METHODS:
+            raise AttributeError(f"engine.ring has no attribute {name!r}")
+        return functools.partial(load(SESSION_METHODS[name]), self)
 
     def end(self, why: str) -> None:
         """Leave the model as it was before this session, whose engine and batches raise from now on."""
@@ -314,32 +320,6 @@ class RingSession:
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
-
-    def tree_batch(
-        self,
-        rollouts: Sequence[Any],
-        weights: Sequence[Any] | None = None,
-        *,
-        tokens: int | None = None,
-    ) -> TreeBatch:
-        """Return a batch of one row that has the common prefixes of rollouts once: see `TreeBatch`.
-
-            tree = engine.ring.tree_batch(rollouts)
-            batch = engine.ring.shard_batch(tree.batch)
-            whole = engine.ring.gather(engine.ring.logprobs(engine, batch))
-            loss = policy_loss(tree.of_rollouts(whole))  # a list of [tokens - 1], the same on every rank
-            engine.backward(loss)
-
-        Args:
-            rollouts: token ids, integers [tokens] each; those of one sequence group are equal on its ranks.
-            weights: of each rollout's tokens in the loss, [tokens] each; token 0 is predicted by none. The
-                batch then has their sums by the token that predicts, "loss_weights" [1, T].
-            tokens: pad the row to so many.
-
-        Raises:
-            RingShapeError: no rollout, an empty one, or other than one integer for each token.
-        """
-        return TreeBatch(rollouts, weights, tokens)
 
     def logprobs(
         self, model: Callable[..., Any], batch: Mapping[str, Tensor], *, entropies: bool = False
@@ -612,13 +592,13 @@ class RingSession:
         whole_batch = prepared
         prepared, whole = whole_tensors(prepared, self.needs.images)
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
-        short = short and TREE_ENDS not in prepared  # mostly one row
+        short = short and row_kind(prepared) is None  # one row, for trees
         mesh = RingMesh.single() if short else mesh or self.mesh
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
         sharding = self._sharding(prepared, tokens, longest, mesh)
-        rest = {key: tensor for key, tensor in prepared.items() if key not in (DOCUMENT_IDS, TREE_ENDS)}
+        rest = {key: tensor for key, tensor in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
         layout = None if short else sharding.layout
@@ -683,14 +663,15 @@ class RingSession:
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
         ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length
-        ids = prepared.get(TREE_ENDS, ids)
+        kind = row_kind(prepared)
+        ids = ids if kind is None else prepared[kind.key]
         if ids is None and key in kept:
             kept.move_to_end(key)
             return kept[key]
         groups = (
             ()
             if ids is None
-            else group_rows(ids, token_shape(prepared)[0], tree_of if TREE_ENDS in prepared else None)
+            else group_rows(ids, token_shape(prepared)[0], None if kind is None else kind.pattern_of)
         )
         greatest = torch.tensor(longest, device=self.device)
         layout = self.layout_for(tokens, mesh, groups)

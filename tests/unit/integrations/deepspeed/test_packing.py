@@ -120,17 +120,6 @@ def test_documents_are_numbered_row_by_row_where_they_begin():
     assert number_documents((), 2, 3).tolist() == [[0] * 3, [1] * 3]
 
 
-def test_a_tree_of_rollouts_has_no_documents_to_report():
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
-    tree = session.tree_batch([[1, 2, 3], [1, 2, 4]])
-    local = session.shard_batch(tree.batch)
-    with pytest.raises(RingPatternError, match=r"got a tree of rollouts; use tree\.of_rollouts"):
-        session.document_losses(torch.zeros(local["input_ids"].shape), local)
-    local.pop("shift_labels")
-    with pytest.raises(RingShapeError, match="a batch with shift_labels, none, got"):
-        session.document_losses(torch.zeros(local["input_ids"].shape), local)
-
-
 def test_batches_of_one_length_keep_their_own_greatest_position():
     session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
     for first in (0, 50, 0):

@@ -1,4 +1,4 @@
-"""What a session, its loaders and trees refuse, on one rank."""
+"""What a session and its loaders refuse, on one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.integrations.deepspeed.packing import DocumentPart
 from ds_ring.integrations.deepspeed.session import PREEMPTED, RingSession
 from ds_ring.integrations.deepspeed.sub_rings import SubRing
-from ds_ring.integrations.deepspeed.trees import TreeBatch, trees_of
 
 IDS = torch.arange(1, 9)
 
@@ -96,15 +95,3 @@ def test_samples_of_dynamic_rings_have_input_ids(sample: dict[str, Tensor]) -> N
     assigned = Assigned(SubRing(0, 1, (0,)), (DocumentPart(0, 0, 8, 0),), 7, 0)
     with pytest.raises(RingShapeError, match="expected input_ids in sample 0, got"):
         joined(assigned, [sample], packed=False)
-
-
-def test_values_of_a_tree_are_of_all_its_tokens() -> None:
-    tree = TreeBatch([IDS[:4], IDS[:6]])
-    with pytest.raises(RingShapeError, match=r"expected one value for each of 6 tokens, got shape \[1, 5\]"):
-        tree.of_rollouts(torch.zeros(1, 5))
-
-
-@pytest.mark.parametrize("ends", [IDS, IDS[None].float(), IDS[None] > 3])
-def test_ends_of_trees_are_integers_by_sample(ends: Tensor) -> None:
-    with pytest.raises(RingShapeError, match=r"expected integers \[samples, tokens\], got"):
-        trees_of(ends)

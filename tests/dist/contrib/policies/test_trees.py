@@ -22,8 +22,8 @@ from ds_ring import (
     shard_sequence,
     simulate,
 )
-from ds_ring.integrations.deepspeed.packing import TREE_ENDS
-from ds_ring.integrations.deepspeed.trees import LOSS_WEIGHTS, TreeBatch, ends_of, tree_of
+from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, tree_of
+from ds_ring.integrations.deepspeed.batch import LOSS_WEIGHTS
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,
@@ -330,8 +330,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "a window": "expected Causal\\(\\) beside a tree",
-    "another pattern": "expected the pattern Causal\\(\\)",
+    "a window": "expected Causal\\(\\) with a tree",
+    "another pattern": "expected Causal\\(\\)",
     "documents": "no documents or attention_mask beside trees",
     "ALiBi": "do not depend on distances",
     "a recurrence": "expected attention alone beside a tree",

@@ -28,12 +28,40 @@ import torch
 from torch import Tensor
 
 from ds_ring.errors import RingPatternError, RingShapeError, shown
-from ds_ring.integrations.deepspeed.packing import TREE_ENDS
+from ds_ring.integrations.deepspeed.batch import IGNORE, LOSS_WEIGHTS, Batch
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowKind
+from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.masks.catalog import Causal
 from ds_ring.masks.documents import Tree
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
 
-LOSS_WEIGHTS = "loss_weights"
-IGNORE = -100  # the label of a token without one
+TREE_ENDS = "tree_ends"
+
+
+class TreeRows(RowKind):
+    """Rows that are trees, by `tree_ends`; see [Note: trees]."""
+
+    key = TREE_ENDS
+
+    def check(self, tensors: Batch, pattern: Pattern, more: bool) -> None:
+        """Check the trees of a batch, and add positions if there are none."""
+        if pattern != Causal() or more or DOCUMENT_IDS in tensors:
+            raise RingPatternError(
+                f"batch[{TREE_ENDS!r}]: expected Causal() and no documents or attention_mask beside trees,"
+                f" got {pattern}{' and one of these' if more or DOCUMENT_IDS in tensors else ''}; give each"
+                " document a root of its own"
+            )
+        if "labels" in tensors:
+            raise RingShapeError(
+                f"batch: expected shift_labels beside {TREE_ENDS}, got labels; use engine.ring.tree_batch"
+            )
+        depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
+        tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
+
+    def pattern_of(self, row_T: IntArray) -> Tree:
+        """Return the tree of a row."""
+        return tree_of(row_T)
 
 
 class TreeBatch:
@@ -94,6 +122,33 @@ class TreeBatch:
         for one, places in zip(given, self.places, strict=True):
             total[torch.from_numpy(places[:-1])] += one[1:]
         return total
+
+
+def tree_batch(
+    session: RingSession,
+    rollouts: Sequence[Any],
+    weights: Sequence[Any] | None = None,
+    *,
+    tokens: int | None = None,
+) -> TreeBatch:
+    """Return a batch of one row that has the common prefixes of rollouts once: see `TreeBatch`.
+
+        tree = engine.ring.tree_batch(rollouts)
+        batch = engine.ring.shard_batch(tree.batch)
+        whole = engine.ring.gather(engine.ring.logprobs(engine, batch))
+        loss = policy_loss(tree.of_rollouts(whole))  # a list of [tokens - 1], the same on every rank
+        engine.backward(loss)
+
+    Args:
+        rollouts: token ids, integers [tokens] each; those of one sequence group are equal on its ranks.
+        weights: of each rollout's tokens in the loss, [tokens] each; token 0 is predicted by none. The
+            batch then has their sums by the token that predicts, "loss_weights" [1, T].
+        tokens: pad the row to so many.
+
+    Raises:
+        RingShapeError: no rollout, an empty one, or other than one integer for each token.
+    """
+    return TreeBatch(rollouts, weights, tokens)
 
 
 def _token_ids(number: int, given: Any) -> IntArray:
