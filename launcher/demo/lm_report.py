@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from ds_ring.config.json_text import replace_text
+from ds_ring.integrations.written_files import replace_text
 
 from ..profile.pictures import new_figure, save_figure
 from .lm_compare import Comparison

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config.json_text import replace_text
+from ds_ring.integrations.written_files import replace_text
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.steps import format_schedule
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ds_ring.config.json_text import replaced
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.written_files import replaced
 from ds_ring.simulation.rank import COMPONENTS, RankMemory
 
 from .measure import MIB, RingRun

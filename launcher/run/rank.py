@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds_ring.config.json_text import append_text
 from ds_ring.errors import compiled_in, is_inside
+from ds_ring.integrations.written_files import append_text
 
 from .job import open_standard_streams, raise_file_limit
 from .probe import interface_to

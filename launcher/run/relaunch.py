@@ -26,9 +26,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config.json_text import read_object, replace_text
+from ds_ring.config.json_text import read_object
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingError
+from ds_ring.integrations.written_files import replace_text
 
 from ..cluster.checks import choose_free_port, secret_for
 from ..cluster.cluster import Cluster, Host, Relaunch

@@ -50,8 +50,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingConfigError
+from ds_ring.integrations.written_files import append_text, replace_text
 
 ATTEMPTS = "attempts.jsonl"
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"  # of a rank: RUN/attempt-N

@@ -31,8 +31,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_ring.config.json_text import replace_text, write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError, RingMismatchError
+from ds_ring.integrations.written_files import replace_text, write_at_once
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingError
 from ds_ring.integrations.checkpoint.manifest import (
     LATEST,
@@ -40,6 +39,7 @@ from ds_ring.integrations.checkpoint.manifest import (
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only, weights_only_below
 from ds_ring.integrations.checkpoint.save import give_its_name
+from ds_ring.integrations.written_files import write_at_once
 
 log = logging.getLogger(__name__)
 

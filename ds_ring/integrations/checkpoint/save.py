@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_ring.config.json_text import sync_folder, write_at_once
 from ds_ring.errors import RingCheckpointError, RingConfigError, RingMismatchError
 from ds_ring.integrations.adapter import applied, patch
 from ds_ring.integrations.checkpoint.compatible import training_of
@@ -53,6 +52,7 @@ from ds_ring.integrations.checkpoint.manifest import (
 )
 from ds_ring.integrations.checkpoint.pickles import require_weights_only
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
+from ds_ring.integrations.written_files import sync_folder, write_at_once
 from ds_ring.limits import Limit
 
 log = logging.getLogger(__name__)

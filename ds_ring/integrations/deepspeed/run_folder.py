@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.health.client import DetectorClient, LateNotice, log_late
+from ds_ring.integrations.written_files import append_text, replace_text
 
 FOLDER_VARIABLE = "DS_RING_RUN_FOLDER"
 # torchrun sets LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE; torch.distributed does not know nodes.

@@ -32,7 +32,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.json_text import append_text, replace_text
 from ds_ring.errors import RingShapeError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.engine import ENGINE
@@ -40,6 +39,7 @@ from ds_ring.integrations.deepspeed.engine_part import EnginePart, EngineStart
 from ds_ring.integrations.deepspeed.run_folder import attempt_folder
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.metrics.step_metrics import tokens_of
+from ds_ring.integrations.written_files import append_text, replace_text
 from ds_ring.measure.trace import Span, Trace
 from ds_ring.ring.observer import Observers
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config.json_text import write_at_once
 from ds_ring.errors import RingCheckpointError, RingCheckpointMissingError
 from ds_ring.integrations.checkpoint import manifest as manifest_module
 from ds_ring.integrations.checkpoint.manifest import (
@@ -29,6 +28,7 @@ from ds_ring.integrations.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from ds_ring.integrations.written_files import write_at_once
 from ds_ring_launcher.cli import main
 from tests.clock import unqueued_seconds
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ring.config.json_text import append_text, replace_text, replaced, write_at_once
+from ds_ring.integrations.written_files import append_text, replace_text, replaced, write_at_once
 from ds_ring_launcher import cli
 from ds_ring_launcher.doctor.probe import _mark, _marked_folders
 from ds_ring_launcher.run.run_folder import ATTEMPTS, RunFolder, write_exit
@@ -180,7 +180,11 @@ def test_all_of_ds_ring_and_the_launcher_write_by_these_functions() -> None:
         for folder in ("ds_ring", "launcher")
         for path in (ROOT / folder).rglob("*.py")
     }
-    got = {name: count for name, count in found.items() if count and name != "ds_ring/config/json_text.py"}
+    got = {
+        name: count
+        for name, count in found.items()
+        if count and name != "ds_ring/integrations/written_files.py"
+    }
     assert got == IN_A_FOLDER_OF_OUR_OWN, "write by replaced, replace_text, write_at_once or append_text"
     seeded = "open(p, 'w'); p.write_text(t); p.touch(); os.open(p, os.O_CREAT); f.savefig(p)"
     assert len(list(writers(ast.parse(seeded)))) == 5
