@@ -135,7 +135,20 @@ def destroy_dropped_groups() -> None:
 
 
 class MeshOptions(TypedDict, total=False):
-    """The arguments, other than ranks, of every constructor of a mesh; see `RingMesh.from_world`."""
+    """The arguments that every constructor of a mesh takes besides its ranks.
+
+    Attributes:
+        timeout_s: seconds until every rank has come here, and until the groups are made; 1800 by default. (A
+            hop has the exchange's limit.)
+        heartbeat_timeout_s: seconds of silence after which a rank counts as lost; 10 by default.
+        exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error here
+            (it is stuck in a collective outside ds_ring); None, the default, leaves it alone.
+        secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
+            characters; None, the default, lets rank 0 publish one in the store (see `joining.py`).
+        ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE): rings
+            over several nodes then travel on two levels where that sends less. None by default.
+        timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
+    """
 
     timeout_s: float
     heartbeat_timeout_s: float
@@ -223,13 +236,8 @@ class RingMesh(MeshCoordinates):
         ring_size: int,
         ulysses_size: int = 1,
         *,
-        timeout_s: float = 1800.0,
-        heartbeat_timeout_s: float = 10.0,
-        exit_after_fault_s: float | None = None,
-        secret: str | None = None,
         detector: DetectorClient | None = None,
-        ranks_per_node: int | None = None,
-        timeouts: Timeouts | None = None,
+        **options: Unpack[MeshOptions],
     ) -> RingMesh:
         """Divide the initialised world into data x ring x ulysses; neighbouring ranks share a sequence.
 
@@ -238,17 +246,8 @@ class RingMesh(MeshCoordinates):
         Args:
             ring_size: ranks of one K/V ring.
             ulysses_size: ranks that split heads by all-to-all; neighbours in the world.
-            timeout_s: seconds until every rank has come here, and until the groups are made. (A hop has the
-                exchange's limit.)
-            heartbeat_timeout_s: seconds of silence after which a rank counts as lost.
-            exit_after_fault_s: end this process, with its stacks, so long after a fault that raised no error
-                here (it is stuck in a collective outside ds_ring); None leaves it alone.
-            secret: what ranks and monitor process know each other by, the same on all ranks and at least 16
-                characters; None lets rank 0 publish one in the store (see `joining.py`).
             detector: a failure detector that this process has joined already; the mesh takes it over.
-            ranks_per_node: consecutive ranks of the world that share a node (torchrun's LOCAL_WORLD_SIZE):
-                rings over several nodes then travel on two levels where that sends less.
-            timeouts: of what ds_ring's integrations do together on this mesh (`ds_ring.limits`).
+            options: see `MeshOptions`.
 
         Raises:
             RingMeshError: torch.distributed is not initialised, the sizes do not divide the world, or the
@@ -257,8 +256,7 @@ class RingMesh(MeshCoordinates):
             RingPeerError: another rank failed during the call; names it.
         """
         grid = Grid(world_size_for("from_world"), ring_size, ulysses_size)
-        more = (exit_after_fault_s, secret, detector, ranks_per_node, timeouts)
-        return cls._join(grid, timeout_s, heartbeat_timeout_s, *more)
+        return cls._join(grid, detector, **options)
 
     @classmethod
     def from_groups(
@@ -272,7 +270,7 @@ class RingMesh(MeshCoordinates):
             sequences: the global ranks of every sequence, each rank of the world in one of them, all of one
                 length. Ranks of a group are in the order ring_rank * ulysses_size + ulysses_rank.
             ulysses_size: ranks that split heads by all-to-all.
-            options: the other arguments of `from_world`, but for `detector`.
+            options: see `MeshOptions`.
 
         Raises:
             RingMeshError: the groups are not equally long, do not hold every rank once, or ulysses_size does
@@ -300,7 +298,7 @@ class RingMesh(MeshCoordinates):
                 mesh_dim_names=("dp", "cp"))`.
             ring_dim: the dimension whose ranks pass K/V around.
             ulysses_dim: the dimension whose ranks split heads; None for none.
-            options: as of `from_groups`.
+            options: see `MeshOptions`.
 
         Raises:
             RingMeshError: the mesh has no such dimension or is not over the world; and as `from_groups`.
@@ -312,11 +310,11 @@ class RingMesh(MeshCoordinates):
     def _join(
         cls,
         grid: Grid,
+        detector: DetectorClient | None = None,
         timeout_s: float = 1800.0,
         heartbeat_timeout_s: float = 10.0,
         exit_after_fault_s: float | None = None,
         secret: str | None = None,
-        detector: DetectorClient | None = None,
         ranks_per_node: int | None = None,
         timeouts: Timeouts | None = None,
     ) -> RingMesh:

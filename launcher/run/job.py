@@ -60,9 +60,7 @@ class Invocation:
         lines = [_UNSET.format(names=names)] if names else []
         if FOLDER_VARIABLE in self.environment:
             lines.append(f"mkdir -p {_quoted(self.environment[FOLDER_VARIABLE])}")
-        if (
-            self.files
-        ):  # in a folder that no other user can write to ([Note: planted links] in written_files.py)
+        if self.files:  # in a folder that no other user can write to ([Note: planted links])
             lines.append(f'{_SHELL_FOLDER}="$(mktemp -d "${{TMPDIR:-/tmp}}/ds-ring-XXXXXXXX")" || exit')
         lines += [_here_document(path, text) for path, text in self.files.items()]
         lines += [
