@@ -13,7 +13,7 @@ from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.hardware import hardware_from
 from ds_ring_launcher.plan.model_file import ModelShape
 from ds_ring_launcher.plan.model_memory import Zero
-from ds_ring_launcher.plan.node_orders import FEWEST, hides, hiding_shard
+from ds_ring_launcher.plan.node_orders import MIN_TOKENS, hides, hiding_shard
 from ds_ring_launcher.plan.options import fewest_devices, longest_sequence, peak_bytes
 from ds_ring_launcher.plan.pass_memory import PassShape
 from ds_ring_launcher.plan.pass_time import CostPart, bytes_sent, executed_pairs, pass_cost
@@ -187,7 +187,7 @@ def test_transfers_hide_above_the_threshold_and_not_just_below_it(pattern, layou
 
     sized = setting(tokens=512 * ring, ring=ring, pattern=pattern, layout=layout)
     found = hiding_shard(sized)
-    assert found.tokens is not None and found.tokens > FEWEST and found.never is None
+    assert found.tokens is not None and found.tokens > MIN_TOKENS and found.never is None
     assert not hides(planned(found.tokens * 31 // 32))
     assert all(hides(planned(shard)) for shard in (found.tokens, found.tokens * 33 // 32, 4 * found.tokens))
     longer = replace(sized, tokens=4 * found.tokens * ring)  # a shard that hides has the same threshold
