@@ -47,7 +47,7 @@ def test_every_benchmark_has_a_module_and_a_case_here() -> None:
         assert module.__doc__ and module.OPTIONS and callable(getattr(module, one.function))
 
 
-@pytest.mark.day("growth", "scan-bytes")
+@pytest.mark.day("scan-bytes")
 @pytest.mark.parametrize("name", list(SMALL))
 def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> None:
     if name == "overlap":

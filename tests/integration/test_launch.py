@@ -212,9 +212,13 @@ def test_two_nodes_without_ssh(workplace: Workplace, engine: str, script: str, u
         assert (seen["MASTER_ADDR"], seen["MASTER_PORT"]) == ("127.0.0.1", str(unused_port))
 
 
-def test_dry_run_is_the_run(workplace: Workplace) -> None:
+@pytest.mark.parametrize("engine", ["deepspeed", "mpirun"])
+@pytest.mark.day("mpirun")
+def test_dry_run_is_the_run(workplace: Workplace, engine: str) -> None:
     """With a device that is found, whose visible numbers reach the ranks."""
-    path = workplace.write(LOCAL + "environment: {GREETING: it's 2 words, DS_ACCELERATOR: cpu}\n")
+    require_engine(engine)
+    variables = "environment: {GREETING: it's 2 words, DS_ACCELERATOR: cpu}\n"
+    path = workplace.write(f"engine: {engine}\n{LOCAL}{variables}")
     path.write_text(path.read_text().replace("device: cpu", "device: auto"))
     devices = {"CUDA_VISIBLE_DEVICES": "3,5", "OMP_NUM_THREADS": "1"}
     values = {"GREETING": "it's 2 words", "DS_ACCELERATOR": "cpu"}  # a script holds none of environment
