@@ -100,9 +100,9 @@ class OwnTraffic(TorchDispatchMode):
         def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
             merge_parts(out, lse, [(out, lse), (part, part_lse)])
 
-        def move(target: Any, source: Any, step: Any, **how: Any) -> None:
+        def move(target: Any, source: Any, step: Any, tables: Any, **how: Any) -> None:
             self._is_packing = isinstance(step, Send) or not how.get("add")
-            real(target, source, step, **how)
+            real(target, source, step, tables, **how)
             self._is_packing = False
 
         real = buffers._move

@@ -30,7 +30,7 @@ from ds_ring import (
     selected_attention,
     shard_sequence,
 )
-from ds_ring.comm import exchange
+from ds_ring.comm import owner_walk
 from ds_ring.layers.selection import select as selection
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
@@ -300,17 +300,17 @@ def test_ties_in_another_order_are_found(rank_pool):
 
 def without_a_gradient(rank: int, world_size: int) -> dict[str, float]:
     """Lose the gradients of one rank's rows on their way home."""
-    messages = exchange._in_turn
+    messages = owner_walk._in_turn
 
     def careless(given: Any, peer: int, what: tuple[str, str]) -> Any:
         lost = rank == 1 and peer == 0 and what == ("dK", "dV")
         return messages([torch.zeros_like(x) for x in given] if lost else given, peer, what)
 
-    exchange._in_turn = careless
+    owner_walk._in_turn = careless
     try:
         return parity(rank, world_size, CASES[:1])
     finally:
-        exchange._in_turn = messages
+        owner_walk._in_turn = messages
 
 
 def test_a_gradient_that_does_not_return_is_found(rank_pool):
