@@ -148,6 +148,13 @@ CAPABILITIES = {
     ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
+    "encoder-decoders": Capability(
+        ("contrib.encoder_decoder",),
+        words=r"(?i)\bdecoder|encoder_decoder",
+        family="t5",
+        reason="it is an encoder-decoder",
+        other="bloom",
+    ),
     "trees and policies": Capability(
         ("contrib.policies",), words=r"\bTreeBatch|\btree_batch|contrib\.policies"
     ),
@@ -161,7 +168,6 @@ CAPABILITIES = {
 }
 _BYPASSES = "its attention bypasses transformers' attention interface"
 _VARIANTS = {
-    "encoder_decoder": ("t5", "it is an encoder-decoder", "bloom"),
     "eager_attention": ("bloom", _BYPASSES, "t5"),
     "recurrent": ("qwen3_next", _BYPASSES, "deepseek_v4"),
     "compressed": ("deepseek_v4", "its layers compressed_sparse_attention", "deepseek_v32"),
@@ -274,22 +280,19 @@ def _delete(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _remove_variants(folder: Path, *names: str) -> None:
-    """Remove the rows of attention variants of the transformers adapter, one each."""
-    table = folder / "ds_ring/integrations/transformers/variants/__init__.py"
-    lines = table.read_text().splitlines(keepends=True)
-    rows = [line for line in lines if line.startswith(tuple(f'    "{name}.' for name in names))]
-    assert len(rows) == len(names), f"expected a row for each of {names}, got {rows}"
-    table.write_text("".join(line for line in lines if line not in rows))
-
-
 def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
     """Remove the rows that name a module of these places."""
     named = re.compile("|".join(rf"\bds_ring\.{re.escape(place)}\b" for place in places))
     for file in ("pyproject.toml", "ds_ring/__init__.pyi"):
         lines = (folder / file).read_text().splitlines()
         (folder / file).write_text("\n".join(line for line in lines if not named.search(line)) + "\n")
-    _remove_variants(folder, *(place.rpartition(".")[2] for place in places if ".variants." in place))
+    table = folder / "ds_ring/integrations/transformers/variants/__init__.py"
+    inside = [place.rpartition(".")[2] for place in places if ".variants." in place]
+    lines = table.read_text().splitlines()
+    rows = [line for line in lines if line.startswith(tuple(f'    "{name}.' for name in inside))]
+    assert len(rows) == len(inside), f"expected a row for each of {inside}, got {rows}"
+    rows += [line for line in lines if named.search(line)]
+    table.write_text("\n".join(line for line in lines if line not in rows) + "\n")
     registry = folder / "ds_ring/registry.py"
     text = registry.read_text()
     lines = text.splitlines()

@@ -112,7 +112,7 @@ MAY_IMPORT_A_PASS = {
 # A package from outside, and the places that may import it.
 OUTSIDE = {
     "deepspeed": ("integrations",),
-    "transformers": ("integrations", "contrib.ring_flash_attn"),
+    "transformers": ("integrations", "contrib.ring_flash_attn", "contrib.encoder_decoder"),
     "accelerate": ("integrations.trainers",),
     "megatron": ("contrib.megatron",),
     "diffusers": ("contrib.diffusers",),

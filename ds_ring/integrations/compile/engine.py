@@ -46,10 +46,9 @@ def compile_with_ring(
     **kwargs: Any,
 ) -> None:
     """Call `engine.compile`, whose backend "ds_ring" gets the session; other backends are as they were."""
-    if session.needs.decoder_ids is not None:
-        raise RingConfigError(
-            "engine.compile: expected a model of one sequence, got an encoder-decoder; leave it out"
-        )
+    if session.needs.batches is not None:
+        name = session.needs.batches.name
+        raise RingConfigError(f"engine.compile: expected a model of one sequence, got {name}; leave it out")
     if backend == "ds_ring":
         if engine.is_deepcompile_enabled():
             raise RingConfigError(

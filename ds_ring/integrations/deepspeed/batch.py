@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from ds_ring.integrations.deepspeed.packing import (
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.schedule.layout import Layout
+
+if TYPE_CHECKING:
+    from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+    from ds_ring.integrations.deepspeed.session import RingSession
 
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
@@ -65,6 +69,27 @@ class ImageNeeds(NamedTuple):
     number_axes: Callable[[Batch], Tensor] | None
 
 
+class BatchKind:
+    """Prepare and cut the batches of a model of several sequences; a capability sets an object of it.
+
+    Attributes:
+        name: of such a model, for errors.
+    """
+
+    name = ""
+
+    def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
+        """Return the batch with everything that looks across token borders done.
+
+        `number` makes the position ids of a sequence; None: they count from 0 on.
+        """
+        raise NotImplementedError
+
+    def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
+        """Return this rank's part of a prepared batch, and its sharding."""
+        raise NotImplementedError
+
+
 @dataclass
 class ModelNeeds:
     """List what a model needs; empty if attention is its only use of other tokens."""
@@ -79,8 +104,7 @@ class ModelNeeds:
     # makes the layout of tokens of the layout of their blocks; set together with `block`
     of_blocks: Callable[[Layout, int, int], Layout] | None = None
     block: int = 1  # tokens of the blocks that no border between ranks may cut
-    # of an encoder-decoder, what makes decoder_input_ids [B, D] of labels: [Note: two sequences] in pairs.py
-    decoder_ids: Callable[[Tensor], Tensor] | None = None
+    batches: BatchKind | None = None  # of a model of several sequences
 
 
 class ImageTokens(NamedTuple):

@@ -264,7 +264,7 @@ class WholeBatches:
         documents = session.config.pattern.documents
         if mask_BT is None or mask_BT.ndim != 2 or documents or not session.pattern.is_causal:
             return batch, None
-        if session.needs.decoder_ids is not None:  # an encoder's mask: its padding may be anywhere
+        if session.needs.batches is not None:  # an encoder's mask: its padding may be anywhere
             return batch, None
         if bool(mask_BT[:, 0].all()):
             return batch, None

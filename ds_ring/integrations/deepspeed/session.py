@@ -92,7 +92,6 @@ from ds_ring.integrations.deepspeed.packing import (
     number_documents,
     row_kind,
 )
-from ds_ring.integrations.deepspeed.pairs import cut_pair, prepare_pair, shard_pair
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
@@ -476,7 +475,7 @@ class RingSession:
             )
             return RingLoader(reads, lambda read: self.shard_assigned(*read), order, gather=self._gather)
         if is_sliced(whole):
-            needs = self.needs.number_tokens or self.needs.images or self.needs.decoder_ids
+            needs = self.needs.number_tokens or self.needs.images or self.needs.batches
             if num_workers or collate_fn is not None or needs:
                 raise RingConfigError(
                     "loader: expected no workers, no collate_fn and a model of one sequence without images,"
@@ -562,9 +561,9 @@ class RingSession:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
-            if needs.decoder_ids is not None:
-                pair = prepare_pair(given, needs.decoder_ids, needs.number_tokens)
-                return pair, report_of(pair), None
+            if needs.batches is not None:
+                prepared = needs.batches.prepare(given, needs.number_tokens)
+                return prepared, report_of(prepared), None
             by_token, whole = whole_tensors(given, needs.images)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and "position_ids" not in given:
@@ -583,9 +582,9 @@ class RingSession:
         `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
         batch.
         """
-        if self.needs.decoder_ids is not None:
-            local, pair = cut_pair(prepared, self.mesh, self.config.min_sequence_length, self._pair)
-            return {key: tensor.to(self.device) for key, tensor in local.items()}, pair
+        if self.needs.batches is not None:
+            local, sharding = self.needs.batches.cut(prepared, self)
+            return {key: tensor.to(self.device) for key, tensor in local.items()}, sharding
         _, tokens = token_shape(prepared)
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
@@ -609,23 +608,14 @@ class RingSession:
             sharding = replace(sharding, real_tokens=real_tokens)
         return local, sharding
 
-    def _pair(
-        self, tokens: tuple[int, int], mesh: RingMesh, documents: tuple[Tensor, int] | None
-    ) -> BatchSharding:
-        """Return the sharding of an encoder-decoder's batch."""
-        key = (*tokens, mesh.sequence_size)
-        found = self._by_length.get(key) if documents is None else None
-        if found is None:
-            found = shard_pair(self.config, self.patterns, self.layout_for, tokens, mesh, documents)
-        if documents is None:
-            self._keep(key, found)
-        return found
-
-    def _keep(self, key: tuple[int, int, int], sharding: BatchSharding) -> None:
-        self._by_length[key] = sharding
+    def kept_by_length(self, key: tuple[int, int, int], make: Callable[[], BatchSharding]) -> BatchSharding:
+        """Return the sharding of batches of some lengths, made at the first one; the latest are kept."""
+        if key not in self._by_length:
+            self._by_length[key] = make()
         self._by_length.move_to_end(key)
         if len(self._by_length) > REMEMBERED:  # texts of any length come by: each has its plans and contexts
             self._by_length.popitem(last=False)
+        return self._by_length[key]
 
     def layout_for(
         self,
@@ -662,25 +652,22 @@ class RingSession:
         return in_whole_blocks(layout, config.block_size) if whole else layout
 
     def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
-        ids, key, kept = prepared.get(DOCUMENT_IDS), (tokens, longest, mesh.sequence_size), self._by_length
         kind = row_kind(prepared)
-        ids = ids if kind is None else prepared[kind.key]
-        if ids is None and key in kept:
-            kept.move_to_end(key)
-            return kept[key]
-        groups = (
-            ()
-            if ids is None
-            else group_rows(ids, token_shape(prepared)[0], None if kind is None else kind.pattern_of)
-        )
+        ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
+        if ids is None:
+            key = tokens, longest, mesh.sequence_size
+            return self.kept_by_length(key, lambda: self._new_sharding(tokens, longest, mesh))
+        of_row = None if kind is None else kind.pattern_of
+        groups = group_rows(ids, token_shape(prepared)[0], of_row)
+        return self._new_sharding(tokens, longest, mesh, groups)
+
+    def _new_sharding(
+        self, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
+    ) -> BatchSharding:
         greatest = torch.tensor(longest, device=self.device)
         layout = self.layout_for(tokens, mesh, groups)
         sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
-        if self.needs.slots:
-            sharding = sharding.with_slots(self.device)
-        if ids is None:
-            self._keep(key, sharding)
-        return sharding
+        return sharding.with_slots(self.device) if self.needs.slots else sharding
 
     def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
         local = self.shard_batch(code_batch(dataset, indices))

@@ -17,6 +17,7 @@ from torch import nn
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.contrib import ring_flash_attn
+from ds_ring.contrib.encoder_decoder.batch import Pairs
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -54,7 +55,7 @@ IMAGES = batch.ImageNeeds(3, frozenset(), None)
 
 def compiled(**given: Any) -> Any:
     session = SimpleNamespace(
-        needs=SimpleNamespace(decoder_ids=given.get("decoder_ids")),
+        needs=SimpleNamespace(batches=given.get("batches")),
         config=SimpleNamespace(dynamic_ring=given.get("dynamic_ring", False)),
     )
     engine = SimpleNamespace(
@@ -131,7 +132,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     ),
     "no output": (lambda _: first_batch.results_of("text"), RingVerifyError, "got str"),
     "no copy": (lambda _: first_batch.skeleton(Locked()), RingConfigError, "a model that can be copied"),
-    "compiled pair": (lambda _: compiled(decoder_ids=len), RingConfigError, "got an encoder-decoder"),
+    "compiled pair": (lambda _: compiled(batches=Pairs(len)), RingConfigError, "got an encoder-decoder"),
     "compiled by DeepCompile": (lambda _: compiled(deepcompile=True), RingConfigError, "compile.deepcompile"),
     "compiled twice": (lambda _: compiled(is_compiled=True), RingConfigError, "engine that is not compiled"),
     "compiled for one ring": (lambda _: compiled(dynamic_ring=True), RingConfigError, "for one ring"),

@@ -1,7 +1,8 @@
 """The table of attention variants: each row is a class, and each variant is a file or a folder.
 
-Delete a variant's file and its row, and models that need it are refused; all others run as before. Rows are
-tried in this order: a variant that chooses which sequence a layer reads comes before those that attend.
+Delete a variant's file and its row, and models that need it are refused; all others run as before. A row of
+another folder is a whole name. Rows are tried in this order: a variant that chooses which sequence a layer
+reads comes before those that attend.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
-    "encoder_decoder.EncoderDecoder",
+    "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
     "eager_attention.layers.EagerAttention",
     "recurrent.layers.Recurrent",
     "compressed.CompressedAttention",
@@ -31,4 +32,5 @@ TABLE = (
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Return one instance of each row. Imports their files, which import transformers."""
-    return tuple(pkgutil.resolve_name(f"{_HERE}.{row}")() for row in TABLE)
+    homes = (row if row.startswith("ds_ring.") else f"{_HERE}.{row}" for row in TABLE)
+    return tuple(pkgutil.resolve_name(home)() for home in homes)

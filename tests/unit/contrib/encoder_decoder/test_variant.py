@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from ds_ring.config.section import RingConfig
+from ds_ring.contrib.encoder_decoder import variant as encoder_decoder
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.transformers.variants import encoder_decoder
 from tests.unit.integrations.transformers.calls import IDS
 
 CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 1, "ring_attention": {}})

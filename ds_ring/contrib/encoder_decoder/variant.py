@@ -1,6 +1,6 @@
 """Encoder-decoders of transformers on a ring: which sequence a module works on, and the loss of all answers.
 
-Owns the variant and the hooks of such models; `pairs.py` has their batches ([Note: two sequences]).
+Owns the variant and the hooks of such models; `batch.py` has their batches ([Note: two sequences]).
 
 The model is given the decoder's sharding, and a hook of its encoder replaces it by the encoder's. A layer of
 the decoder whose attention is not causal is cross attention. These models compute a mean over the labels that
@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.contrib.encoder_decoder.batch import DECODER, Pairs
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.loss import local_loss
-from ds_ring.integrations.deepspeed.pairs import DECODER
 from ds_ring.integrations.transformers.checks import (
     THROUGH_SHARD_BATCH,
     cannot_run,
@@ -98,7 +98,7 @@ class EncoderDecoder(Variant):
 
     def install(self, adapter: ModelAdapter) -> None:
         if self.matches(adapter.model):
-            adapter.session.needs.decoder_ids = decoder_ids_of(adapter.model)
+            adapter.session.needs.batches = Pairs(decoder_ids_of(adapter.model))
             encoder = adapter.model.get_encoder()
             adapter.apply(give_encoder_sharding, encoder=encoder)
 
