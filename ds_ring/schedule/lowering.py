@@ -204,26 +204,54 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
     return steps
 
 
-class _Direction:
-    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop."""
+class _Way:
+    """Hold what hops and stages have in common: the buffers of a chunk, and the steps that take new ones."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         self.plan, self.buffers, self.backward = plan, buffers, backward
         own = plan.at(0)
         assert own is not None, "a rank always has its own shard"
         self.own = own
-        self.payload = _keys_payload(plan)
+        self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
+        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
+        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
+
+    def new(self, payload: Payload, slots: int) -> int:
+        """Add a buffer, and return its number."""
+        self.buffers.append(Buffer(payload, slots))
+        return len(self.buffers) - 1
+
+    def send(
+        self, buffer: int, part: SlotRanges, peer: int, origin: int, slots: SlotRanges, needs: int,
+        payload: Payload | None = None,
+    ) -> Send:  # fmt: skip
+        """Return the step that sends a part of a buffer: `slots` of the shard of `origin`."""
+        kept = self.buffers[buffer].payload
+        payload = payload or (self.payload if kept is Payload.KEYS else kept)
+        packed = self.new(payload, count_slots(slots))  # used where the part is no range of a buffer
+        self.leaving.append(packed)
+        return Send(payload, buffer, part, peer, origin, slots, packed, needs, kept)
+
+    def decode(self, encoded: int, needs: int) -> Accumulate:
+        """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
+        slots = self.buffers[encoded].slots
+        return Accumulate(self.new(Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
+
+
+class _Direction(_Way):
+    """Track one direction of travel: the buffers that hold its keys and gradients at the current hop."""
+
+    def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
+        super().__init__(plan, buffers, backward)
         self.keys = SHARD  # buffer of the current keys, as they travel
         self.read = SHARD  # buffer of the same keys as the kernel reads them
         self.came = {SHARD: -1, RESULTS: -1}  # by buffer: the last batch that its contents depend on
         self.gradients: dict[int, int] = {0: RESULTS}  # accumulators: buffer by hop
         self.parts: list[tuple[int, SlotRanges]] = []  # of the next keys: buffer, and its place among them
-        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
         self.partial: tuple[int, SlotRanges] | None = None  # other ranks' gradients of the current keys
         self.inter_node = SHARD  # buffer of the keys that go to the next node
         self.crossing: list[tuple[int, SlotRanges]] = []  # parts of keys in flight from another node
         self.returning: list[tuple[HopPlan, int]] = []  # hops whose gradients this rank sends to the owner
-        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def begin(self) -> list[Accumulate]:
         """Return the steps before the first messages: none."""
@@ -275,7 +303,7 @@ class _Direction:
         self, batch: int, coming: HopPlan, sender: int, slots: SlotRanges, parts: list[tuple[int, SlotRanges]]
     ) -> Recv:
         """Return the step that receives some keys of a hop in a batch; append its buffer to `parts`."""
-        buffer = self._new(self.payload, slots)
+        buffer = self.new(self.payload, count_slots(slots))
         self.came[buffer] = batch
         parts.append((buffer, locate_ranges(slots, coming.held)))
         return Recv(self.payload, buffer, sender, coming.origin, slots)
@@ -290,7 +318,7 @@ class _Direction:
             found = self.gradients[leaving.hop]
             steps.append(self._send(found, leaving, leaving.send_rank, leaving.grad_send))
         if here is not None and len(here.grad_recv):
-            buffer = self._new(Payload.GRADIENTS, here.grad_recv)
+            buffer = self.new(Payload.GRADIENTS, count_slots(here.grad_recv))
             self.partial = buffer, locate_ranges(here.grad_recv, here.held)
             steps.append(Recv(Payload.GRADIENTS, buffer, here.recv_rank, here.origin, here.grad_recv))
         if leaving is not None:
@@ -312,7 +340,7 @@ class _Direction:
         for back in self.plan.gradient_returns:
             number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
             if 0 <= number < parts and len(part := part_of(back.slots, number, parts)):
-                buffer = self._new(payload, part)
+                buffer = self.new(payload, count_slots(part))
                 self.returns.append((buffer, part))
                 steps.append(Recv(payload, buffer, back.sender, self.own.origin, part))
         return steps
@@ -325,7 +353,7 @@ class _Direction:
         gradients = None
         if self.backward:
             if hop:
-                self.gradients[hop] = self._new(Payload.GRADIENTS, here.held)
+                self.gradients[hop] = self.new(Payload.GRADIENTS, count_slots(here.held))
                 # Until a neighbour's sum is added, the gradients depend on the keys alone.
                 self.came[self.gradients[hop]] = self.came[self.read]
             gradients = self.gradients[hop]
@@ -367,13 +395,13 @@ class _Direction:
         # If one message brought all keys, its buffer is the payload, without a copy.
         self.keys = parts[0][0]
         if len(parts) > 1:
-            self.keys = _new_buffer(self.buffers, self.payload, slots)
+            self.keys = self.new(self.payload, slots)
             self.came[self.keys] = max(self.came[buffer] for buffer, _ in parts)
             for one, part in parts:
                 steps += [Accumulate(self.keys, one, part, self.came[one]), Free(one)]
         self.read = self.keys
         if self.plan.codec is not None:
-            decoded = _decode(self.buffers, self.keys, self.came[self.keys])
+            decoded = self.decode(self.keys, self.came[self.keys])
             steps.append(decoded)
             self.read = decoded.buffer
             self.came[self.read] = self.came[self.keys]
@@ -388,57 +416,27 @@ class _Direction:
     ) -> Send:
         """Return the step that sends some slots of a hop's shard; at hop 0 they are in place in the shard."""
         part = slots if hop_plan.hop == 0 else locate_ranges(slots, hop_plan.held)
-        kept = self.buffers[buffer].payload
-        payload = payload or (self.payload if kept is Payload.KEYS else kept)
-        packed = self._new(payload, slots)  # used if the slots are not contiguous in memory
-        self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, hop_plan.origin, slots, packed, self.came[buffer], kept)
-
-    def _new(self, payload: Payload, slots: SlotRanges) -> int:
-        return _new_buffer(self.buffers, payload, count_slots(slots))
+        return self.send(buffer, part, peer, hop_plan.origin, slots, self.came[buffer], payload)
 
 
-def _new_buffer(buffers: list[Buffer], payload: Payload, slots: int) -> int:
-    """Add a buffer, and return its number."""
-    buffers.append(Buffer(payload, slots))
-    return len(buffers) - 1
-
-
-def _keys_payload(plan: DirectionPlan) -> Payload:
-    """Return the payload of K/V messages."""
-    return Payload.KEYS if plan.codec is None else Payload.ENCODED
-
-
-def _decode(buffers: list[Buffer], encoded: int, needs: int) -> Accumulate:
-    """Return the step that decodes the keys of a buffer into a new one, which the kernel reads."""
-    slots = buffers[encoded].slots
-    return Accumulate(_new_buffer(buffers, Payload.KEYS, slots), encoded, np.array([[0, slots]]), needs)
-
-
-class _Stages:
+class _Stages(_Way):
     """Track the stages of a pass; see [Note: stages] in `rank_plan.py`."""
 
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
-        self.plan, self.buffers, self.backward = plan, buffers, backward
-        own = plan.at(0)
-        assert own is not None, "a rank always has its own shard"
-        self.own = own
-        self.payload = _keys_payload(plan)
+        super().__init__(plan, buffers, backward)
         self.shard = SHARD  # the own keys as they are sent
         self.sent_until = max((plan.direction.stage(one.hop) for one in plan.direct_sends), default=0) - 1
         self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
         self.coming: int | None = None  # of the next stage
         self.done: int | None = None  # gradients of the stage before
         self.here: int | None = None  # gradients of the present stage
-        self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that arrive
-        self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
     def begin(self) -> list[Accumulate]:
         """Return one packed copy of the own K/V, if that is smaller than a copy for every message."""
         valid = count_slots(self.own.held)
         if sum(count_slots(direct.slots) for direct in self.plan.direct_sends) <= valid:
             return []
-        self.shard = self._new(self.payload, valid)
+        self.shard = self.new(self.payload, valid)
         return [Accumulate(self.shard, SHARD, self.own.held, -1)]
 
     @property
@@ -458,7 +456,7 @@ class _Stages:
                 steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
         coming = self._stage(number + 1)
         if coming is not None:
-            self.coming = self._new(self.payload, coming.slots)
+            self.coming = self.new(self.payload, coming.slots)
             for hop, at in zip(coming.hops, coming.first, strict=True):
                 steps.append(Recv(self.payload, self.coming, hop.origin, hop.origin, hop.held, at))
         return steps + self._post_gradients(number) if self.backward else steps
@@ -475,7 +473,7 @@ class _Stages:
             self.leaving.append(self.done)
         for back in self.plan.gradient_returns:
             if self.plan.direction.stage(back.hop) == number - 1:
-                buffer = self._new(self._payload, count_slots(back.slots))
+                buffer = self.new(self._payload, count_slots(back.slots))
                 self.returns.append((buffer, back.slots))
                 steps.append(Recv(self._payload, buffer, back.sender, self.own.origin, back.slots))
         return steps
@@ -488,7 +486,7 @@ class _Stages:
         assert self.keys is not None, "keys of a stage that arrived"
         gradients = None
         if self.backward:
-            gradients = RESULTS if number == 0 else self._new(self._payload, here.slots)
+            gradients = RESULTS if number == 0 else self.new(self._payload, here.slots)
             self.here = gradients
         origins = tuple(hop.origin for hop in here.hops)
         return [Compute(number, self.keys, here.tiles, gradients, origins, number - 1)]
@@ -500,7 +498,7 @@ class _Stages:
             steps.append(Free(self.keys))
         self.keys, self.coming = self.coming, None
         if self.plan.codec is not None and self.keys is not None:
-            decoded = _decode(self.buffers, self.keys, number)
+            decoded = self.decode(self.keys, number)
             steps += [decoded, Free(self.keys)]
             self.keys = decoded.buffer
         steps += [Accumulate(RESULTS, buffer, part, number) for buffer, part in self.returns]
@@ -524,11 +522,4 @@ class _Stages:
     ) -> Send:
         """Return the step that sends slots: in place in the shard, or one after the other from `at` on."""
         part = slots if at is None else np.array([[at, at + count_slots(slots)]])
-        kept = self.buffers[buffer].payload
-        payload = self.payload if kept is Payload.KEYS else kept
-        packed = self._new(payload, count_slots(slots))  # used where the part is no range of a buffer
-        self.leaving.append(packed)
-        return Send(payload, buffer, part, peer, origin, slots, packed, needs, kept)
-
-    def _new(self, payload: Payload, slots: int) -> int:
-        return _new_buffer(self.buffers, payload, slots)
+        return self.send(buffer, part, peer, origin, slots, needs)
