@@ -38,6 +38,7 @@ CORE = [
     ["comm"],
     [
         "kernels.interface",
+        "kernels.rates",
         "kernels.select",
         "kernels.reference",
         "kernels.workspace",

@@ -1,24 +1,18 @@
 """Choose kernels by name, device and pattern. The table of kernels is in `ds_ring/registry.py`.
 
-The faster kernel for a pattern is chosen by measured rates, by device and kind of tile. They are in
-`rates.json` in this folder, which `tools/bench.py gpu --write-rates` writes on a machine with the device, in
-TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
-
 [Note: which kernel auto is]
-With measured rates of the device, "auto" takes the kernel that is faster for the pattern's kinds of tiles.
-Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
+With measured rates of the device (`rates.py`), "auto" takes the kernel that is faster for the pattern's kinds
+of tiles. Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
 FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
 all else it takes the kernel of the device's row in the registry. The log has the choice and the reason.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,53 +25,6 @@ if TYPE_CHECKING:
     from ds_ring.masks.mask_mod import Scores
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
-
-RATES = Path(__file__).with_name("rates.json")
-# A pair's share of the FLOPs of both passes: two matrix products forward, five backward.
-FORWARD, BACKWARD = 4.0, 10.0
-
-RatesByTile = Mapping[str, Mapping[str, tuple[float, float]]]
-
-
-class Fastest(NamedTuple):
-    """Hold a kernel, and why it was taken."""
-
-    kernel: str
-    why: str
-
-
-def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
-    """Return the measured rates of the current device, by kind of tile and kernel; empty without any."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return {}
-    return _all_rates(path).get(torch.cuda.get_device_name(), {})
-
-
-@lru_cache(maxsize=1)
-def _all_rates(path: Path) -> dict[str, RatesByTile]:
-    found: dict[str, RatesByTile] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
-
-
-def fastest(rates: RatesByTile, kind: str, able: Iterable[str]) -> Fastest | None:
-    """Return the kernel that takes the least time for both passes of a pair; None without two to compare.
-
-    Args:
-        rates: of a device.
-        kind: `Pattern.tile_kind`.
-        able: names of the kernels that can compute it.
-    """
-    measured = rates.get(kind, {})
-    seconds = {
-        name: FORWARD / measured[name][0] + BACKWARD / measured[name][1] for name in able if name in measured
-    }
-    if len(seconds) < 2:
-        return None
-    first, second, *_ = sorted(seconds, key=lambda name: seconds[name])
-    return Fastest(
-        first, f"{seconds[second] / seconds[first]:.2f} times as fast as {second!r} on {kind} tiles, measured"
-    )
-
 
 _log = logging.getLogger(__name__)
 
@@ -183,10 +130,13 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
             if row.device in (None, device_type) and (row.refuses is None or load(row.refuses)(asked) is None)
         ]
         kind = asked.pattern.tile_kind
-        faster = fastest(rates_of(device_type), kind, able)
-        if faster is not None:
-            _say(faster.kernel, device_type, faster.why)
-            return faster.kernel
+        if device_type == "cuda":
+            from ds_ring.kernels.rates import fastest, rates_of  # loaded where rates may have been measured
+
+            faster = fastest(rates_of(device_type), kind, able)
+            if faster is not None:
+                _say(faster.kernel, device_type, faster.why)
+                return faster.kernel
         name = unmeasured(device_type, [kind], able)
     if scores is None or KERNELS[name].takes_scores:
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")
