@@ -1,11 +1,11 @@
 """The exception tree of ds_ring, how a value is shown in a message, and checks of numbers.
 
-Every error that ds_ring raises on purpose is a `RingError`. The message always says three things:
-what was expected, what was got, and what to do. Mistakes of the caller are `ValueError`s as well, so
-that code which catches the standard family keeps working; faults of other machines are `RuntimeError`s.
+Every error that ds_ring raises on purpose is a `RingError`. Its message has three parts: what was expected,
+what was got, and what to do (`wrong`). Mistakes of the caller are `ValueError`s as well, so that code which
+catches the standard family keeps working; faults of other machines are `RuntimeError`s.
 
-`whole_number` and `true_or_false` check what a caller gave: numpy's integers are as good as Python's, and
-nothing that merely looks like one is.
+`whole_number` and `true_or_false` check a caller's argument: numpy's integers are accepted, look-alikes such
+as strings and floats are not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import opcode
 import operator
 from numbers import Integral
+from typing import Self
 
 from ds_ring.limits import MAX_TOKENS
 
@@ -36,10 +37,16 @@ class RingError(Exception):
     """Root of every error that ds_ring raises on purpose.
 
     Attributes:
-        peers_know: the other ranks of the sequence raise as well, or were told of this error.
+        peers_know: the other ranks of the sequence raise as well, or were notified of this error.
     """
 
     peers_know: bool = False
+
+    @classmethod
+    def wrong(cls, name: str, expected: str, got: object, advice: str) -> Self:
+        """Return the error "name: expected ..., got ...; advice"; `got` is text, or a value to show."""
+        found = got if isinstance(got, str) else shown(got).removeprefix("list ")
+        return cls(f"{name}: expected {expected}, got {found}; {advice}")
 
 
 class RingConfigError(RingError, ValueError):

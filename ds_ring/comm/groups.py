@@ -39,9 +39,8 @@ def world_size_for(caller: str) -> int:
     """Return the number of ranks, or refuse a process without a process group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RingMeshError(
-            f"RingMesh.{caller}: expected a process group, got none: torch.distributed is not"
-            " initialised; start with the deepspeed launcher or torchrun, and call"
-            " torch.distributed.init_process_group (or ds_ring.initialize) first"
+            f"RingMesh.{caller}: expected a process group, got none: torch.distributed is not initialised;"
+            " start with deepspeed or torchrun, and call init_process_group (or ds_ring.initialize) first"
         )
     return dist.get_world_size()
 

@@ -95,9 +95,8 @@ class Pending:
             watchdog.add(self)
         if _versions(sent) != versions:
             raise RingBufferError(
-                f"ring rank {self.mesh.ring_rank} at {self.site}: expected that nobody writes to a tensor"
-                " while it is being sent, but K, V or a gradient was changed in place; what arrived is a"
-                " mixture. Do not modify the inputs of ring_attention from another thread while it runs"
+                f"ring rank {self.mesh.ring_rank} at {self.site}: expected unchanged K, V and gradients in"
+                " flight, got one changed in place; do not modify inputs of ring_attention while it runs"
             )
 
     def hand_over(self) -> None:

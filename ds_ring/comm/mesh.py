@@ -27,7 +27,7 @@ from ds_ring.comm.groups import (
     world_size_for,
 )
 from ds_ring.comm.owners import CallCounter, Owners
-from ds_ring.errors import RingMeshError, RingPeerError, shown
+from ds_ring.errors import RingMeshError, RingPeerError
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
@@ -86,14 +86,10 @@ class MeshState:
         if os.getpid() != self.process:
             raise RingMeshError(
                 f"expected a mesh of this process ({os.getpid()}), got one that process {self.process} made"
-                " before it was forked; its connections belong to that process: start ranks with a launcher"
-                " or with spawn, and make the process group and the mesh in each of them"
+                " before it forked; start ranks with a launcher or spawn, and make the mesh in each"
             )
         if self.closed:
-            raise RingMeshError(
-                "expected an open mesh, got one after mesh.close(); make a new one with"
-                " RingMesh.from_world(...)"
-            )
+            raise RingMeshError("expected an open mesh, got one after mesh.close(); make a new one")
 
     def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
         """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.
@@ -402,8 +398,5 @@ class RingMesh(MeshCoordinates):
 def check_mesh(mesh: object) -> None:
     """Raise RingMeshError unless `mesh` is a RingMesh that can still be used."""
     if not isinstance(mesh, RingMesh):
-        raise RingMeshError(
-            f"mesh: expected a RingMesh, got {shown(mesh)}; use RingMesh.from_world(ring_size=...) on every"
-            " rank, or RingMesh.single()"
-        )
+        raise RingMeshError.wrong("mesh", "a RingMesh", mesh, "use RingMesh.from_world(ring_size=...)")
     mesh.state.check()

@@ -143,10 +143,7 @@ def _check(q: Tensor, k: Tensor, dropout_p: float, is_causal: bool, context: Any
                 f"ContextParallelConfig: expected {name}=False, got True; pad the inputs to equal shards"
             )
     if is_causal and q.shape[2] != k.shape[2]:
-        raise RingPatternError(
-            f"is_causal: expected as many keys as queries, {q.shape[2]}, got {k.shape[2]} keys of another"
-            " sequence"
-        )
+        raise RingPatternError(f"is_causal: expected {q.shape[2]} keys, as queries, got {k.shape[2]}")
 
 
 def _terms(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -157,10 +154,8 @@ def _terms(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     fits = found.ndim == 4 and all(size in one for size, one in zip(found.shape, allowed, strict=True))
     if not fits or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise RingPatternError(
-            f"attn_mask: expected a mask of this rank's {keys} keys, bool or floating, [{samples}, {keys}] or"
-            f" [1 or {samples}, 1{'' if heads != q.shape[1] else f' or {heads}'}, 1, {keys}], got"
-            f" {tuple(mask.shape)}, {mask.dtype}; let the `_cp_plan` split the mask as it splits the keys; a"
-            " mask that differs by query is not supported"
+            f"attn_mask: expected bool or floating [{samples}, {keys}] or [1 or {samples}, 1 or"
+            f" {q.shape[1]}, 1, {keys}], this rank's keys, got {tuple(mask.shape)}, {mask.dtype}"
         )
     terms = found[:, :, 0]
     if mask.dtype == torch.bool:

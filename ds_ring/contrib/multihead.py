@@ -115,7 +115,7 @@ class MultiheadRingAttention(nn.Module):
             if n % divisor:
                 by = "num_heads" if name == "embed_dim" else "kv_heads"
                 raise RingConfigError(
-                    f"{_NAME}: expected {name} to be a multiple of {by}, got {n} and {divisor}"
+                    f"{_NAME}: expected {name} to be a multiple of {by}, got {n}, {divisor}"
                 )
         for name, value in only_in_torch.items():
             _refuse_what_torch_alone_has(name, value, self.embed_dim)
@@ -225,37 +225,30 @@ class MultiheadRingAttention(nn.Module):
                 )
             if x.shape != query.shape:
                 raise RingShapeError(
-                    f"{name}: expected the query's shape {tuple(query.shape)}, as all lie in one layout, got"
-                    f" {tuple(x.shape)}; for a few queries against a longer sequence call"
-                    " ds_ring.decode_attention"
+                    f"{name}: expected the query's shape {tuple(query.shape)}, got {tuple(x.shape)}; for few"
+                    " queries call ds_ring.decode_attention"
                 )
             dtype = self.in_proj_weight.dtype
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
-                raise RingShapeError(
-                    f"{name}: expected the parameters' dtype {dtype}, got {x.dtype}; cast one of them, or use"
-                    " torch.autocast"
-                )
+                raise RingShapeError.wrong(name, f"the parameters' {dtype}", f"{x.dtype}", "use autocast")
         if need_weights is not False:
             raise RingConfigError(
                 f"need_weights: expected False, got {shown(need_weights)}: no rank holds a row of weights;"
-                " take return_lse=True of ds_ring.RingAttention, from which exp(score - lse) is any weight"
+                " use return_lse=True of ds_ring.RingAttention: a weight is exp(score - lse)"
             )
         if attn_mask is not None:
             raise RingPatternError(
-                f"attn_mask: expected None, got {type(attn_mask).__name__}: a mask of T x T is never made;"
-                " pass a pattern when the module is made: pattern=ds_ring.Causal(), or ds_ring.MaskMod(fn)"
-                " for any mask"
+                f"attn_mask: expected None, got {type(attn_mask).__name__}; pass pattern=ds_ring.Causal(), or"
+                " ds_ring.MaskMod(fn) for any mask, when the module is made"
             )
         if key_padding_mask is not None:
             raise RingPatternError(
-                f"key_padding_mask: expected None, got {type(key_padding_mask).__name__}; leave it out if the"
-                " padding is on the right and the pattern causal, since no token sees it. Otherwise use"
-                " pattern=ds_ring.Documents(ids), with id -1 for padding, for a batch of one"
+                f"key_padding_mask: expected None, got {type(key_padding_mask).__name__}; leave it out for"
+                " padding on the right of causal attention, else use pattern=ds_ring.Documents(ids)"
             )
         if is_causal is not None and is_causal is not self._is_causal:
-            raise RingPatternError(
-                f"is_causal: expected None or {self._is_causal}, as the module's pattern says, got"
-                f" {shown(is_causal)}; leave it out, or make the module with another pattern"
+            raise RingPatternError.wrong(
+                "is_causal", f"None or {self._is_causal}", is_causal, "make the module with another pattern"
             )
 
     def extra_repr(self) -> str:
@@ -268,13 +261,12 @@ def _pattern(pattern: object, segment_lengths: Any, dilation_rates: Any) -> Any:
         got = "neither" if pattern is None else "both"
         raise RingConfigError(
             f"{_NAME}: expected either pattern or segment_lengths, got {got}; pass pattern=ds_ring.Causal(),"
-            " ds_ring.Full() for every token, or segment_lengths=(2048, 4096, 8192) for LongNet"
+            " Full() for every token, or segment_lengths=(2048, 4096, 8192) for LongNet"
         )
     if segment_lengths is None:
         if dilation_rates is not None:
-            raise RingConfigError(
-                f"{_NAME}: dilation_rates: expected None beside a pattern, got {shown(dilation_rates)}; pass"
-                " pattern=ds_ring.Dilated(segment_lengths, dilation_rates)"
+            raise RingConfigError.wrong(
+                f"{_NAME}: dilation_rates", "None with a pattern", dilation_rates, "pass ds_ring.Dilated(...)"
             )
         return pattern
     if dilation_rates is None:
@@ -282,8 +274,8 @@ def _pattern(pattern: object, segment_lengths: Any, dilation_rates: Any) -> Any:
         lengths = Dilated(segment_lengths, tuple(one_each)).segment_lengths  # checked
         if any(length % lengths[0] for length in lengths):
             raise RingPatternError(
-                f"{_NAME}: segment_lengths: expected multiples of the first one, {lengths[0]}, from which the"
-                f" dilation rates follow, got {list(lengths)}; pass dilation_rates as well"
+                f"{_NAME}: segment_lengths: expected multiples of the first, {lengths[0]}, got"
+                f" {list(lengths)}; pass dilation_rates as well"
             )
         dilation_rates = tuple(length // lengths[0] for length in lengths)
     return Dilated(segment_lengths, dilation_rates)
@@ -292,9 +284,7 @@ def _pattern(pattern: object, segment_lengths: Any, dilation_rates: Any) -> Any:
 def _refuse_what_torch_alone_has(name: str, value: object, embed_dim: int) -> None:
     """Raise RingConfigError for an argument that is unknown, or that would change the result."""
     if name not in _ONLY_IN_TORCH:
-        raise RingConfigError(
-            f"{_NAME}: expected the arguments of its documentation, got {name!r}; leave it out"
-        )
+        raise RingConfigError.wrong(_NAME, "the arguments of its documentation", repr(name), "leave it out")
     neutral, instead = _ONLY_IN_TORCH[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     same = value is neutral or (number and value == (embed_dim if neutral is None else neutral))

@@ -89,8 +89,8 @@ def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
         return SlidingWindow(before + 1)
     if before != behind:
         raise RingConfigError(
-            "window_size: expected equally many keys on both sides without causal=True, got"
-            f" {(before, behind)}; call ds_ring.ring_attention with a pattern of your own"
+            f"window_size: expected one number for both sides without causal=True, got {(before, behind)};"
+            " call ds_ring.ring_attention with a pattern of your own"
         )
     return SlidingWindow(before + 1, causal=False)
 
@@ -102,16 +102,13 @@ def _attend(
 ) -> Any:  # fmt: skip
     """Attend over [B, S, H, D]; return out, or (out, lse, None)."""
     if dropout_p:
-        raise RingConfigError(
-            f"dropout_p: expected 0, got {dropout_p}: the ring drops no scores; set it to 0"
-        )
+        raise RingConfigError.wrong("dropout_p", "0", dropout_p, "the ring drops no scores")
     score_mod: ScoreFunction | None = None
     if alibi_slopes is not None:
         if alibi_slopes.ndim != 1 or softcap:
             raise RingConfigError(
-                "alibi_slopes: expected one number for each head, and no softcap beside them, got"
-                f" {tuple(alibi_slopes.shape)}, softcap {softcap}; call ds_ring.ring_attention with a"
-                " score_mod"
+                "alibi_slopes: expected one number for each head, and no softcap, got"
+                f" {tuple(alibi_slopes.shape)}, softcap {softcap}; call ring_attention with a score_mod"
             )
         score_mod = Alibi(tuple(alibi_slopes.tolist()))
     elif softcap:
@@ -183,9 +180,8 @@ def _packed(
     with collective(mesh, "packed attention"):
         if not len(q) == len(k) == len(v) == layout.local_tokens:
             raise RingShapeError(
-                f"expected {layout.local_tokens} tokens of q, k and v on each of {mesh.ring_size} ranks,"
-                f" since documents of {lengths} tokens are packed, got {len(q)}, {len(k)}, {len(v)}; pass the"
-                " cu_seqlens of this batch"
+                f"expected {layout.local_tokens} tokens of q, k and v on each of {mesh.ring_size} ranks for"
+                f" documents of {lengths}, got {len(q)}, {len(k)}, {len(v)}; pass this batch's cu_seqlens"
             )
         pattern = _pattern_of(causal, window_size) & _documents(lengths)
         q, k, v = (x[None] for x in (q, k, v))
@@ -236,9 +232,7 @@ def _llama3() -> Callable[..., Any]:
         """Attend over this rank's shard; see the module."""
         lengths = _of_all.get(cu_seqlens_q)
         if lengths is None:
-            raise RingConfigError(
-                "cu_seqlens_q: expected the tensor that llama3_flash_attn_prepare_cu_seqlens returned"
-            )
+            raise RingConfigError("cu_seqlens_q: expected that of llama3_flash_attn_prepare_cu_seqlens")
         return _attend_llama3(
             q, k, v, lengths, group, causal, window_size, return_attn_probs, scale=softmax_scale,
             dropout_p=dropout_p, alibi_slopes=alibi_slopes,
@@ -318,9 +312,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """
     lengths = _lengths(cu_seqlens)
     if sum(lengths) % world_size:
-        raise RingShapeError(
-            f"cu_seqlens: expected a multiple of {world_size} tokens, got {sum(lengths)}; pad the last one"
-        )
+        raise RingShapeError.wrong("cu_seqlens", f"a multiple of {world_size} tokens", sum(lengths), "pad it")
     share = sum(lengths) // world_size
     begin, end = rank * share, (rank + 1) * share
     ends = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
@@ -374,14 +366,12 @@ def create_ring_flash_attention_forward(
     ) -> Tensor:  # fmt: skip
         if attention_mask is not None or len(query_states) != 1:
             raise RingShapeError(
-                "expected one row of packed documents without an attention mask, got"
-                f" {len(query_states)} rows{'' if attention_mask is None else ' and a mask'}; remove padding,"
-                " and call update_ring_flash_attn_params(cu_seqlens, process_group) before the model"
+                f"expected one row of packed documents without a mask, got {len(query_states)} rows"
+                f"{'' if attention_mask is None else ' and a mask'}; call update_ring_flash_attn_params first"
             )
         if "cu_seqlens_q" not in DATA_PARAMS:
             raise RingConfigError(
-                "expected the documents of the batch, got none; call"
-                " update_ring_flash_attn_params(cu_seqlens, process_group) before the model"
+                "expected the documents of the batch, got none; call update_ring_flash_attn_params first"
             )
         lengths = _of_all[DATA_PARAMS["cu_seqlens_q"]]
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
@@ -465,9 +455,7 @@ def install() -> None:
     """
     here = sys.modules[__name__]
     if sys.modules.get(_PACKAGE, here) is not here:
-        raise RingConfigError(
-            "install: expected to come before `import ring_flash_attn`, got the package itself imported"
-        )
+        raise RingConfigError("install: expected to come before `import ring_flash_attn`, got it imported")
     sys.modules[_PACKAGE] = here
     for name in _MODULES:
         sys.modules[f"{_PACKAGE}.{name}"] = here

@@ -395,9 +395,8 @@ def join(
     if known is None or (secret is not None and address.secret is not None):
         has, other = ("none", "one") if secret is None else ("one", "none")
         raise RingMeshError(
-            f"secret: expected every rank to get one from its launcher, or none, got {other} on rank 0 and"
-            f" {has} on rank {rank}; start all hosts by one `ds-ring launch`, or set DS_RING_SECRET to one"
-            " value on all"
+            f"secret: expected one on every rank or on none, got {other} on rank 0 and {has} on rank {rank};"
+            " start all hosts by one `ds-ring launch`, or set DS_RING_SECRET"
         )
     connection = _connect(address, known.encode(), rank)
     detector = DetectorClient(rank, connection, 0, address.heartbeat_timeout_s, exit_after_s)
@@ -421,9 +420,8 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
     )
     if done.returncode or not done.stdout.strip():
         raise RingMeshError(
-            f"the monitor process did not start: expected a port, got exit code {done.returncode} and"
-            f" {done.stderr.strip()[-500:]!r}; ds_ring must be able to start {sys.executable} on the host of"
-            " rank 0"
+            f"expected {sys.executable} to start the monitor process, got exit code {done.returncode} and"
+            f" {done.stderr.strip()[-500:]!r}; mend it on the host of rank 0"
         )
     return int(done.stdout)
 
@@ -454,9 +452,8 @@ def _connect(address: MonitorAddress, secret: bytes, rank: int) -> socket.socket
         pause_s = min(2 * pause_s, 1.0)
     got = "; ".join(f"{host} ({text})" for host, text in tried.items())
     raise RingMeshError(
-        f"the monitor process of rank 0 cannot be reached at port {address.port}: expected an answer from one"
-        f" of its addresses, got {got}. Let the hosts of this job reach each other on all ports, as gloo and"
-        " NCCL need it too"
+        f"expected an answer of rank 0's monitor process at port {address.port}, got {got}; let the hosts"
+        " reach each other on all ports, as gloo and NCCL need it too"
     )
 
 

@@ -321,8 +321,8 @@ def imports_of(feature: str, package: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise RingConfigError(
-            f"{feature}: expected a version of {package} that has what it needs, got {package}"
-            f" {version(package)}: {error}; install a version that ds_ring allows, or do without {feature}"
+            f"{feature}: expected another version of {package}, got {version(package)}: {error}; install one"
+            f" that ds_ring allows, or do without {feature}"
         ) from error
 
 

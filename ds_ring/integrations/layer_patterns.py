@@ -47,8 +47,8 @@ class LayerPatterns:
         """
         if self.named and layer is None:
             raise RingPatternError(
-                'attention: expected the number of the layer, since "layers" in the "pattern" section names'
-                ' some, got none; ask engine.ring.attention(layer=0), say, or leave "layers" out'
+                'attention: expected the number of the layer, since "layers" in the JSON names some, got'
+                ' none; call engine.ring.attention(layer=0) for the first, or leave "layers" out'
             )
         given = self.pattern if layer is None else self.named.get(layer, self.pattern)
         if model_pattern is None:
@@ -103,10 +103,8 @@ def pattern_of_layer(
     if not narrow:
         if mixed and not plain and not named:
             raise RingPatternError(
-                f"the pattern {given} of the JSON is for all layers, and of this model some layers have"
-                " windows or chunks of their own while this one sees everything; leave it out: every layer"
-                ' takes its own from the model. Or name the layers that are meant: "layers": {"0-3":'
-                ' {"window": 512}}'
+                f"expected a pattern by layer, since the model's layers differ, got {given}; leave it out:"
+                ' every layer takes its own from the model, or name some in "layers"'
             )
         return given
     if plain:

@@ -52,19 +52,16 @@ def get_kernel(
     """
     if name == "auto":
         if device_type not in FAST_KERNELS and device_type != "cpu":
-            raise RingConfigError(
-                f'kernel: expected one for {device_type} tensors, got "auto", which has none there; set'
-                ' "kernel": "reference", which is slow'
+            raise RingConfigError.wrong(
+                "kernel", f"one for {device_type} tensors", '"auto", which has none', 'set "reference" (slow)'
             )
         name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
-        raise RingConfigError(
-            f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}"
-        )
+        raise RingConfigError(f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}")
     row = KERNELS[name]
     if not row.runs_on(device_type):
         raise RingConfigError(
-            f'kernel "{name}" got {device_type} tensors, expected others; use "auto" or "reference" there'
+            f'kernel "{name}": expected other tensors, got {device_type}; use "auto" or "reference" there'
         )
     refusal = load(row.refuses)(asked) if row.refuses is not None and asked is not None else None
     if refusal is not None:
@@ -112,9 +109,7 @@ def _made(name: str, options: tuple[tuple[str, Any], ...], sizes: tuple[tuple[st
         return kernel
     # Options are keyword arguments of the kernel: one that it does not have is a TypeError.
     except TypeError as error:
-        raise RingConfigError(
-            f"kernel_options {dict(options)} for kernel {name!r}: {error}; remove what it does not take"
-        ) from None
+        raise RingConfigError(f"kernel_options {dict(options)} of kernel {name!r}: {error}") from None
 
 
 def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) -> str:

@@ -183,9 +183,8 @@ class MaskMod(Pattern):
 
     def __post_init__(self) -> None:
         if not callable(self.function) or isinstance(self.function, type):
-            raise RingPatternError(
-                "MaskMod: expected a mask_mod(batch, head, q_position, k_position), got"
-                f" {shown(self.function)}; pass a function"
+            raise RingPatternError.wrong(
+                "MaskMod", "a mask_mod(batch, head, q_position, k_position)", self.function, "pass a function"
             )
         true_or_false(self.is_known_causal, "MaskMod: is_known_causal", RingPatternError)
         if torch.compiler.is_compiling():  # it is made again while the graph is traced
@@ -270,8 +269,8 @@ class HeadMask:
         captured, _ = self.whole._traced
         if _is_changed(self.whole.function, captured, self.whole.facts.traced):
             raise RingPatternError(
-                f"MaskMod {name_of(self.whole.function)}: expected what it captured to stay as it was when it"
-                " was made, got other values; make a new MaskMod for a new mask"
+                f"MaskMod {name_of(self.whole.function)}: expected unchanged captured values, got others than"
+                " when it was made; make a new MaskMod for a new mask"
             )
 
     def pairs(self, q: IntArray, k: IntArray) -> IntArray:
@@ -403,9 +402,7 @@ class ScoreMod:
 
         def check(results: Any) -> None:
             if results[0].dim():
-                raise self._refusal(
-                    "a score without dimensions", f"a tensor of shape {tuple(results[0].shape)}"
-                )
+                raise self._refusal("a score without dimensions", f"one of shape {tuple(results[0].shape)}")
 
         return trace(both, _examples(dtype), self._refusal, "a score_mod", _SIGNATURE, check)
 
@@ -466,7 +463,7 @@ class ScoreMod:
         if torch.is_grad_enabled() and self.needs_gradient:
             raise RingConfigError(
                 f"score_mod {name_of(self.function)}: expected captured tensors that require no gradient, got"
-                " one that does, and would get none; detach it inside the function, or use torch.no_grad()"
+                " one that does; detach it inside the function, or use torch.no_grad()"
             )
 
     def __eq__(self, other: object) -> bool:

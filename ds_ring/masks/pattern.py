@@ -289,9 +289,8 @@ class Union(Pattern):
         found = union(self.first.branches(head), self.second.branches(head))
         if found is None:
             raise RingPatternError(
-                f"{self.first} | {self.second}: expected that a band of distances and ranges of positions"
-                " describe the pairs that both patterns attend to, so that these pairs count once; got two"
-                " patterns for which they do not. Write the whole mask as one MaskMod"
+                f"{self.first} | {self.second}: expected that bands and ranges of positions describe their"
+                " common pairs, which must count once, got others; write the whole mask as one MaskMod"
             )
         return found
 

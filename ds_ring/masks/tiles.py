@@ -155,8 +155,8 @@ class Tiles:
             if len(length) and length.min() < 1:
                 row = int(length.argmin())
                 raise RingPatternError(
-                    f"tiles: expected at least one token on each side, got {length[row]} {side} in tile {row}"
-                    f" of {len(length)}; drop empty tiles, as Tiles.sides does"
+                    f"tiles: expected tokens on each side, got {length[row]} {side} in tile {row} of"
+                    f" {len(length)}; drop empty tiles, as Tiles.sides does"
                 )
 
     def __len__(self) -> int:

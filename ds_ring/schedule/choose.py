@@ -218,9 +218,7 @@ def in_words(mix: Mix) -> str:
 def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()) -> Layout:
     """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
     if not mix:
-        raise RingLayoutError(
-            'layout "balanced" needs the pattern: make_layout("balanced", pattern=..., ...)'
-        )
+        raise RingLayoutError('layout "balanced" needs the pattern: make_layout(..., pattern=...)')
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     options = _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
     return _best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
@@ -374,9 +372,8 @@ def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) ->
         if dilations:
             break
     else:
-        raise RingLayoutError(
-            f'layout "residue" orders tokens by the residues of a dilated pattern, got {in_words(mix)};'
-            ' give a pattern with Dilated(...), or take "auto"'
+        raise RingLayoutError.wrong(
+            'layout "residue"', "a pattern with Dilated(...)", in_words(mix), 'give one, or take "auto"'
         )
     window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
     # each divides the next, as `ResidueLayout` asks for
@@ -402,8 +399,8 @@ def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix
     tables = [one for one in primitives if isinstance(one, Table)]
     if not tables:
         raise RingLayoutError(
-            f'layout "document_zigzag" cuts the documents of a pattern, got {in_words(mix) or None};'
-            ' give a pattern with Documents(...), in the JSON "documents": true, or take "auto"'
+            'layout "document_zigzag": expected a pattern with Documents(...), in the JSON "documents":'
+            f' true, got {in_words(mix) or None}; give one, or take "auto"'
         )
     if {table.tokens for table in tables} != {tokens}:
         raise RingLayoutError(

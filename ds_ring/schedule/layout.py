@@ -72,8 +72,8 @@ class Layout(ABC):
         """
         if self.local_tokens % parts:
             raise RingShapeError(
-                f"shards of {self.local_tokens} slots cannot be split over {parts} Ulysses ranks; build the"
-                f" layout with multiple_of={parts}"
+                f"expected shards of a multiple of {parts} slots, as Ulysses ranks, got {self.local_tokens};"
+                f" build the layout with multiple_of={parts}"
             )
         return self.local_tokens // parts
 
@@ -201,8 +201,8 @@ def in_whole_blocks(layout: Layout, size: int) -> Layout:
         for start, step, length in layout.runs(ring_rank).tolist():
             if step != 1 and length > 1:
                 raise RingLayoutError(
-                    f"{layout}: expected shards of consecutive positions, since blocks of {size} tokens stay"
-                    ' together, got others; use the layout "zigzag", "contiguous" or "balanced"'
+                    f"{layout}: expected shards of consecutive positions for blocks of {size} tokens, got"
+                    ' others; use the layout "zigzag", "contiguous" or "balanced"'
                 )
             rows.append((start, ring_rank))
     starts, owners = zip(*sorted(rows), strict=True)
@@ -243,9 +243,7 @@ def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
 def check_layout_name(name: str) -> None:
     """Raise RingLayoutError for a name that `make_layout` does not know."""
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise RingLayoutError(
-            f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}, got {shown(name)}"
-        )
+        raise RingLayoutError(f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}")
 
 
 def make_layout(
@@ -295,13 +293,12 @@ def _speeds_of(speeds: Sequence[float] | None, name: str, ring_size: int) -> tup
     numbers = tuple(map(float, speeds))
     if len(numbers) != ring_size or not all(0 < x < math.inf for x in numbers):
         raise RingLayoutError(
-            f"make_layout: speeds: expected {ring_size} numbers above 0, one for each rank of the ring, got"
-            f" {shown(speeds)}; leave them out for ranks of equal speed"
+            f"make_layout: speeds: expected {ring_size} numbers above 0, one for each rank, got"
+            f" {shown(speeds)}"
         )
     if name not in ("auto", "balanced"):
-        raise RingLayoutError(
-            f'make_layout: speeds: expected the layout "auto" or "balanced", which deal out work, got'
-            f' "{name}"; leave the speeds out, or take one of these'
+        raise RingLayoutError.wrong(
+            "make_layout: speeds", 'the layout "auto" or "balanced"', f'"{name}"', "leave the speeds out"
         )
     return numbers if len(set(numbers)) > 1 else ()
 
@@ -314,8 +311,8 @@ def _mix_of(pattern: object) -> Mix:
     for one, layers in counted:
         if not isinstance(one, Pattern):
             raise RingLayoutError(
-                f"make_layout: pattern: expected a pattern, patterns with their number of layers, or None,"
-                f" got {shown(one)}; use ds_ring.Causal(), say"
+                "make_layout: pattern: expected a pattern, patterns with numbers of layers, or None, got"
+                f" {shown(one)}"
             )
         mix.append((one, whole_number(layers, f"make_layout: pattern: layers with {one}", RingLayoutError)))
     return tuple(mix)

@@ -194,8 +194,7 @@ def check_length(pattern: Pattern, layout: Layout) -> None:
         if isinstance(table, Table) and table.tokens != layout.tokens:
             raise RingPatternError(
                 f"{pattern}: expected a pattern of {layout.tokens} tokens, as the layout, got one of"
-                f" {table.tokens}; give document ids for every token, negative for padding, or make the"
-                f" layout with tokens={table.tokens}"
+                f" {table.tokens}; give document ids for all tokens, negative for padding"
             )
 
 
@@ -233,14 +232,9 @@ def build_plan(
         RingPatternError: the pattern is for sequences of another length.
     """
     if not isinstance(pattern, Pattern):
-        raise RingPatternError(
-            f"build_plan: pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal(), say"
-        )
+        raise RingPatternError.wrong("build_plan: pattern", "a pattern", pattern, "use ds_ring.Causal()")
     if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"build_plan: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
-            " ring_size=P)"
-        )
+        raise RingLayoutError.wrong("build_plan: layout", "a layout", layout, "use make_layout(...)")
     check_length(pattern, layout)
     query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MAX_HEADS)
     kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MAX_HEADS)
@@ -248,18 +242,14 @@ def build_plan(
     if directions is not None and not (
         isinstance(directions, tuple) and all(isinstance(x, Direction) for x in directions)
     ):
-        raise RingLayoutError(
-            f"build_plan: directions: expected a tuple of Direction or None, got {shown(directions)}"
-        )
+        raise RingLayoutError(f"build_plan: directions: expected Directions or None, got {shown(directions)}")
     payloads = (
         ("gradient_payload", gradient_payload, GRADIENT_PAYLOADS),
         ("kv_payload", kv_payload, KV_PAYLOADS),
     )
     for name, value, known in payloads:
         if not isinstance(value, str) or value not in known:
-            raise RingLayoutError(
-                f"build_plan: {name}: expected one of {', '.join(known)}, got {shown(value)}"
-            )
+            raise RingLayoutError(f"build_plan: {name}: expected {' or '.join(known)}, got {shown(value)}")
     size, nodes = layout.ring_size, 0
     if ranks_per_node is not None:
         nodes = whole_number(ranks_per_node, "build_plan: ranks_per_node", RingLayoutError)
@@ -272,9 +262,8 @@ def build_plan(
     if stage_shards is not None:
         stage_shards = whole_number(stage_shards, "build_plan: stage_shards", RingLayoutError)
         if directions is not None:
-            raise RingLayoutError(
-                f"build_plan: stage_shards: expected None beside directions, got {stage_shards}; in stages"
-                " each owner sends to every reader, so leave one of the two out"
+            raise RingLayoutError.wrong(
+                "build_plan: stage_shards", "None with directions", stage_shards, "leave one of them out"
             )
         directions, nodes = in_stages(size, stage_shards) if size > 1 else None, 0
     rounded, row = not GRADIENT_PAYLOADS[gradient_payload].exact, KV_PAYLOADS[kv_payload]
@@ -296,8 +285,7 @@ def _built(
 ) -> Plan:
     if query_heads % kv_heads:
         raise RingLayoutError(
-            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads};"
-            " use a number of query heads that K/V heads divide (GQA)"
+            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}"
         )
     bound = [
         (heads, ReadsOfShards(alike, layout)) for heads, alike in head_classes(pattern, query_heads, kv_heads)

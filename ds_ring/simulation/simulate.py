@@ -289,10 +289,7 @@ def _source_of(
     """Return one checked source of all tensors."""
     if not isinstance(q, Tensor) and hasattr(q, "fill") and hasattr(q, "geometry"):
         if k is not None or v is not None or isinstance(grad_out, Tensor):
-            raise RingShapeError(
-                "simulate: expected a source alone, got tensors beside it; a source has k and v as well, and"
-                " grad_out=True asks it for the gradient of the output"
-            )
+            raise RingShapeError("simulate: expected a source alone, got tensors, too; use grad_out=True")
         return q
     for name, x in (("q", q), ("k", k), ("v", v), *([] if grad_out is None else [("grad_out", grad_out)])):
         check_operand(name, x)
@@ -304,8 +301,7 @@ def _source_of(
     check_heads(q.shape[1], k.shape[1], 1)
     if q.shape[2] != k.shape[2]:
         raise RingShapeError(
-            f"expected q and k of one length, got others: q has {q.shape[2]} tokens, k has {k.shape[2]};"
-            " pass global tensors of one sequence"
+            f"expected q and k of one length, got {q.shape[2]} and {k.shape[2]} tokens; pass global tensors"
         )
     shape = (*q.shape[:3], v.shape[3])
     if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (shape, q.dtype):

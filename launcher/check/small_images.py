@@ -80,8 +80,8 @@ def shrink_images(config: PreTrainedConfig, text: ConfigValues) -> ConfigValues:
     model_type, width = config.model_type, text.get("hidden_size")
     if not isinstance(width, int) or "vision_config" not in config.sub_configs:
         raise RingConfigError(
-            f"{model_type}: expected a configuration with vision_config and a text part with hidden_size, got"
-            f" {', '.join(config.sub_configs) or 'no parts'}; give a config.json that is small already"
+            f"{model_type}: expected vision_config and a text part with hidden_size, got"
+            f" {', '.join(config.sub_configs) or 'no parts'}; give a small config.json"
         )
     values = copy.deepcopy(config.to_dict()) | {"text_config": text}
     if values.get("vision_config") is None:  # Gemma 4 is of text alone by default
@@ -139,9 +139,8 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
     """
     base: Any = model.base_model
     if not hasattr(base, "get_image_features"):
-        raise RingConfigError(
-            f"{model.config.model_type}: expected a model that replaces image tokens by features of images"
-            " (get_image_features), got another; a ring takes such a model without images only"
+        raise RingConfigError.wrong(
+            model.config.model_type, "get_image_features for images", "a model without", "leave images out"
         )
     try:
         images = _images(model, seed)
@@ -151,8 +150,8 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
             counts = _counts(base.get_image_features(**given, return_dict=True))
     except Exception as error:  # of a model type that takes images otherwise
         raise RingConfigError(
-            f"{model.config.model_type}: no images for the small model can be made:"
-            f' {type(error).__name__}: {error}; compare it with one process by "verify_first_batch": true'
+            f"{model.config.model_type}: no images for the small model can be made: {type(error).__name__}:"
+            f' {error}; use "verify_first_batch": true'
         ) from error
     ids_BT = batch["input_ids"].clone()
     tokens = ids_BT.shape[1]
@@ -166,8 +165,7 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
             start = max(1, middle - count // 2)
             if start + count >= tokens or bool(are_images_BT[row, start - 1 : start + count].any()):
                 raise RingConfigError(
-                    f"{model.config.model_type}: expected images that fit {tokens} tokens, got some with"
-                    f" {counts} features; give more tokens"
+                    f"{model.config.model_type}: expected images of {tokens} tokens, got {counts}; give more"
                 )
             are_images_BT[row, start : start + count] = True
     ids_BT[are_images_BT] = model.config.image_token_id

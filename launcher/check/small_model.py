@@ -186,21 +186,20 @@ def read_config(source: str) -> PreTrainedConfig:
     if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
         near = did_you_mean(source, list(CONFIG_MAPPING.keys()))
         raise RingConfigError(
-            f"model: expected a config.json, the folder of one, or a model type of transformers, got"
-            f" {source!r};"
+            f"model: expected a config.json, its folder, or a model type of transformers, got {source!r};"
             + (f" did you mean '{near}'?" if near else " save it by model.config.save_pretrained(folder)")
         )
     if path.is_file() and path.suffix == ".py":
         raise RingConfigError(
-            f"model: expected a config.json, its folder, or a model type, got the script {source};"
-            ' no code is run: set "verify_first_batch": true in its own run'
+            f"model: expected a config.json, its folder, or a model type, got the script {source}, which is"
+            ' not run; set "verify_first_batch": true in its run'
         )
     values = read_object(path / "config.json" if path.is_dir() else path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise RingConfigError(
-            f"{source}: model_type: expected one that the installed transformers knows, got {model_type!r};"
-            " code from elsewhere is not run"
+            f"{source}: model_type: expected one of the installed transformers, got {model_type!r}; no other"
+            " code is run"
         )
     return _made(model_type, values)
 
@@ -225,8 +224,8 @@ def shrink(
         text = shrink(config, tokens, layers, changes)
         if text.model_type == config.model_type:
             raise RingConfigError(
-                f"{config.model_type}: expected a configuration with one part for text and one for the image"
-                " encoder, got one for both; give one that is small already"
+                f"{config.model_type}: expected parts for text and for the image encoder, got one for both;"
+                " give a config.json that is small already"
             )
         return _made(config.model_type, shrink_images(config, text.to_dict()))
     try:
@@ -250,16 +249,15 @@ def shrink(
 
 def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
     if model_type.endswith("_assistant"):  # Gemma 4's
-        raise RingConfigError(
-            f"{model_type}: expected a model that runs by itself, got one that drafts tokens from the keys of"
-            " another model; check that one"
+        raise RingConfigError.wrong(
+            model_type, "a model that runs by itself", "one that drafts tokens for another", "check that one"
         )
     try:
         made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except Exception as error:  # transformers validates with errors of its own
         raise RingConfigError(
             f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error};"
-            " correct the config.json, or give one that is smaller already"
+            " correct the config.json"
         ) from error
     return made
 
@@ -464,8 +462,8 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
     elif config.model_type not in families:
         having = [name for name, one in HEADS.items() if config.model_type in one.families]
         raise RingConfigError(
-            f"{config.model_type}: expected a model with the head {head}, transformers has none of that type;"
-            f" use {' or '.join(having) or 'another model'}"
+            f"{config.model_type}: expected a model with the head {head}, got none in transformers; use"
+            f" {' or '.join(having) or 'another model'}"
         )
     if head == "sequence-classification" and config.pad_token_id is None:
         config.pad_token_id = 0  # transformers asks for one to find the last token of each sample
@@ -478,8 +476,8 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
         model = make(config, dtype=torch.float32)
     except Exception as error:
         raise RingConfigError(
-            f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}; give the"
-            " config.json of a model that is small already"
+            f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}; give a"
+            " small config.json"
         ) from error
     _randomise(model, seed)
     for module in model.modules():

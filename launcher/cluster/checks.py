@@ -36,9 +36,7 @@ def resolve_node_rank(cluster: Cluster, given: int | None) -> int:
     if given is None or not 0 <= given < count:
         got = "none" if given is None else str(given)
         names = ", ".join(f"{index} on {host.name}" for index, host in enumerate(cluster.hosts))
-        raise RingConfigError(
-            f"--node-rank: expected 0 to {count - 1}, got {got}; with ssh: false, use {names}"
-        )
+        raise RingConfigError(f"--node-rank: expected 0 to {count - 1}, got {got}; without ssh, use {names}")
     return given
 
 
@@ -51,8 +49,8 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
     if master_is_here and not is_free(cluster.master_port):
         port = cluster.master_port
         raise RingConfigError(
-            f"expected master_port {port} to be free, got a port in use; end the run that holds it "
-            f"(ss -ltnp 'sport = :{port}' names it), or leave master_port out and a free one is taken"
+            f"expected master_port {port} to be free, got a port in use; end that run (ss -ltnp 'sport ="
+            f" :{port}' names it), or leave master_port out"
         )
     return cluster.master_port
 

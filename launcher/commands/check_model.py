@@ -95,9 +95,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     section, processes = _section(options)
     for name, least in (("tokens", 2 * processes), ("layers", 1), ("seed", 0)):
         if getattr(options, name) < least:
-            raise RingConfigError(
-                f"--{name}: expected at least {least}, got {getattr(options, name)}; raise it"
-            )
+            raise RingConfigError(f"--{name}: expected at least {least}, got {getattr(options, name)}")
     require_deadline(options.deadline_seconds)
     if options.all == (options.model is not None):
         raise RingConfigError("model: expected a configuration, a model type or --all, and one of them only")

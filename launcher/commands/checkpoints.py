@@ -119,7 +119,7 @@ def resize(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         replicas = options.world_size // ring
         if samples % replicas:
             raise RingConfigError(
-                f"--world-size: expected data replicas that divide {samples} samples, got {replicas}"
+                f"--world-size: expected replicas that divide {samples} samples, got {replicas}"
             )
         tag = resize_checkpoint(options.folder, options.tag, options.workers)
     if options.json:
@@ -142,9 +142,7 @@ def _check_folder(folder: Path, tag: str | None) -> None:
     except (OSError, ValueError):
         is_folder = False
     if not is_folder:
-        raise RingConfigError(
-            f"expected the folder that save_checkpoint was given, got {shown(str(folder))}, no folder"
-        )
+        raise RingConfigError(f"expected save_checkpoint's folder, got {shown(str(folder))}, no folder")
     if tag is not None and (
         tag in (".", "..") or "/" in tag or not tag.isprintable() or len(os.fsencode(tag)) > 255
     ):

@@ -82,9 +82,7 @@ def _print_sbatch(cluster: Cluster, config: Path, extra_args: tuple[str, ...]) -
 
     script = cluster.starter.batch_script(cluster, config, extra_args)
     if script is None:
-        raise RingConfigError(
-            f"--sbatch: expected engine: slurm in the YAML, got {cluster.engine}; change it"
-        )
+        raise RingConfigError(f"--sbatch: expected engine: slurm in the YAML, got {cluster.engine}; set it")
     if cluster.run_folder is not None:  # Slurm fails a job whose log has no folder, without a word
         cluster.run_folder.mkdir(parents=True, exist_ok=True)
     print(script, end="")

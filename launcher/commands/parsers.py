@@ -71,9 +71,7 @@ def _whole_number(text: str) -> int:
     except ValueError:
         value = None
     if value is None or abs(value) > MAX_SIZE:
-        raise argparse.ArgumentTypeError(
-            f"expected a whole number of at most {MAX_SIZE:,}, got {text[:40]!r}"
-        )
+        raise argparse.ArgumentTypeError(f"expected a number of at most {MAX_SIZE:,}, got {text[:40]!r}")
     return value
 
 
@@ -165,8 +163,8 @@ def require_memory(tokens: int, heads: int, head_dim: int, element_bytes: int) -
     needed, has = 4 * tokens * heads * head_dim * element_bytes, psutil.virtual_memory().total
     if needed > has:
         raise RingConfigError(
-            f"--tokens x --heads x --head-dim: expected at most the {has / 2**30:.0f} GiB of this machine,"
-            f" got {needed / 2**30:,.0f} GiB of q, k, v and out; take fewer heads or tokens"
+            f"--tokens x --heads x --head-dim: expected at most this machine's {has / 2**30:.0f} GiB, got"
+            f" {needed / 2**30:,.0f} GiB of q, k, v and out; take less"
         )
 
 
@@ -232,9 +230,7 @@ def config_of(options: argparse.Namespace) -> RingConfig:
     from ds_ring.errors import RingConfigError
 
     if options.config is not None and options.pattern is not None:
-        raise RingConfigError(
-            f"{options.command}: expected --pattern or --config, got both; leave one of them out"
-        )
+        raise RingConfigError(f"{options.command}: expected --pattern or --config, got both; leave one out")
     if options.config is not None:
         return RingConfig.from_deepspeed(options.config)
     pattern = parse_object("{}" if options.pattern is None else options.pattern, "--pattern")
@@ -248,8 +244,8 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
 
     if config.pattern.documents:
         raise RingConfigError(
-            f'{options.command}: expected a pattern without "documents", which come with a batch, got true;'
-            " set it to false, or call ds_ring.simulate with Documents(...)"
+            f'{options.command}: expected a pattern without "documents", got true; set it to false, or call'
+            " ds_ring.simulate with Documents(...)"
         )
     return pattern_from_config(config)
 

@@ -97,10 +97,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             lambda done, total: say(f"rank {done + 1} of {total} that are looked at"),
         )
         if options.compare and found.other_layers:
-            raise RingConfigError(
-                "--compare: expected a model of softmax attention alone, got"
-                f" {found.other_layers[0].kind.name}"
-            )
+            kind = found.other_layers[0].kind.name
+            raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
         advice = advise(found, say)
         rows = compare(found, advice.longest_tokens) if options.compare else []
         say("how to span the nodes")

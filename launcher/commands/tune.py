@@ -73,9 +73,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     cores = len(os.sched_getaffinity(0))
     threads = options.threads if options.threads is not None else max(1, cores // options.processes)
     if options.device == "cuda" and torch.cuda.device_count() < options.processes:
-        raise RingConfigError(
-            f"--device cuda: expected {options.processes} GPUs, got {torch.cuda.device_count()}"
-        )
+        raise RingConfigError(f"--device: expected {options.processes} GPUs, got {torch.cuda.device_count()}")
     told = argparse.Namespace(**{name: value for name, value in vars(options).items() if name != "run"})
     run_ranks(work, options.processes, (told,), threads=threads, deadline_s=options.deadline_seconds)
     return 0

@@ -56,9 +56,7 @@ class Mpirun(Engine):
 
         cluster = job.cluster
         if not cluster.is_local and not cluster.ssh:
-            raise RingConfigError(
-                "expected ssh: true with engine mpirun, got false; mpirun starts all hosts itself"
-            )
+            raise RingConfigError("expected ssh: true with mpirun, got false; it starts all hosts itself")
         environment = {**job.environment, "MASTER_ADDR": job.master_address, "MASTER_PORT": str(job.port)}
         by_file: dict[str, str] = {}
         if not cluster.is_local:

@@ -61,9 +61,7 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
     # Checked before any search, which may take seconds.
     setting = _setting(options, config, whole, devices, ring)
     if options.tokens is None and devices is None:
-        raise RingConfigError(
-            "expected --tokens, --devices or both, got neither; give one, and the other is searched for"
-        )
+        raise RingConfigError("expected --tokens, --devices or both, got neither; give one of them")
     if devices is None:
         say("the fewest devices that fit")
         found = fewest_devices(setting)
@@ -135,9 +133,7 @@ def _setting(
         expected = f"at most {_MAX_DEVICES:,} ranks"
         raise RingConfigError(f"ring size: {sentence(expected, shown(ring * ulysses), 'take fewer')}")
     if model.kv_heads % ulysses:
-        raise RingConfigError(
-            f"Ulysses size {ulysses}: expected a divisor of the model's {model.kv_heads} K/V heads"
-        )
+        raise RingConfigError(f"Ulysses size {ulysses}: expected a divisor of {model.kv_heads} K/V heads")
     from_json = _dtype(whole, bool(options.config))
     dtype = options.dtype or from_json
     hardware = read_hardware(options.hardware)
@@ -156,13 +152,9 @@ def _setting(
     other_layers = Counter((kind, one) for one, kind in zip(patterns, kinds, strict=True) if kind is not None)
     if ulysses > 1 and any(isinstance(kind, Selection) for kind in model.other_layers):
         expected = "1 for attention over chosen keys"
-        raise RingConfigError(
-            f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring instead')}"
-        )
+        raise RingConfigError(f"Ulysses size: {sentence(expected, str(ulysses), 'use a larger ring')}")
     if model.attention_layers == 0:
-        raise RingConfigError(
-            "--hf-config: layer_types: expected a layer of attention, got none; plan a model that has one"
-        )
+        raise RingConfigError("--hf-config: layer_types: expected a layer of attention, got none; add one")
     batch = options.batch or _number(whole, "", "train_micro_batch_size_per_gpu", least=1, most=2**20)
     setting = TrainingSetting(
         tokens=options.tokens or 1,
@@ -291,6 +283,6 @@ def _longest(setting: TrainingSetting) -> TrainingSetting:
     if found is None:
         raise RingConfigError(
             f"--tokens: expected a length that fits {setting.devices} x {setting.hardware.name} at ZeRO"
-            f" {setting.zero.stage}, got none; take more devices or another stage"
+            f" {setting.zero.stage}, got none; take more devices"
         )
     return found

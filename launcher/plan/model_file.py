@@ -60,7 +60,7 @@ def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Patter
     if hf_config is None:
         if layers is not None and not 1 <= layers <= MAX_LAYERS:
             raise RingConfigError(
-                f"--layers: {sentence('a whole number of at least 1', str(layers), 'correct it')}"
+                f"--layers: {sentence('a number of at least 1', str(layers), 'correct it')}"
             )
         return None if layers is None else (None,) * layers
     if layers is not None:
@@ -189,12 +189,10 @@ class ModelShape:
             if type(value) is not int or not 1 <= value <= MAX_SIZE:
                 bound = "of at least 1" if type(value) is not int or value < 1 else f"of at most {MAX_SIZE:,}"
                 got = f"{value!r:.40}"
-                raise RingConfigError(
-                    f"model: {name}: expected a whole number {bound}, got {got}; correct it"
-                )
+                raise RingConfigError(f"model: {name}: expected a whole number {bound}, got {got}")
         if self.heads % self.kv_heads:
             raise RingConfigError(
-                f"model: heads: expected a multiple of kv_heads {self.kv_heads}, got {self.heads}"
+                f"model: heads: expected a multiple of {self.kv_heads} kv_heads, got {self.heads}"
             )
 
     @cached_property
@@ -274,7 +272,7 @@ def model_of(options: argparse.Namespace) -> ModelShape:
     if options.hf_config is not None:
         if given:
             raise RingConfigError(
-                f"--hf-config: expected no sizes beside it, got --{given[0].replace('_', '-')}; remove one"
+                f"--hf-config: expected no sizes with it, got --{given[0].replace('_', '-')}; remove one"
             )
         return _from_transformers(options.hf_config)
     missing = [f"--{name}" for name in ("layers", "hidden", "heads", "vocab") if name not in given]
@@ -313,8 +311,8 @@ def with_layer_types(path_or_text: str) -> dict[str, Any]:
         known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     if not known:
         raise RingConfigError(
-            f"--hf-config: layer_types: expected the type of each layer beside {needed[0]}, got none, and"
-            f" transformers, which knows it, is not installed or does not know {model_type!r}; add it"
+            f"--hf-config: layer_types: expected every layer's type with {needed[0]}, got none, and"
+            f" transformers does not know {model_type!r}; add it"
         )
     made = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if key != "model_type"})
     lists = {key: getattr(made, key, None) for key in ("layer_types", "indexer_types")}
@@ -326,7 +324,7 @@ def _head_dim(given: int | None, hidden: int, heads: int) -> int:
         return given
     if heads > 0 and hidden % heads:
         raise RingConfigError(
-            f"model: hidden: expected a multiple of heads {heads}, got {hidden}; give --head-dim"
+            f"model: hidden: expected a multiple of {heads} heads, got {hidden}; give --head-dim"
         )
     return hidden // max(heads, 1)
 
@@ -373,6 +371,4 @@ def _optional(values: Mapping[str, Any], key: str) -> int | None:
     value = values.get(key)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    raise RingConfigError(
-        f"--hf-config: {key}: expected a whole number or null, got {shown(value)}; correct it"
-    )
+    raise RingConfigError(f"--hf-config: {key}: expected a whole number or null, got {shown(value)}")

@@ -115,8 +115,8 @@ def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Ca
     while not failed and (running := [process for process in ranks if process.is_alive()]):
         if time.monotonic() >= deadline:
             raise RanksError(
-                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} still at work; they"
-                " were ended. Raise the deadline, or ask for less (fewer tokens)"
+                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} still at work, which"
+                " were ended; raise the deadline"
             )
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         waiting()

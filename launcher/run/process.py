@@ -158,7 +158,7 @@ def private_folder() -> Iterator[Path]:
         made = tempfile.TemporaryDirectory(prefix="ds-ring-", ignore_cleanup_errors=True)
     except OSError as error:
         raise RingConfigError(
-            f"expected a folder for temporary files, got none ({error.strerror}); set TMPDIR"
+            f"expected a temporary folder, got none ({error.strerror}); set TMPDIR"
         ) from None
     with made as name:
         yield Path(name)

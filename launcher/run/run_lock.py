@@ -85,8 +85,8 @@ def _acquire(lock: FileLock, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
             raise RingConfigError(
-                f"run_folder: expected a folder to write to, got {error.strerror} for {lock.lock_file}; free"
-                " the disk, or name another folder"
+                f"run_folder: expected a folder to write to, got {error.strerror} for {lock.lock_file}; use"
+                " another"
             ) from None
         say(f"{path.parent} has no locks ({error.strerror}): only its {path.name} keeps a second launch away")
         return False

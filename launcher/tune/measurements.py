@@ -67,8 +67,8 @@ class Clock:
         other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
             raise RingMismatchError(
-                f"tune: expected the same request on every rank, got {texts[0]} on rank 0 and {texts[other]}"
-                f" on rank {other}; start all ranks with the same arguments and the same file"
+                f"tune: expected the same request on all ranks, got {texts[0]} on rank 0 and {texts[other]}"
+                f" on rank {other}; use the same arguments and file"
             )
 
     def ranks_here(self) -> int:

@@ -134,9 +134,7 @@ def require_writable(path: Path, option: str) -> None:
         folder = path.resolve().parent
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:
-        raise RingConfigError(
-            f"{option}: expected the name of a file, got {str(path)[:80]!r}: {error}"
-        ) from None
+        raise RingConfigError(f"{option}: expected a file's name, got {str(path)[:80]!r}: {error}") from None
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         got = "a folder" if path.is_dir() else "no folder" if not folder.is_dir() else "one that is not ours"
         raise RingConfigError(

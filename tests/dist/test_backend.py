@@ -211,7 +211,7 @@ WRONG_CALLS = {
         r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out",
     ),
     "no positions": (["RingPatternError"] * 2, "expected this rank's positions of"),
-    "packed": (["RingPatternError"] * 2, "for packed documents say so"),
+    "packed": (["RingPatternError"] * 2, "for packed documents by their own pattern"),
     "window": (["RingPatternError"] * 2, r'SlidingWindow\(window=10, .*write "window": 10'),
     "alone": (["RingMismatchError", "RingPatternError"], "position"),
     "no options": (["RingMeshError"] * 2, "pass options="),

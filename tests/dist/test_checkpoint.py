@@ -109,7 +109,7 @@ def write_latest(text: str) -> Callable[[Path], str]:
     def spoil(root: Path) -> str:
         (root / "latest").write_text(text)
         shutil.rmtree(root / NEWER)
-        return "expected the folder of a checkpoint, got none"
+        return "expected a checkpoint, got none"
 
     return spoil
 

@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "hybrid engine": ({"hybrid_engine": {"enabled": True}}, OURS, "hybrid_engine.enabled"),
     "random-LTD": ({"data_efficiency": {"enabled": True}}, OURS, "data_efficiency.enabled.*random-LTD"),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, OURS, "other samples"),
-    "AutoSP": ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, OURS, "a second time"),
+    "AutoSP": ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, OURS, "it would shard twice"),
     "data_parallel_size": ({"data_parallel_size": 1}, OURS, "data_parallel_size: expected no such key"),
     "predivided gradients at ZeRO 3": (
         {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},

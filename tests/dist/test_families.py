@@ -143,7 +143,7 @@ FORMS_REFUSED = {
     ("llama4_text", "packed"): "whose chunks begin with each document",
     ("deepseek_v4", "packed"): "the model itself does not keep documents apart",
     ("roformer", "packed"): "expected samples whose tokens have the same positions",
-    **{(family, "packed"): "whose documents differ" for family in ("musicgen", "musicgen_melody")},
+    **{(family, "packed"): "attention: expected the batch's" for family in ("musicgen", "musicgen_melody")},
 }
 
 

@@ -175,7 +175,7 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
 @pytest.mark.parametrize("what", ["tensor", "number"])
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
     for found in outcomes(rank_pool(2), changed_masks, what):
-        check_refusal(found, "RingPatternError", ("stay as it was", "make a new MaskMod"))
+        check_refusal(found, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))
 
 
 def batches_in_one_buffer(rank: int, world_size: int) -> list[bool]:

@@ -164,9 +164,7 @@ def test_attention_of_ones_own_is_the_rings_or_an_error(rank_pool: Any) -> None:
     for found in rank_pool(2).run(every_attention, timeout_s=120):
         for name, (_, words) in ATTENTIONS.items():
             first, second = found[name]
-            assert (
-                (words in first and 'say engine.compile(backend="ds_ring")' in first) if words else not first
-            )
+            assert (words in first and 'engine.compile(backend="ds_ring")' in first) if words else not first
             assert bool(second) == bool(words), "an engine that was refused stays so"
 
 

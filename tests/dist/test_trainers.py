@@ -297,7 +297,7 @@ def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
         "loss": "Bare: expected logits, or a loss by num_items_in_batch, got a tensor",
         "places": "Bare: expected arguments by name, got 3 without",
         "positions": "Unnumbered.forward: expected it to take position_ids, got ['input_ids', 'labels']",
-        "borders": "batch: expected position_ids beside cu_seq_lens_q, got none",
+        "borders": "batch: expected position_ids with cu_seq_lens_q, got none",
         "short": "outputs: expected a sequence that is cut, got 16 tokens, below min_sequence_length",
     }
     for found in rank_pool(2).run(whole_batches):

@@ -334,7 +334,7 @@ def test_a_wrapper_trains_as_on_one_process(rank_pool: Any, case: str, stage: in
         ("last token", {}, "sum", "RingConfigError", '"gradient_allreduce_op": "sum" would count'),
         ("last token", {"min_sequence_length": 64}, "", "RingConfigError", '"min_sequence_length": 0'),
         ("prompt of its own", {}, "", "RingShapeError", "add tokens to the batch before it is sharded"),
-        ("shifts labels", {}, "", "RingShapeError", "take shift_labels as they are"),
+        ("shifts labels", {}, "", "RingShapeError", "shift_labels to be used as they are"),
     ],
 )
 def test_what_cannot_be_made_exact_is_refused_on_every_rank(

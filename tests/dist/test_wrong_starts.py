@@ -118,7 +118,7 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "missing file": ({"args": named_file("nowhere/a.json")}, CONFIG, "nowhere"),
     "missing file as config": ({"config": "nowhere.json"}, CONFIG, "nowhere.json"),
     "an mpu": ({"mpu": "MPU", "config": GOOD}, CONFIG, "mpu: expected None"),
-    "mesh_param": ({"mesh_param": (1, 2), "config": GOOD}, CONFIG, "the ranks of a ring drift apart"),
+    "mesh_param": ({"mesh_param": (1, 2), "config": GOOD}, CONFIG, "mesh_param: expected None, got tuple"),
     "world": (
         {"config": json_config(3, 2, 1)},
         "RingMeshError",

@@ -254,7 +254,7 @@ BAD_LAUNCHES = {
     "mpirun each": (
         "engine: mpirun\n" + ON_EACH_HOST,
         ["--node-rank", "0"],
-        "expected ssh: true with engine mpirun",
+        "expected ssh: true with mpirun",
     ),
 }
 
@@ -636,7 +636,7 @@ def test_an_address_of_ip_version_6_is_one(folder: Path) -> None:
 def test_a_full_tmp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.tempfile, "tempdir", "/proc/none")
     with (
-        pytest.raises(RingConfigError, match="expected a folder for temporary files"),
+        pytest.raises(RingConfigError, match="expected a temporary folder"),
         process.private_folder(),
     ):
         pass

@@ -96,9 +96,9 @@ class BlockPlanner:
 
     def __post_init__(self) -> None:
         if self.layout.name != "contiguous" or self.layout.tokens < self.layout.ring_size:
-            raise RingLayoutError(
-                f"blocks of queries: expected a contiguous layout with a token for each rank, got"
-                f" {self.layout}; use ds_ring.simulate for others"
+            raise RingLayoutError.wrong(
+                'blocks of queries", "a contiguous layout without empty ranks", f"{self.layout}", "use'
+                " ds_ring.simulate"
             )
 
     def block(self, ring_rank: int, first: int, count: int) -> QueryBlock:

@@ -127,8 +127,8 @@ class StateFile:
         with np.load(self.path) as state:
             if str(state["settings"]) != self._text:
                 raise RingConfigError(
-                    f"{self.path}: expected the state of this run, {self._text}, got that of another,"
-                    f" {state['settings']}; name another folder, or remove this one"
+                    f"{self.path}: expected this run's state, {self._text}, got {state['settings']}; remove"
+                    " the folder, or name another"
                 )
             ledger.done, ledger.sums = state["done"], state["sums"]
             ledger.values = {name: state[f"rows_{name}"] for name in TENSORS}

@@ -57,13 +57,13 @@ class LongRun:
                 raise RingConfigError(f"{name}: expected a positive number, got {getattr(self, name)}")
         if self.growth < 2 or self.first_segment > self.tokens:
             raise RingConfigError(
-                f"segments: expected at least one within {self.tokens} tokens and growth of 2 or more, got"
+                f"segments: expected one within {self.tokens} tokens and growth of 2 or more, got"
                 f" {self.first_segment} and {self.growth}"
             )
         if self.tokens % self.ring_size or self.ring_size < self.workers:
             raise RingConfigError(
-                f"ring_size: expected a divisor of {self.tokens} tokens and at least {self.workers} ranks for"
-                f" as many workers, got {self.ring_size}"
+                f"ring_size: expected a divisor of {self.tokens} tokens of {self.workers} or more, got"
+                f" {self.ring_size}"
             )
 
     @property
@@ -158,8 +158,8 @@ def run(job: LongRun, folder: Path, save_every: int = 8) -> Iterator[Progress]:
                 word = Progress(*pipe.recv())
             except EOFError:
                 raise RingError(
-                    f"worker {pipes[pipe]} ended before its ranks were done; what it saved is in {folder},"
-                    " start again to go on"
+                    f"worker {pipes[pipe]} ended before its ranks were done; start again to go on from"
+                    f" {folder}"
                 ) from None
             if word.ring_rank < 0:
                 del pipes[pipe]

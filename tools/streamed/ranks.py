@@ -112,12 +112,12 @@ class StreamedRanks:
         if (sizes.batch, sizes.query_heads, sizes.kv_heads) != (1, 1, 1):
             raise RingShapeError(
                 f"streamed ranks: expected one batch entry and one head, got {sizes.batch} and"
-                f" {sizes.query_heads} (K/V: {sizes.kv_heads}); stream the heads one after the other"
+                f" {sizes.query_heads} (K/V: {sizes.kv_heads})"
             )
         if sizes.dtype not in (torch.float32, torch.float64):
-            raise RingShapeError(
-                f"streamed ranks: expected float32 or float64, got {sizes.dtype}; parts are merged and added"
-                " up after they leave a pass, which would round more than once"
+            raise RingShapeError.wrong(
+                'streamed ranks", "float32 or float64, for merges outside of a pass", f"{sizes.dtype}",'
+                ' "convert'
             )
         self.planner = BlockPlanner(self.pattern.bind((0,), 1, 1), self.layout)
 

@@ -147,15 +147,14 @@ class RingCoreAttention(nn.Module):
             raise RingPatternError("attention_bias: expected none, got one")
         if attention_mask is not None:
             raise RingPatternError(
-                f"attention_mask: expected None, got {list(attention_mask.shape)}; call the model with"
-                " attention_mask=None (--no-create-attention-mask-in-dataloader)"
+                f"attention_mask: expected None, got {list(attention_mask.shape)}; pass attention_mask=None"
+                " (--no-create-attention-mask-in-dataloader)"
             )
         if mask_type in _CAUSAL:
             return Causal() if self._window is None else SlidingWindow(self._window)
         if mask_type not in _FULL or self._window is not None:
             raise RingPatternError(
-                f"attn_mask_type: expected causal, padding_causal, padding or no_mask (a window in causal"
-                f" layers), got {mask_type.name}"
+                f"attn_mask_type: expected causal, padding_causal, padding or no_mask, got {mask_type.name}"
             )
         return Full()
 
@@ -223,8 +222,7 @@ def _chunks(query: Tensor, key: Tensor, ring_size: int) -> Layout:
     if tokens != key.shape[0] or query.dim() != 4 or (ring_size > 1 and tokens % 2):
         raise RingShapeError(
             "expected query and key [local tokens, samples, heads, head_dim] of two equal chunks each, got"
-            f" {list(query.shape)} and {list(key.shape)}; inference is not supported, and the sequence"
-            " length must divide by twice the context parallel size"
+            f" {list(query.shape)} and {list(key.shape)}; pad to twice the context parallel size"
         )
     return make_layout("zigzag", tokens=tokens * ring_size, ring_size=ring_size)
 
@@ -241,9 +239,7 @@ def _check(attention_type: str, dropout: float, cp_comm_type: str | None) -> Non
     if attention_type != "self":
         raise RingConfigError(f"attention_type: expected 'self', got {attention_type!r}")
     if dropout:
-        raise RingConfigError(
-            f"attention_dropout: expected 0, got {dropout}; set it in the TransformerConfig"
-        )
+        raise RingConfigError.wrong("attention_dropout", "0", dropout, "set it in the TransformerConfig")
     if cp_comm_type not in (None, "p2p"):
         raise RingConfigError(f"cp_comm_type: expected 'p2p' or None, got {cp_comm_type!r}")
 

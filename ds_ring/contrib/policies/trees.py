@@ -104,8 +104,7 @@ class TreeBatch:
         """
         if whole.numel() != self.tree.tokens:
             raise RingShapeError(
-                f"of_rollouts: expected one value for each of {self.tree.tokens} tokens, got shape"
-                f" {list(whole.shape)}; see engine.ring.gather(local)"
+                f"of_rollouts: expected {self.tree.tokens} values, got {list(whole.shape)}; gather them first"
             )
         flat = whole.flatten()
         return [flat[torch.from_numpy(places[:-1]).to(flat.device)] for places in self.places]
@@ -248,8 +247,8 @@ def tree_of(ends_T: IntArray) -> Tree:
 def trees_of(ends_BT: Tensor) -> list[Tree]:
     """Return the tree of each row."""
     if ends_BT.ndim != 2 or ends_BT.is_floating_point() or ends_BT.dtype == torch.bool:
-        raise RingShapeError(
-            f"batch[{TREE_ENDS!r}]: expected integers [samples, tokens], got"
-            f" {str(ends_BT.dtype).removeprefix('torch.')} {list(ends_BT.shape)}"
-        )
+        raise RingShapeError.wrong(
+            f"batch[{TREE_ENDS!r}]", "integers [samples, tokens]", f"{ends_BT.dtype} {list(ends_BT.shape)}",
+            "use engine.ring.tree_batch",
+        )  # fmt: skip
     return [tree_of(row) for row in ends_BT.cpu().numpy()]

@@ -350,9 +350,8 @@ def raise_file_limit(world_size: int) -> int:
     strangers = limit - world_size - OTHER_FILES
     if strangers < 16:
         raise OSError(
-            f"expected a limit of at least {world_size + OTHER_FILES + 16} open files for a process that"
-            f" keeps a connection to each of {world_size} ranks, got a hard limit of {hard}; raise it on the"
-            f" host of rank 0 (ulimit -Hn {wanted}, or LimitNOFILE= of the service that starts the job)"
+            f"expected a limit of at least {world_size + OTHER_FILES + 16} open files for {world_size} ranks,"
+            f" got a hard limit of {hard}; raise it on the host of rank 0 (ulimit -Hn {wanted}, LimitNOFILE=)"
         )
     return min(strangers, world_size + STRANGERS)
 

@@ -249,9 +249,7 @@ def require_folder(folder: Path) -> None:
     if not folder.is_dir():
         there = [tag for tag in earlier_tags(folder.parent, "") if not tag.startswith(".")]
         hint = f": {', '.join(there[:5])} {'are' if there[1:] else 'is'} there" if there else ""
-        raise RingCheckpointMissingError(
-            f"{folder}: expected the folder of a checkpoint, got none; check the tag{hint}"
-        )
+        raise RingCheckpointMissingError(f"{folder}: expected a checkpoint, got none; check the tag{hint}")
 
 
 def changes_by_others(folder: Path) -> list[str]:
@@ -357,9 +355,7 @@ def accept_checkpoint(directory: str | os.PathLike[str], tag: str) -> Manifest:
     folder = Path(directory, require_plain_tag(tag, "tag"))
     files = list(files_in(folder)) if folder.is_dir() else []
     if not files:
-        raise RingCheckpointMissingError(
-            f"{folder}: expected the folder of a checkpoint, got none; check the tag"
-        )
+        raise RingCheckpointMissingError(f"{folder}: expected a checkpoint, got none; check the tag")
     if (folder / MANIFEST).exists():
         raise RingCheckpointError(f"{folder}: expected no {MANIFEST} yet, got one; it says what was saved")
     number = re.search(r"\d+$", tag)
@@ -402,9 +398,8 @@ def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = (
         return  # nothing that is whole
     if steps > global_steps and (root / tag).resolve() not in damaged:
         raise RingCheckpointError(
-            f"{root}: expected to save after step {steps} or later, where '{LATEST}' names {tag}, got step"
-            f" {global_steps}; save into another folder, or go back with `ds-ring verify-checkpoint {root}"
-            f" --tag TAG --make-latest`"
+            f"{root}: expected to save after step {steps} of {tag}, as '{LATEST}' names it, got"
+            f" {global_steps}; save elsewhere, or `ds-ring verify-checkpoint {root} --tag TAG --make-latest`"
         )
 
 

@@ -201,5 +201,5 @@ def _convert(source: Path, target: Path, workers: int) -> None:
     except Exception as error:  # its assertions, and errors of any type for an unknown file
         log.error("DeepSpeed's converter printed:\n%s", printed.getvalue())
         raise RingCheckpointError(
-            f"{source}: DeepSpeed cannot convert it: {type(error).__name__}: {error}"
+            f"{source}: DeepSpeed cannot convert: {type(error).__name__}: {error}"
         ) from error

@@ -443,9 +443,8 @@ def _seal(
             got = f"{path.stat().st_size} bytes" if path.exists() else "no such file"
             if got != f"{record.bytes} bytes":
                 raise RingCheckpointError(
-                    f"{path}: rank {rank} wrote {record.bytes} bytes, rank {storage.rank} sees {got}; save"
-                    ' into a folder that all hosts share, or set "checkpoint": {"use_node_local_storage":'
-                    " true} in the JSON"
+                    f"{path}: expected {record.bytes} bytes of rank {rank}, got {got} on rank {storage.rank};"
+                    ' share the folder, or set "checkpoint": {"use_node_local_storage": true}'
                 )
             files[record.path] = record
     others = [path for path in files_in(folder) if path not in files]  # swapped-out tensors, say

@@ -136,9 +136,7 @@ class Rewriting:
         if at is None:  # any tensor of the whole graph will do: nothing is read off it
             at = next(n for n in root.module.graph.nodes if is_tensor(n))
         elif at.graph is not root.module.graph:
-            raise RingPatternError(
-                "its mask is computed inside an activation checkpoint; make it outside, once for all layers"
-            )
+            raise RingPatternError("its mask is computed inside an activation checkpoint; make it outside")
         key = (facts.positions, *asked)
         if key not in self._which:
             graph = root.module.graph
@@ -229,17 +227,15 @@ class BackendOptions:
         own = {key: given.pop(key) for key in _OF_THE_BACKEND if key in given}
         if own.get("inner", "inductor") not in list_backends(exclude_tags=()):
             raise RingConfigError(
-                f"options: inner: expected one of torch's backends ({', '.join(list_backends())}), got"
-                f" {own['inner']!r}"
+                f"options: inner: expected {', '.join(list_backends())}, got {own['inner']!r}"
             )
         if own.get("masks", "check") not in ("check", "replace"):
             raise RingConfigError(f"options: masks: expected one of check, replace, got {own['masks']!r}")
         if session is None:
             return cls(_static_source(given, own.get("masks") == "replace"), **own)
         if not isinstance(session, RingSession):
-            raise RingConfigError(
-                "options: session: expected the engine.ring of ds_ring.initialize, got"
-                f" {type(session).__name__}"
+            raise RingConfigError.wrong(
+                "options: session", "an engine.ring", type(session).__name__, "use it"
             )
         return cls(SessionSource(session), **own)
 
@@ -252,8 +248,8 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     if config is not None:
         if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
             raise RingConfigError(
-                "options: config: expected a RingConfig, and beside it only mesh, layout and pattern, got"
-                f" {type(config).__name__} and {', '.join(given) or 'nothing'}"
+                "options: config: expected a RingConfig, and with it only mesh, layout and pattern, got"
+                f" {type(config).__name__} and {', '.join(given) or 'nothing'}; leave the others out"
             )
         options = Options.of(config)
         given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
@@ -267,7 +263,7 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     # If no mask is read, padding slots cannot be distinguished from tokens.
     if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
         raise RingConfigError(
-            f"options: layout: expected a layout of known length beside masks='replace', got {layout!r}; pass"
+            f"options: layout: expected a layout of known length with masks='replace', got {layout!r}; pass"
             f" ds_ring.make_layout({layout!r}, tokens=T, ring_size={mesh.ring_size})"
         )
     return StaticSource(mesh, pattern, layout, options)

@@ -161,8 +161,8 @@ def _as_facts(meaning: Any, node: Node) -> MaskMeaning:
         return meaning
     if isinstance(meaning, TableColumn) and meaning.axis in (QUERY, KEY) and meaning.table[0] != "slots":
         raise RingPatternError(
-            "it hides single tokens (padding); padding on the right needs no mask under a causal pattern,"
-            " other padding takes documents"
+            "it hides single tokens (padding): leave it out for padding on the right; other padding takes"
+            " documents"
         )
     raise RingPatternError(
         f"it is made by {name_of(node)}{where(node)}, which is not known to be causal, a window or documents"
@@ -378,9 +378,8 @@ def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     given = dict(zip(_SDPA, node.args, strict=False)) | dict(node.kwargs)
     q, k, v = (given.get(name, given.get(long)) for name, long in zip("qkv", _LONG, strict=True))
     if given.get("dropout_p", 0.0) != 0.0:
-        raise RingConfigError(
-            f"attention: expected dropout_p 0, got {given['dropout_p']}: there is none in ring attention;"
-            " set attention_dropout to 0 in the model's configuration (dropout elsewhere is fine)"
+        raise RingConfigError.wrong(
+            "attention", "dropout_p 0", given["dropout_p"], "set attention_dropout to 0 in the configuration"
         )
     facts = _facts(given.get("attn_mask"), scope, replace_masks)
     if given.get("is_causal", False) is not False:
@@ -411,16 +410,10 @@ def read_flex(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     score = inner_graph(score_mod, scope).graph
     first, output = next(iter(score.nodes)), next(iter(reversed(score.nodes)))
     if output.args[0] is not first:
-        raise RingPatternError(
-            "its score_mod changes the scores (a bias, a soft cap), which ring attention does not compute;"
-            " leave it out"
-        )
+        raise RingPatternError("its score_mod changes the scores (a bias, a soft cap); leave it out")
     for user in node.users:
         if user.args[1] != 0 and user.users:
-            raise RingPatternError(
-                "its log-sum-exp is used, and the ring's carries no gradient; call"
-                " ds_ring.ring_attention yourself"
-            )
+            raise RingPatternError("its log-sum-exp is used, without a gradient; call ring_attention")
     others = node.args[8] if len(node.args) > 8 else ()
     facts = _mask_mod(block_mask, others, scope, replace_masks)
     return _checked(node, scope, (q, k, v), scale, facts)
@@ -438,8 +431,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
     facts = _facts(output, inner, replace_masks)
     if facts == MaskMeaning() and any(not isinstance(s, int) or s < _NO_TABLES for s in sizes):
         raise RingPatternError(
-            f"its block mask may hide what its mask_mod does not say: build it with create_block_mask."
-            f" {_WHAT_TO_DO}"
+            f"its block mask may differ from its mask_mod: build it with create_block_mask. {_WHAT_TO_DO}"
         )
     return facts
 
@@ -484,8 +476,7 @@ def refuse_other_attention(node: Node, name: str) -> None:
     what = str(node.target)
     if ("attention" in what or "attn" in what) and "ds_ring" not in what:
         raise RingPatternError(
-            f"{what} attends to this rank's tokens only and cannot be rewritten; use"
-            " attn_implementation='sdpa'"
+            f"{what} attends to this rank's tokens only; use attn_implementation='sdpa', which is rewritten"
         )
     if name in ("softmax", "_softmax", "_safe_softmax") and _comes_from_a_product(node):
         raise RingPatternError(
@@ -536,7 +527,7 @@ def _checked(
     q, k = shapes.get("q"), shapes.get("k")
     if q is not None and k is not None and str(q[2]) != str(k[2]):
         raise RingShapeError(
-            f"attention{where(node)}: expected as many keys as queries, {q[2]}, got {k[2]}; a cache or"
-            " cross attention is not supported: pass use_cache=False"
+            f"attention{where(node)}: expected as many keys as queries, {q[2]}, got {k[2]}; a cache or cross"
+            " attention is not supported: pass use_cache=False"
         )
     return AttentionNode(node, scope, *qkv, None if scale is None else float(scale), facts)

@@ -210,12 +210,8 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
         row = int(bad.argmax())
         slot = int(((rows[row] != mine) & real).argmax())
         raise RingPatternError(
-            f"position_ids: expected this rank's positions of {layout} (slot {slot}: {mine[slot]}), got"
-            f" {rows[row, slot]} in sample {row}. The model's mask is computed from them; positions that"
-            " restart mean packed documents, which the pattern"
-            f" {sharding.pattern} does not have. Pass position_ids ="
-            " shard_sequence(torch.arange(T)[None], layout, mesh=mesh, dim=1); for packed documents say so in"
-            ' the pattern: Causal() & Documents(...), or "documents": true in the JSON'
+            f"position_ids: expected this rank's positions of {layout} ({mine[slot]} in slot {slot}), got"
+            f" {rows[row, slot]} in sample {row}; shard them, for packed documents by their own pattern"
         )
 
 

@@ -44,10 +44,7 @@ class BatchContexts:
         rows = sum(len(rows) for _, rows in self.parts)
         if rows not in (0, len(given[0])):
             with collective(self.parts[0][0].mesh, "attention"):
-                raise RingShapeError(
-                    f"attention: expected the {rows} samples of the batch, whose documents differ, got"
-                    f" {len(given[0])}; hand the model the whole batch that shard_batch returned"
-                )
+                raise RingShapeError(f"attention: expected the batch's {rows} samples, got {len(given[0])}")
         if not self.parts[0][1]:
             return work(self.parts[0][0], *given)
         results = make()

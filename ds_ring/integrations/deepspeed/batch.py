@@ -137,9 +137,7 @@ def prepare_batch(
     mask_BT = tensors.pop("attention_mask", None)
     _check_rows(tensors, shape)
     if mask_BT is not None and tuple(mask_BT.shape) != shape:
-        raise RingShapeError(
-            f"attention_mask: expected {list(shape)}, got {list(mask_BT.shape)}; masks of pairs are patterns"
-        )
+        raise RingShapeError.wrong("attention_mask", f"{list(shape)}", list(mask_BT.shape), "use a pattern")
     kind = row_kind(tensors)
     if kind is not None:
         kind.check(tensors, pattern, documents or mask_BT is not None)
@@ -173,9 +171,7 @@ def token_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """Return (B, T) of a batch."""
     tokens = _tokens_of(tensors)
     if tokens.ndim < 2 or 0 in tokens.shape[:2]:
-        raise RingShapeError(
-            f"batch: expected input_ids [samples, tokens], one of each, got {list(tokens.shape)}"
-        )
+        raise RingShapeError.wrong("batch", "input_ids [samples, tokens]", list(tokens.shape), "give some")
     return tokens.shape[0], tokens.shape[1]
 
 
@@ -225,9 +221,7 @@ def pad_value(key: str) -> int:
 
 def _as_tensors(batch: Mapping[str, Tensor]) -> Batch:
     if not isinstance(batch, Mapping):
-        raise RingShapeError(
-            f"batch: expected a mapping of names to tensors, got {type(batch).__name__}; see collate_fn"
-        )
+        raise RingShapeError.wrong("batch", "a mapping of names to tensors", type(batch).__name__, "use one")
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             raise RingShapeError(f"batch[{key!r}]: expected a tensor, got {type(value).__name__}")
@@ -250,7 +244,7 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         if not rows_fit or tensor.shape[1] != tokens:
             raise RingShapeError(
                 f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
-                f" {list(tensor.shape)}; take it out, and hand it to the model yourself"
+                f" {list(tensor.shape)}; pass it to the model yourself"
             )
     position_ids = tensors.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
@@ -305,9 +299,8 @@ def _check_positions(position_ids: Tensor, mask_BT: Tensor | None, pattern: Patt
         row, token = jumps[0].tolist()
         before, after = position_ids[row % len(position_ids), token : token + 2].tolist()
         raise RingPatternError(
-            f"position_ids: expected positions that rise by one, got {before} followed by {after} in sample"
-            f" {row} at token {token + 1}: packed documents, which {pattern} would let see each other; set"
-            ' "documents": true in the "pattern" section, or leave position_ids out'
+            f"position_ids: expected positions that rise by one, got {before}, {after} at token {token + 1}"
+            f' of sample {row}: packed documents; set "pattern": {{"documents": true}}, or leave ids out'
         )
 
 
@@ -318,8 +311,8 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         return
     if not pattern.is_causal:
         raise RingPatternError(
-            f"attention_mask: {int((~real_BT).sum())} positions are masked, and the pattern {pattern} reads"
-            ' them; use a causal pattern, "documents": true, or no padding'
+            f"attention_mask: expected no padding that {pattern} reads, got {int((~real_BT).sum())} masked"
+            ' positions; use a causal pattern or "documents": true'
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):
@@ -356,17 +349,13 @@ def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) 
         RingConfigError: packed documents, and positions on several axes.
     """
     if "input_ids" not in prepared:
-        raise RingShapeError(
-            f"batch: expected input_ids beside images, got {sorted(prepared)}; give ids of image tokens"
-        )
+        raise RingShapeError.wrong("batch", "input_ids with images", f"{sorted(prepared)}", "give them")
     are_images_BT = prepared["input_ids"] == needs.token
     prepared[_PLACES] = are_images_BT.flatten().cumsum(0).view(are_images_BT.shape) * are_images_BT
     if needs.number_axes is None:
         return
     if DOCUMENT_IDS in prepared:
-        raise RingConfigError(
-            'batch: expected no packed documents beside images, got some; set "documents": false'
-        )
+        raise RingConfigError.wrong("batch", "images without documents", "both", 'set "documents": false')
     prepared[_AXES] = needs.number_axes(dict(batch))
 
 

@@ -48,6 +48,7 @@ T = TypeVar("T")
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
 _CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
+_ROLLOUTS = "pass the rollouts as rows of their own"
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +110,7 @@ class BatchSharding:
         found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
         if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
             raise RingPatternError(
-                f"a layer of the model: expected Causal() with a tree of rollouts, got {found}; pass the"
-                " rollouts as rows of their own"
+                f"a layer of the model: expected Causal() with a tree of rollouts, got {found}; {_ROLLOUTS}"
             )
         return found
 
@@ -129,8 +129,7 @@ class BatchSharding:
         asked = self.patterns.pattern if pattern is None else pattern
         if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
             raise RingPatternError(
-                "a layer of the model: expected scores that do not depend on distances beside a tree of"
-                " rollouts, got ALiBi; hand the rollouts over as rows of their own"
+                f"a layer of the model: expected no ALiBi with a tree of rollouts, got it; {_ROLLOUTS}"
             )
         key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
@@ -175,8 +174,7 @@ class RowsAttention:
             return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
         if q_BHSD.shape[0] != len(self._back):
             raise RingShapeError(
-                f"attention: expected the {len(self._back)} samples of the batch, whose documents differ, got"
-                f" {q_BHSD.shape[0]}"
+                f"attention: expected the batch's {len(self._back)} samples, got {q_BHSD.shape[0]}; pass all"
             )
         outs = [
             part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
@@ -225,9 +223,7 @@ class RecentBatches:
     def current(self) -> BatchSharding:
         """Return the sharding of the batch selected (or, before any forward, recorded) last."""
         if self._current is None:
-            raise RingShapeError(
-                "expected a sharded batch, got none so far; use engine.ring.shard_batch(batch)"
-            )
+            raise RingShapeError("expected a sharded batch, got none so far; use engine.ring.shard_batch")
         return self._current
 
     def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
@@ -273,7 +269,7 @@ class RecentBatches:
             totals = sorted(sharding.layout.tokens for sharding in fitting)
             raise RingShapeError(
                 f"a batch of {lengths} local tokens was copied after shard_batch and may be of {totals}"
-                " tokens in all; hand the model the very tensors that shard_batch returned"
+                " tokens in all; pass the model the very tensors that shard_batch returned"
             )
         return fitting.pop()
 
@@ -371,7 +367,6 @@ def _check_equal(reports: list[BatchReport], firsts: list[int], compared: dict[s
             if expected != got:
                 last = max(rank for rank, other in enumerate(firsts) if other == first)
                 raise RingMismatchError(
-                    f"{words}: expected the same on ranks {first} to {last}, which share each sequence, got"
-                    f" {expected} on rank {first} and {got} on rank {rank}; use engine.ring.loader, or a"
-                    " sampler with num_replicas=engine.ring.mesh.data_size and its data_rank"
+                    f"{words}: expected the same on ranks {first} to {last} of a sequence, got {expected} on"
+                    f" rank {first} and {got} on rank {rank}; use engine.ring.loader"
                 )

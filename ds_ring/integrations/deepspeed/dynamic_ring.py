@@ -353,7 +353,7 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
         if rows[-1].keys() != rows[0].keys():
             raise RingShapeError(
                 f"data set: expected the same tensors in all samples, got {sorted(rows[0])} and, in sample"
-                f" {piece.document}, {sorted(rows[-1])}"
+                f" {piece.document}, {sorted(rows[-1])}; make them equal"
             )
     if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
         rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
@@ -382,9 +382,7 @@ def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor
                 f" got {list(tensor.shape)}"
             )
     if "input_ids" not in tensors:
-        raise RingShapeError(
-            f"data set: expected input_ids in sample {piece.document}, got {sorted(tensors)}"
-        )
+        raise RingShapeError(f"data set: expected input_ids in sample {piece.document}, got {[*tensors]}")
     return tensors
 
 

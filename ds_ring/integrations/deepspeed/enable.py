@@ -112,13 +112,9 @@ def _made_before() -> str:
 def _initialize_whole(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     engine, optimizer, loader, scheduler = initialize(*args, **kwargs)
     if engine.ring.gradient_divisor != dist.get_world_size():
-        raise RingConfigError(
-            'gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum"; remove the key'
-        )
+        raise RingConfigError('gradient_allreduce_op: expected "mean" under ds_ring.enable(), got "sum"')
     if engine.ring.config.dynamic_ring:
-        raise RingConfigError(
-            "dynamic_ring: expected false under ds_ring.enable(), got true; set it to false"
-        )
+        raise RingConfigError("dynamic_ring: expected false under ds_ring.enable(), got true; remove it")
     whole = WholeBatches(engine.ring, engine.module)
     apply(whole, session=engine.ring, engine=engine, module=engine.module)
     _of_modules[engine] = _of_modules[engine.module] = whole
@@ -250,8 +246,7 @@ class WholeBatches:
         names = [name for name, one in self._parameters.items() if one.kind in by_place]
         if len(args) > len(names):
             raise RingShapeError(
-                f"{type(self._module).__name__}: expected arguments by name, got {len(args)} without; call it"
-                " as model(input_ids=..., labels=...)"
+                f"{type(self._module).__name__}: expected arguments by name, got {len(args)}"
             )
         return dict(zip(names, args, strict=False)) | kwargs
 
@@ -306,7 +301,7 @@ def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     found = [key for key in _BORDERS if key in batch]
     if found and "position_ids" not in batch:
         raise RingPatternError(
-            f'batch: expected position_ids beside {found[0]}, got none; set "documents": true'
+            f'batch: expected position_ids with {found[0]}, got none; set "documents": true'
         )
     return {key: x for key, x in batch.items() if key not in found}
 
@@ -335,7 +330,7 @@ def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None
         return output
     if sharding.mesh is not session.mesh:
         raise RingShapeError(
-            f"outputs: expected a sequence that is cut, got {sharding.layout.tokens} tokens, below"
+            f"outputs: expected a sharded sequence, got {sharding.layout.tokens} tokens, below"
             ' min_sequence_length; read nothing but the loss, or set "min_sequence_length": 0'
         )
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type

@@ -248,9 +248,7 @@ def results_of(output: Any) -> tuple[Tensor, Tensor | None]:
     items = items if isinstance(items, (tuple, list)) else ()
     tensors = [item for item in items if isinstance(item, Tensor)]
     if not tensors:
-        raise RingVerifyError(
-            f"verify_first_batch: expected logits or a tensor as output, got {type(output).__name__}"
-        )
+        raise RingVerifyError(f"verify_first_batch: expected logits or a tensor, got {type(output).__name__}")
     return max(tensors, key=lambda item: item.ndim), next((item for item in tensors if item.ndim == 0), None)
 
 
@@ -266,8 +264,7 @@ def refuse_dropout(model: nn.Module) -> None:
         active = next((key for key, value in values.items() if isinstance(value, float) and value > 0), None)
         if active is not None:
             raise RingConfigError(
-                f"verify_first_batch: expected no dropout, got {name}.{active} = {values[active]}"
-                "; set the dropout of the model's configuration to 0"
+                f"verify_first_batch: expected no dropout, got {name}.{active} = {values[active]}; use 0"
             )
 
 
@@ -284,7 +281,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     except Exception as error:
         raise RingConfigError(
             f"verify_first_batch: expected a model that can be copied, got {type(error).__name__}: {error};"
-            " a module that has a RingAttention asks engine.ring.attention() in its forward pass"
+            " a module that has a RingAttention calls engine.ring.attention() in its forward pass"
         ) from error
 
 
@@ -398,9 +395,7 @@ class FirstBatch:
 
     def __post_init__(self) -> None:
         if not self.trains:
-            raise RingConfigError(
-                "verify_first_batch: expected an optimizer, got none; set it to false, or give one"
-            )
+            raise RingConfigError("verify_first_batch: expected an optimizer, got none; set it to false")
         refuse_dropout(self.model)
         self._alone = skeleton(self.model)
 
@@ -460,8 +455,7 @@ class FirstBatch:
         if verdict[0] is not None:
             raise RingVerifyError(
                 f"verify_first_batch: expected the ring to equal one process, got: {verdict[0]}; look at the"
-                " first name: a model of your own takes position_ids and shift_labels as they are, and its"
-                " loss from engine.ring.loss"
+                " first name: a model of your own uses position_ids, shift_labels and engine.ring.loss"
             )
 
     def _compare_with_one_process(

@@ -303,16 +303,11 @@ def _refuse_arguments(
         raise RingConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     mesh_param = others.pop("mesh_param", None)
     if mesh_param is not None:
-        raise RingConfigError(
-            f"mesh_param: expected None, got {mesh_param!r}, with which the ranks of a ring drift apart;"
-            " set sequence_parallel_size in the JSON"
-        )
+        raise RingConfigError.wrong("mesh_param", "None", mesh_param, "set sequence_parallel_size instead")
     if others:
         raise TypeError(f"ds_ring.initialize() got an unexpected keyword argument {next(iter(others))!r}")
     if mpu is not None:
-        raise RingConfigError(
-            f"mpu: expected None, got {type(mpu).__name__}; set ring_size and ulysses_size in the JSON"
-        )
+        raise RingConfigError.wrong("mpu", "None", type(mpu).__name__, "set ring_size and ulysses_size")
     if training_data is not None:
         check_dataset(training_data)
 

@@ -209,7 +209,7 @@ class BatchTurns(DrawnBatches):
                 torch.Generator().set_state(given)
         except (TypeError, RuntimeError):
             raise RingConfigError(
-                f"loader state: expected the state of a torch.Generator, got {shown(given)}"
+                f"loader state: expected a torch.Generator's state, got {shown(given)}"
             ) from None
         self._restored = given
 
@@ -232,9 +232,7 @@ def _from(batches: Iterator[T], first: int) -> Iterator[T]:
     # in between.
     left_out = sum(1 for _ in islice(batches, first))
     if left_out < first:
-        raise RingConfigError(
-            f"loader state: expected more than {first} batches for each replica, got {left_out}; use its data"
-        )
+        raise RingConfigError.wrong("loader state", f"over {first} batches a replica", left_out, "use less")
     yield from batches
 
 
@@ -258,9 +256,8 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
         )
     first = done // order.units_per_batch
     if batches is not None and first > batches:
-        raise RingConfigError(
-            f"loader state: expected at most {batches * order.units_per_batch} {unit}, got {shown(done)}"
-        )
+        most = batches * order.units_per_batch
+        raise RingConfigError.wrong("loader state", f"at most {most} {unit}", done, "use its own data set")
     return epoch, first
 
 
@@ -411,14 +408,13 @@ def _splits(loader: Any, replicas: int, split: bool | None) -> bool:
         if sampler.num_replicas != replicas or split:
             raise RingConfigError(
                 f"wrap: expected a DistributedSampler of {replicas} data replicas and split=False, got"
-                f" {sampler.num_replicas} and split={split}; give it num_replicas=engine.ring.mesh.data_size"
-                " and rank=engine.ring.mesh.data_rank, or wrap a loader without it"
+                f" {sampler.num_replicas} and split={split}; give it the mesh's data_size and data_rank"
             )
         return False
     if split is None and replicas > 1 and type(sampler) not in _ALIKE_EVERYWHERE:
         raise RingConfigError(
             f"wrap: expected torch's sampler or split=..., got {type(loader).__name__} with"
-            f" {type(sampler).__name__} for {replicas} data replicas; say split=True if all are alike"
+            f" {type(sampler).__name__} for {replicas} data replicas; pass split=True if all are alike"
         )
     return replicas > 1 and split is not False
 

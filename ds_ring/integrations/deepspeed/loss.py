@@ -116,9 +116,7 @@ def world_mean(loss: Tensor, gradient_divisor: float, mesh: RingMesh) -> Tensor:
 def check_loss(function: str, loss: object) -> None:
     """Raise RingShapeError unless `loss` is a tensor: a model without labels returns None."""
     if not isinstance(loss, Tensor):
-        raise RingShapeError(
-            f"{function}: expected the loss of a model, got {type(loss).__name__}; give labels in the batch"
-        )
+        raise RingShapeError.wrong(function, "a model's loss", type(loss).__name__, "give labels in a batch")
 
 
 def world_sum(total: Tensor, mesh: RingMesh, exchange: Exchange | None = None) -> Tensor:

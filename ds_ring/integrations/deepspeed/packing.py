@@ -47,8 +47,8 @@ class RowGroup(NamedTuple):
         """
         if isinstance(self.pattern, Tree):
             raise RingPatternError(
-                "a layer of the model: expected attention alone beside a tree of rollouts, got recurrence"
-                " or blocks of the row; hand the rollouts over as rows of their own"
+                "a layer of the model: expected attention alone with a tree of rollouts, got recurrence or"
+                " blocks of the row; pass rollouts as rows of their own"
             )
         return self.pattern
 
@@ -84,9 +84,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:
     """Return the documents, tokens that an attention_mask hides taken out of them."""
     if mask_BT.numel() and int(mask_BT.max()) > 1:
-        raise RingPatternError(
-            f"attention_mask: expected 0 and 1, got {int(mask_BT.max())}; documents go into {DOCUMENT_IDS}"
-        )
+        raise RingPatternError.wrong("attention_mask", "0 and 1", int(mask_BT.max()), f"use {DOCUMENT_IDS}")
     return document_ids.masked_fill(~mask_BT.bool(), PADDING)
 
 
@@ -165,9 +163,7 @@ def check_losses(losses: Tensor, batch: Mapping[str, Tensor], groups: Sequence[R
             f" {'none' if labels is None else list(labels.shape)}, got {losses.dtype} {list(losses.shape)}"
         )
     if any(isinstance(group.pattern, Tree) for group in groups):
-        raise RingPatternError(
-            "document_losses: expected rows of documents, got a tree of rollouts; use tree.of_rollouts"
-        )
+        raise RingPatternError("document_losses: expected documents, got a tree; use tree.of_rollouts")
 
 
 def number_documents(groups: Sequence[RowGroup], rows: int, tokens: int) -> np.ndarray:

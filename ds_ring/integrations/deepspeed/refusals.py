@@ -86,14 +86,10 @@ def refuse_features(config: Mapping[str, Any], model: torch.nn.Module) -> None:
             raise RingConfigError(f"{name}: expected {expected}, got {value}; {why}")
     passes = _section(config, "compile").get("passes") or ()
     if "autosp" in passes:
-        raise RingConfigError(
-            f'compile.passes: expected none of "autosp", got {passes}; it shards the sequence a second time'
-        )
+        raise RingConfigError(f'compile.passes: expected no "autosp", got {passes}; it would shard twice')
     factor = config.get("gradient_predivide_factor", 1.0)
     if _section(config, "zero_optimization").get("stage") == 3 and factor != 1.0:
-        raise RingConfigError(
-            f"gradient_predivide_factor: expected 1.0 at ZeRO 3, got {factor}; remove the key"
-        )
+        raise RingConfigError.wrong("gradient_predivide_factor", "1.0 at ZeRO 3", factor, "remove the key")
     for name, why in _model_features(model):
         raise RingConfigError(f"model: expected a plain module, got {name}; {why}")
 
@@ -278,7 +274,7 @@ class RingUse:
                 tokens = f"the {sharding.local_tokens} tokens of this rank only, of {sharding.layout.tokens}"
                 fault = f"attention saw {tokens}"
             raise RingConfigError(
-                "expected the model to use ring attention, but no ring pass ran in its forward pass:"
+                "expected the model to use ring attention, got no ring pass in its forward pass:"
                 f" {fault}; {_WHAT_TO_DO}"
             )
         if self._is_own and not self._seen and not is_alone:

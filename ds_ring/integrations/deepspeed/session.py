@@ -201,8 +201,8 @@ class RingSession:
     def check_at_work(self) -> None:
         """Raise RingConfigError if the session has ended."""
         if self.ended:
-            raise RingConfigError(
-                f"engine: expected one at work, got one whose ring has ended: {self.ended[0]}; use the latest"
+            raise RingConfigError.wrong(
+                "engine", "a ring", f"one that ended: {self.ended[0]}", "use the latest"
             )
 
     def set_speeds(self, speeds: tuple[float, ...]) -> None:
@@ -313,9 +313,7 @@ class RingSession:
         `mean_loss`.
         """
         if "shift_labels" not in batch:
-            raise RingShapeError(
-                f"loss: expected a batch with labels, got the keys {sorted(batch)}; shard_batch takes labels"
-            )
+            raise RingShapeError.wrong("loss", "labels", f"{sorted(batch)}", "shard_batch takes labels")
         items = batch["num_items_in_batch"]
         backward_loss = local_loss(logits_BSV, batch["shift_labels"], items)
         return RingLoss(backward_loss, self.mean_loss(backward_loss), items * self.gradient_divisor)
@@ -339,8 +337,8 @@ class RingSession:
             RingShapeError: the batch has no labels.
         """
         if "shift_labels" not in batch:
-            raise RingShapeError(
-                f"logprobs: expected a batch with shift_labels, got {sorted(batch)}; shard_batch takes labels"
+            raise RingShapeError.wrong(
+                "logprobs", "shift_labels", f"{sorted(batch)}", "shard a batch with labels"
             )
         inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
         with self.batches.deferred():
@@ -496,17 +494,11 @@ class RingSession:
         """Raise RingConfigError for arguments of `loader` that do not go together, or with the JSON."""
         dynamic = self.config.dynamic_ring
         if most_tokens is not None and not dynamic:
-            raise RingConfigError(
-                f'most_tokens: expected "dynamic_ring": true, got {most_tokens} and false; leave it out'
-            )
+            raise RingConfigError.wrong("most_tokens", '"dynamic_ring": true', "false", "leave it out")
         if dynamic and lengths is None:
-            raise RingConfigError(
-                "loader: expected lengths=..., the tokens of each sample, under dynamic_ring, got none"
-            )
+            raise RingConfigError.wrong("loader", "lengths=... under dynamic_ring", "none", "give them")
         if dynamic and collate_fn is not None:
-            raise RingConfigError(
-                "loader: expected no collate_fn under dynamic_ring, got one; change samples in the data set"
-            )
+            raise RingConfigError.wrong("loader", "no collate_fn under dynamic_ring", "one", "leave it out")
         if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
             raise RingConfigError(f"most_tokens: expected a whole number of at least 1, got {most_tokens!r}")
         if pack_tokens is not None and (lengths is None or not self.config.pattern.documents):
@@ -515,9 +507,7 @@ class RingSession:
                 f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
             )
         if dynamic and self.needs.images is not None:
-            raise RingConfigError(
-                "loader: expected a model that reads no images beside dynamic rings, got one"
-            )
+            raise RingConfigError.wrong("loader", "no dynamic_ring with images", "both", "set it to false")
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
         """Return a loader that shards the batches of a DataLoader, or of any iterable of whole batches.

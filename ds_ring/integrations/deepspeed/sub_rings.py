@@ -42,9 +42,7 @@ def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
         RingPeerError: another rank failed during the call.
     """
     if mesh.ulysses_size > 1:
-        raise RingMeshError(
-            f"make_sub_rings: expected no Ulysses ranks, got ulysses_size {mesh.ulysses_size}; set it to 1"
-        )
+        raise RingMeshError.wrong("make_sub_rings", "no Ulysses ranks", f"{mesh.ulysses_size}", "set it to 1")
     shared: dict[str, Any] = {
         "detector": mesh.detector,
         "state": mesh.state,

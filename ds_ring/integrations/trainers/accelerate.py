@@ -127,10 +127,10 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     if plugin is not None:
         write_ring_ranks(plugin.deepspeed_config, parallel)
     if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
+        got = "no DeepSpeed" if plugin is None else "none"
         raise RingConfigError(
-            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got'
-            f" {'no DeepSpeed' if plugin is None else 'none'}; pass TrainingArguments(deepspeed=...), or"
-            " DeepSpeedPlugin(hf_ds_config=...), or leave out ds_ring.enable()"
+            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got {got}; pass deepspeed=..., or'
+            " leave out ds_ring.enable()"
         )
     config = plugin.deepspeed_config
     ring = RingConfig.from_deepspeed(config)
@@ -138,12 +138,12 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
     if others:
         raise RingConfigError(
-            f"parallelism_config: expected no {others[0]} beside a ring, got one above 1; leave it out, or"
+            f"parallelism_config: expected no {others[0]} with a ring, got one above 1; leave it out, or"
             f' give sp_size or cp_size the backend "{BACKEND}"'
         )
     if accelerator.dispatch_batches:
-        raise RingConfigError(
-            "dispatch_batches: expected None or false, got true; every rank reads its own samples"
+        raise RingConfigError.wrong(
+            "dispatch_batches", "None or false", "true", "ranks read their own samples"
         )
     # accelerate refuses an "auto" that it does not know. Ours are the defaults.
     config[SECTION] = {key: value for key, value in config[SECTION].items() if value != AUTO}

@@ -66,9 +66,8 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
             or checks.bypasses_interface(part)
         ):
             raise RingConfigError(
-                f"{type(part).__name__}: expected a model that takes attn_implementation='{NAME}', got one"
-                " whose attention does not go through transformers' attention interface, so each rank would"
-                " attend to its own tokens only; use a model that does, such as Llama, Qwen or Mistral"
+                f"{type(part).__name__}: expected attention by transformers' attention interface, got another"
+                " one, which would see this rank's tokens only; use a model such as Llama, Qwen or Mistral"
             )
         if config.attention == "as_is" and implementation != UNMODIFIED:
             _refuse_as_is(part, config)
@@ -91,10 +90,8 @@ def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
     elif config.pattern.documents:
         fault += " and its documents"
     raise RingConfigError(
-        f'{type(part).__name__}: "attention": "as_is" keeps its attn_implementation'
-        f" {part.config._attn_implementation!r}, which would {fault} and which no backend can rewrite; set"
-        f' "attention": "ring" in the section, or build the model with attn_implementation=\'{UNMODIFIED}\''
-        ' and say engine.compile(backend="ds_ring")'
+        f'{type(part).__name__}: "attention": "as_is" keeps {part.config._attn_implementation!r}, which would'
+        f' {fault}; set "attention": "ring", or attn_implementation=\'{UNMODIFIED}\' and backend="ds_ring"'
     )
 
 
@@ -167,16 +164,14 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
             apply(_sets_name.to(names), session=session, config=model.config)
     except (ValueError, ImportError) as error:
         raise RingConfigError(
-            f"{type(model).__name__}: expected a model that takes attn_implementation='{NAME}', got"
-            f" {before!r} and the error: {error}"
+            f"{type(model).__name__}: expected a model that takes '{NAME}', got {before!r} and {error}"
         ) from error
     keep = image_encoders(model)
     for part in _pretrained(model):
         if part not in keep and part.config._attn_implementation != NAME:
             raise RingConfigError(
-                f"{type(part).__name__} inside {type(model).__name__}: expected it to take"
-                f" attn_implementation='{NAME}', but it keeps {part.config._attn_implementation!r} and would"
-                " attend to this rank's tokens only; leave that part out, or use another model"
+                f"{type(part).__name__} in {type(model).__name__}: expected '{NAME}' attention, got"
+                f" {part.config._attn_implementation!r}, over this rank's tokens only; use another model"
             )
     if before != NAME:
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)

@@ -55,9 +55,8 @@ def attention(
         return found
     if not isinstance(sharding, BatchSharding):
         raise RingConfigError(
-            f"{type(module).__name__}: attn_implementation='{NAME}': expected the batch's sharding, got none;"
-            " start with ds_ring.initialize(model=...); if the model does not hand keyword arguments down,"
-            f" build it with '{checks.UNMODIFIED}' and run it by engine.compile(backend=\"ds_ring\")"
+            f"{type(module).__name__}: '{NAME}': expected a batch's sharding, got none; start with"
+            f" ds_ring.initialize(model=...), or '{checks.UNMODIFIED}' and engine.compile"
         )
     call = AttentionCall(module, q_BHSD, k_BGSD, v_BGSE, attention_mask, sharding, scaling, dropout, kwargs)
     call.sinks, call.softcap = kwargs.pop("s_aux", None), kwargs.pop("softcap", None)
@@ -88,8 +87,8 @@ def mask(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = N
     model_type = getattr(kwargs.get("config"), "model_type", "")
     makes_one = any(variant.makes_full_masks(model_type) for variant in _VARIANTS)
     if attention_mask is not None and not (makes_one and bool(attention_mask.all())):
-        raise RingPatternError(
-            f"attention_mask: expected none, got {list(attention_mask.shape)}; {checks.THROUGH_SHARD_BATCH}"
+        raise RingPatternError.wrong(
+            "attention_mask", "none", list(attention_mask.shape), checks.THROUGH_SHARD_BATCH
         )
     return read_mask(mask_function)
 

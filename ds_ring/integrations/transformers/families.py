@@ -64,9 +64,8 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
         sharding = session.batches.current
         if sharding.mesh is not mesh:
             raise RingShapeError(
-                f"{type(model).__name__}: expected a sequence that is cut, got {sharding.layout.tokens}"
-                " tokens, below min_sequence_length, where each rank takes whole samples and its loss would"
-                ' be a mean over those; set "min_sequence_length": 0 in the "ring_attention" section'
+                f"{type(model).__name__}: expected a sharded sequence, got {sharding.layout.tokens} tokens,"
+                ' below min_sequence_length; set "min_sequence_length": 0 for a loss over the sequence'
             )
         assert sharding.slots is not None
         slots_S, input_ids, number = sharding.slots, noted["input_ids"], number_of(mesh)
@@ -89,9 +88,8 @@ def check_outputs(
 ) -> None:
     """Refuse what a head made of this rank's tokens alone; `others` are outputs of other tokens."""
     if isinstance(output, Tensor | tuple):
-        raise RingConfigError(
-            f"{type(model).__name__}: expected a ModelOutput, got {type(output).__name__}, in which the loss"
-            " cannot be told from logits; leave out return_dict=False"
+        raise RingConfigError.wrong(
+            type(model).__name__, "a ModelOutput", type(output).__name__, "leave out return_dict=False"
         )
     for name, value in output.items():
         if (
@@ -106,12 +104,8 @@ def check_outputs(
             raise RingConfigError(_own_head(model, value))
         if value.shape[1] != local_tokens or name in _OVER_TOKENS:
             raise RingConfigError(
-                f"{type(model).__name__}: its output {name} {list(value.shape)} is read off, or normalized"
-                f" over, this rank's {local_tokens} tokens, and not those of the whole sequence. On a ring a"
-                " head may give each token a result of its own (language models, token classifiers), or pool"
-                " the last token (transformers' GenericForSequenceClassification); for any other one take the"
-                " base model (without pooling layer: add_pooling_layer=False), and your own head on"
-                " engine.ring.gather(output.last_hidden_state); leave out logits_to_keep"
+                f"{type(model).__name__}: its output {name} {list(value.shape)} is read off this rank's"
+                f" {local_tokens} tokens; use a head on each or the last token, or on engine.ring.gather"
             )
 
 
@@ -236,9 +230,8 @@ def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:
 
 def _refuse(model: nn.Module) -> NoReturn:
     raise RingConfigError(
-        f"{type(model).__name__}: its load balancing loss is not transformers' usual one, so a ring cannot"
-        " compute it over the whole sequence, and each rank's own would change the router's gradient; set"
-        " output_router_logits to False in the model's configuration"
+        f"{type(model).__name__}: expected transformers' usual load balancing loss, got another one, which"
+        " a ring cannot compute; set output_router_logits to False in the model's configuration"
     )
 
 
@@ -271,11 +264,8 @@ class LossGuard:
         for key in ("shift_labels", "num_items_in_batch"):
             if kwargs.get(key) is None and scale is None:
                 raise RingShapeError(
-                    f"loss: expected {key} beside labels, got none: it would be a mean over this rank's"
-                    f" tokens, its labels shifted across a cut; {THROUGH_SHARD_BATCH}. A head that labels"
-                    " each token with its own class (token classification) takes no labels from shard_batch,"
-                    ' which shifts them: call it without, give the batch "shift_labels", aligned with the'
-                    " tokens, and take engine.ring.loss(output.logits, batch).backward_loss"
+                    f"loss: expected {key} with labels, got none; {THROUGH_SHARD_BATCH}. For classes of"
+                    ' tokens give "shift_labels" and take engine.ring.loss(logits, batch).backward_loss'
                 )
         self.own = self.loss_function(*args, **kwargs)
         if scale is not None:
@@ -330,13 +320,12 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             return  # without output_router_logits there is none
         if getattr(output, "router_logits", None) is None:
             raise RingConfigError(
-                f"{type(model).__name__}: expected router_logits beside aux_loss, got none (TRL's head drops"
+                f"{type(model).__name__}: expected router_logits with aux_loss, got none (TRL's head drops"
                 " them): set router_aux_loss_coef=0.0"
             )
         if not isinstance(router, RouterLoss):
             raise router or RingConfigError(
-                f"{type(model).__name__}: expected no aux_loss, got one, of this rank's tokens; leave out the"
-                " option that asks for it (output_router_logits)"
+                f"{type(model).__name__}: expected no aux_loss, got one; leave out output_router_logits"
             )
         # 1 for local tokens that one process would count, 0 for padding of batch or layout
         sharding, counted_BS = session.batches.current, session.batches.current.real_tokens

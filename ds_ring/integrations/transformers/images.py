@@ -80,9 +80,8 @@ def refuse_unknown_encoder(model: PreTrainedModel) -> None:
     has_one = any(isinstance(part, PreTrainedModel) and type(part.config) is kind for part in model.modules())
     if has_one and hasattr(model.base_model, "get_image_features") and not image_encoders(model):
         raise RingConfigError(
-            f"{type(model).__name__} cannot run on a ring: it joins an image encoder and a language part in a"
-            " way that no test compares with one process; images are exact with the model types"
-            f" {', '.join(EXACT)}: use one of them, or the language part by itself"
+            f"{type(model).__name__} cannot run on a ring: no test compares its images with one process; use"
+            f" its language part alone, or one of the model types {', '.join(EXACT)}"
         )
 
 
@@ -130,9 +129,8 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         images = session.batches.current.images
         if images is None:
             raise RingShapeError(
-                f"{type(model).__name__}: expected images that were in the batch of"
-                " engine.ring.shard_batch(batch), got some beside it: which of them a rank's tokens stand"
-                " for is counted before the batch is cut"
+                f"{type(model).__name__}: expected images that were in the batch of engine.ring.shard_batch,"
+                " got others; add them to the batch, where their tokens are counted before it is cut"
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
         given[_ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
@@ -156,14 +154,10 @@ def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
     if refused:
         raise RingConfigError(
             f"{name}: expected texts, got {', '.join(refused)}; images are exact with the model types"
-            f" {', '.join(EXACT)}, videos and sound with none: leave them out, or embed them yourself and"
-            " pass inputs_embeds through engine.ring.shard_batch"
+            f" {', '.join(EXACT)}: leave them out, or pass inputs_embeds through engine.ring.shard_batch"
         )
     if _has_images(given) and torch.compiler.is_compiling():
-        raise RingConfigError(
-            f"{name}: expected a model that is not compiled beside images, got a graph, which is not told"
-            " which features are whose; do not compile it"
-        )
+        raise RingConfigError.wrong(name, "no compiled model with images", "one", "do not compile it")
 
 
 # [Note: shares of images]
@@ -231,8 +225,7 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
         patches_I = grids_IA.prod(dim=1).cpu()
         if int(patches_I.sum()) != len(values):
             raise RingShapeError(
-                f"pixel_values: expected {int(patches_I.sum())} patches, as image_grid_thw says, got"
-                f" {len(values)}; take both from one processor"
+                f"pixel_values: expected image_grid_thw's {int(patches_I.sum())} patches, got {len(values)}"
             )
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
         # Idefics: by sample, and images of zeros where a sample has fewer
@@ -342,8 +335,7 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
     def number(batch: Batch) -> Tensor:
         if batch.get("mm_token_type_ids") is None:
             raise RingShapeError(
-                f"batch: expected mm_token_type_ids beside images, got none; {type(base).__name__} numbers"
-                " tokens by them: its processor returns them"
+                "batch: expected mm_token_type_ids with images, got none; use those of the model's processor"
             )
         positions_3BT = base.get_rope_index(**{key: batch[key] for key in takes if key in batch})[0]
         return positions_3BT.permute(1, 2, 0).contiguous()

@@ -101,8 +101,8 @@ class ModelCall:
         checks.check_length(self.name, given, sharding)
         if torch.compiler.is_compiling() and self._narrowest < sharding.layout.tokens:
             raise RingPatternError(
-                f"{self.name}: a layer of the model sees {self._narrowest} of {sharding.layout.tokens} tokens"
-                ', which only engine.compile(backend="ds_ring") reads; use that, or do not compile'
+                f"{self.name}: a layer sees {self._narrowest} of {sharding.layout.tokens} tokens, which only"
+                ' engine.compile(backend="ds_ring") reads; use that, or do not compile'
             )
         return args, kwargs | added | {SHARDING: sharding}
 

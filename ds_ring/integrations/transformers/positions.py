@@ -122,9 +122,8 @@ def numbering_check(model: nn.Module, mesh: RingMesh) -> NumberingCheck:
         if used.shape[-1] != given[0].shape[-1] or not bool((used == given[0]).all()):
             with collective(mesh, "attention"):
                 raise RingPatternError(
-                    f"{type(model).__name__}: its {type(part).__name__} numbers this rank's tokens by itself"
-                    " and not by the position_ids that the model was given, so their positions in the"
-                    " sequence would be lost; use a model that hands its position_ids down"
+                    f"{type(model).__name__}: expected position_ids in its {type(part).__name__}, which"
+                    " numbers this rank's tokens by itself; use a model that passes its position_ids down"
                 )
 
     return NumberingCheck([before_model, after_model], before_part, changes)
@@ -159,9 +158,7 @@ def check_lengths(model: nn.Module) -> None:
             continue
         raise RingConfigError(
             f"{type(model).__name__} cannot run on a ring: its rotary embedding {type(module).__name__}"
-            f" (rope_type {module.rope_type!r}) depends on the length of the whole sequence, and is {reason};"
-            ' set rope_parameters["rope_type"] in the configuration of the model to one that does not depend'
-            " on it (default, linear, yarn, llama3)"
+            f" (rope_type {module.rope_type!r}) depends on the length, and is {reason}; use another"
         )
 
 

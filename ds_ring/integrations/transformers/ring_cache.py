@@ -150,8 +150,8 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refuse to forget tokens."""
         raise RingConfigError(
-            "generate: expected a way of decoding that keeps all tokens, got one that takes"
-            f" {tokens_to_remove} back; decode greedily, by sampling or with beams"
+            f"generate: expected decoding that keeps all tokens, got one that takes {tokens_to_remove} back;"
+            " decode greedily, by sampling or with beams"
         )
 
 

@@ -210,8 +210,8 @@ class WrappedModel:
         session, sharding = self._session, self._session.batches.current
         if flow.shifts:
             raise RingShapeError(
-                f"{self._name} shifts its labels ({flow.found}), and those of a sharded batch came shifted,"
-                " aligned with the logits that predict them: take shift_labels as they are"
+                f"{self._name}: expected shift_labels to be used as they are, got a module that shifts its"
+                f" labels ({flow.found}), though those of a sharded batch are shifted"
             )
         if flow.sends:
             if session.mesh.global_rank == 0:

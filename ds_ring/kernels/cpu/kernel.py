@@ -133,14 +133,12 @@ class CpuKernel:
     def __init__(self, block: int = BLOCK, triangle: int = TRIANGLE) -> None:
         for option, tokens in (("block", block), ("triangle", triangle)):
             if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-                raise RingConfigError(
-                    f'kernel_options of kernel "cpu": {option}: expected a number of tokens of at least 1,'
-                    f" got {tokens!r}; leave it out for the default"
+                raise RingConfigError.wrong(
+                    f'kernel_options of kernel "cpu": {option}', "1 token or more", tokens, "leave it out"
                 )
         if triangle > block:
-            raise RingConfigError(
-                f'kernel_options of kernel "cpu": triangle: expected at most block {block}, got {triangle};'
-                " raise block as well"
+            raise RingConfigError.wrong(
+                'kernel_options of kernel "cpu": triangle', f"at most block {block}", triangle, "raise block"
             )
         self._biases = Biases()
         self._forward = Sizes(block, triangle)

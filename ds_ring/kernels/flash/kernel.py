@@ -63,9 +63,8 @@ class FlashKernel:
     def __init__(self, implementation: str | None = None) -> None:
         if implementation not in (None, *IMPLEMENTATIONS):
             raise RingConfigError(
-                f'kernel_options of kernel "flash": implementation: expected one of'
-                f" {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out for the"
-                " newest that is installed for the device"
+                'kernel_options of kernel "flash": implementation: expected one of'
+                f" {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out"
             )
         self._implementation = implementation
         self._on_cpu: tuple[Executor, ...] = (OnCpu(),)
@@ -262,15 +261,14 @@ def _activate(implementation: str) -> None:
         return
     if implementation == "FA2":
         raise RingConfigError(
-            f'kernel "flash": implementation FA2 expected torch\'s own operators, got {active} behind them in'
-            ' this process; leave "implementation" out, or do not activate it'
+            f'kernel "flash": implementation FA2 expected torch\'s own operators, got {active} in this'
+            ' process; leave "implementation" out, or do not activate it'
         )
     try:
         attention.activate_flash_attention_impl(implementation)
     except Exception as error:
         raise RingConfigError(
             f'kernel "flash": implementation {implementation} expected {MODULES[implementation]} for torch'
-            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or set"
-            ' "kernel_options": {"implementation": "FA2"}'
+            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or use FA2"
         ) from error
     _log.info("ds_ring: %s is behind torch's attention operators in this process", implementation)

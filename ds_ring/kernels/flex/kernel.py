@@ -449,7 +449,7 @@ class FlexKernel:
     def _mask(self, q: Tensor, tiles: Tiles) -> HopMask:
         if q.shape[-1] < 16 and q.device.type != "cpu":
             raise RingShapeError(
-                f'kernel "flex": expected a head_dim of at least 16, got {q.shape[-1]}; use "reference"'
+                f'kernel "flex": expected head_dim 16 or more, got {q.shape[-1]}; use "reference"'
             )
         return self._masks.of(tiles, *self._asked(q))
 

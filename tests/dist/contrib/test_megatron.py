@@ -263,7 +263,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 def test_what_the_ring_does_not_do_is_refused_on_every_rank(rank_pool: Pool) -> None:
     words = (
         "attention_dropout: expected 0", "cp_comm_type", "attention_type", "attention_mask: expected None",
-        "attention_bias", "got arbitrary", "two equal chunks", "inference is not supported",
+        "attention_bias", "got arbitrary", "two equal chunks", "pad to twice the context parallel size",
         "multiples of 4 tokens", "two equal chunks",
     )  # fmt: skip
     for found in rank_pool(2).run(refused):

@@ -218,12 +218,12 @@ def refused(rank: int, world_size: int, what: str) -> None:
     ("what", "says"),
     {
         "dropout": "dropout_p: expected 0, got 0.1",
-        "slopes": "alibi_slopes: expected one number for each head, and no softcap beside them, got (2, ",
-        "window": "expected equally many keys on both sides",
+        "slopes": "alibi_slopes: expected one number for each head, and no softcap, got (2, ",
+        "window": "expected one number for both sides",
         "tokens": "expected 4 tokens of q, k and v on each of 2 ranks",
-        "ends": "the tensor that llama3_flash_attn_prepare_cu_seqlens returned",
+        "ends": "that of llama3_flash_attn_prepare_cu_seqlens",
         "length": "cu_seqlens: expected 0 and the ascending ends",
-        "mask": "expected one row of packed documents without an attention mask",
+        "mask": "expected one row of packed documents without a mask",
     }.items(),
 )
 def test_what_the_ring_does_not_compute_is_refused(rank_pool: Pool, what: str, says: str) -> None:

@@ -313,7 +313,7 @@ def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
 @pytest.mark.parametrize(
     ("section", "kind", "words"),
     [
-        ({"layout": "striped"}, "RingConfigError", "expected one whose shards are consecutive tokens"),
+        ({"layout": "striped"}, "RingConfigError", "expected shards of consecutive tokens"),
         ({"pattern": {"window": 8}}, "RingPatternError", "expected the plain causal pattern, got Sliding"),
         ({"pattern": {"documents": True}}, "RingPatternError", "does not keep documents apart"),
         ({"ring_size": 1, "ulysses_size": 2}, "RingConfigError", "ulysses_size: expected 1, got 2"),

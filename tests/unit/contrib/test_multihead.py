@@ -146,7 +146,7 @@ def test_compiled_is_one_graph() -> None:
         ({"embed_dim": 18}, RingConfigError, "embed_dim to be a multiple of num_heads, got 18 and 4"),
         ({"pattern": None}, RingConfigError, "either pattern or segment_lengths, got neither"),
         ({"pattern": Full(), "segment_lengths": (8,)}, RingConfigError, "got both"),
-        ({"dilation_rates": (1,)}, RingConfigError, "dilation_rates: expected None beside a pattern"),
+        ({"dilation_rates": (1,)}, RingConfigError, "dilation_rates: expected None with a pattern"),
         ({"segment_lengths": (8, 12)}, RingPatternError, r"multiples of the first one, 8, .*\[8, 12\]"),
         ({"segment_lengths": 8}, RingPatternError, "segment_lengths: expected a list"),
         ({"gamma_init": 0}, RingConfigError, "gamma_init: expected a positive number, got 0"),

@@ -43,15 +43,15 @@ def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word that is wrong": (lambda _: read_config("lama"), "did you mean 'llama'"),
-    "a script": (lambda _: read_config(__file__), "no code is run"),
+    "a script": (lambda _: read_config(__file__), "which is not run"),
     "an unknown type": (
-        lambda f: read_config(written(f, model_type="lama")), "that the installed transformers knows",
+        lambda f: read_config(written(f, model_type="lama")), "one of the installed transformers",
     ),
     "values that do not fit": (
         lambda f: read_config(written(f, model_type="llama", num_hidden_layers="many")),
         "transformers cannot make this configuration",
     ),
-    "a drafting model": (lambda _: read_config("gemma4_assistant"), "drafts tokens from the keys of another"),
+    "a drafting model": (lambda _: read_config("gemma4_assistant"), "drafts tokens for another"),
     "one configuration for text and images": (
         lambda _: shrink(read_config("llama"), 61, images=True), "got one for both",
     ),
@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no vision": (lambda _: shrink_images(read_config("llama"), {"hidden_size": 64}), "got no parts"),
     "no features of images": (
-        lambda _: add_images({}, small("llama"), 0), "that replaces image tokens by features",
+        lambda _: add_images({}, small("llama"), 0), "expected get_image_features for images",
     ),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images that fit 6 tokens"),

@@ -122,7 +122,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     "options that are none, in a graph": (
         lambda: in_a_graph(options="ring"), RingConfigError, "options: expected PassOptions"
     ),
-    "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "which has none there"),
+    "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "which has none"),
     "scores by cpu": (
         lambda: get_kernel("cpu", "cpu", scores=Scores(ScoreMod(Softcap(2.0)), range(2))),
         RingConfigError, "expected a kernel that changes scores",

@@ -83,7 +83,7 @@ def test_one_layout_is_even_for_layers_that_differ(window: int, tokens: int, rin
 
 
 def test_a_mix_of_something_else_is_refused() -> None:
-    with pytest.raises(RingLayoutError, match="patterns with their number of layers"):
+    with pytest.raises(RingLayoutError, match="patterns with numbers of layers"):
         make_layout("auto", tokens=64, ring_size=2, pattern={"causal": 1})  # type: ignore[dict-item]
     with pytest.raises(RingLayoutError, match="layers with Causal"):
         make_layout("auto", tokens=64, ring_size=2, pattern={Causal(): 0})

@@ -101,9 +101,8 @@ class CompressedAttention(Variant):
         if entries is None:
             return
         if call.softcap is not None or call.score_mod is not None:
-            raise RingConfigError(
-                f"{call.name}: expected no softcap or score_mod beside compressed entries, got one, which no"
-                " ring computes there; set it to None in the configuration of the model"
+            raise RingConfigError.wrong(
+                call.name, "no softcap or score_mod with compressed entries", "one", "set it to None"
             )
         # Keys are those of the tokens, followed by this rank's entries.
         call.taken["entries"] = entries, call.k_BGSD
@@ -134,25 +133,22 @@ def check_section(model: nn.Module, config: RingConfig) -> None:
     name = type(model).__name__
     if config.pattern.documents:
         raise RingPatternError(
-            f'{name}: expected no packed documents, got "documents": true: its compressors make entries of'
-            " every few tokens of a row, across the borders of documents, and compare their places in the row"
-            " with positions in a document, so the model itself does not keep documents apart; pad samples"
+            f'{name}: expected no packed documents, got "documents": true: its entries cross borders, so the'
+            " model itself does not keep documents apart; pad samples"
         )
     if config.pattern != PatternConfig():
         raise RingPatternError(
-            f"{name}: expected the plain causal pattern, got {pattern_from_config(config)}: which compressed"
-            ' entries a query sees is the model\'s to say; leave "pattern" out of the section'
+            f"{name}: expected the plain causal pattern, since the model selects entries, got"
+            f' {pattern_from_config(config)}; leave "pattern" out of the section'
         )
     if config.layout not in ("auto", "contiguous", "zigzag", "balanced"):
         raise RingConfigError(
-            f'{name}: layout: expected one whose shards are consecutive tokens ("auto", "zigzag",'
-            f' "contiguous" or "balanced"), since its layers make an entry of every few tokens, got'
-            f' "{config.layout}"'
+            f"{name}: layout: expected shards of consecutive tokens"
+            f' ("auto", "zigzag", "contiguous" or "balanced"), got "{config.layout}"'
         )
     if config.ulysses_size > 1:
-        raise RingConfigError(
-            f"{name}: ulysses_size: expected 1, got {config.ulysses_size}: its keys have one head, which"
-            " cannot be divided; use a ring of all ranks"
+        raise RingConfigError.wrong(
+            f"{name}: ulysses_size", "1, since it has one key head", config.ulysses_size, "use a ring"
         )
 
 
@@ -280,14 +276,10 @@ class CompressedEntries:
             return self._own(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
         name, sharding = type(self._layer.compressor).__name__, self._sharding
         if past_key_values is not None:
-            raise RingConfigError(
-                f"{name}: expected a call without a cache, got one: entries of a cache lie on all ranks;"
-                " generate in engine.ring.off()"
-            )
+            raise RingConfigError.wrong(name, "a call without a cache", "one", "use engine.ring.off()")
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
-            raise RingConfigError(
-                f"{name}: expected the batch's sharding, got {type(sharding).__name__}; call the model"
-                " through the engine, not compiled"
+            raise RingConfigError.wrong(
+                name, "the batch's sharding", type(sharding).__name__, "call it by the engine, uncompiled"
             )
         windows = _LocalWindows(sharding, self._layer.compressor.compress_rate, self._overlaps)
         self._windows, self._chosen = windows, None

@@ -331,13 +331,13 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 REFUSED = {
     "a window": "expected Causal\\(\\) with a tree",
-    "another pattern": "expected Causal\\(\\)",
-    "documents": "no documents or attention_mask beside trees",
-    "ALiBi": "do not depend on distances",
-    "a recurrence": "expected attention alone beside a tree",
-    "labels": "expected shift_labels beside tree_ends",
-    "a mask": "no documents or attention_mask beside trees",
-    "no labels": "expected a batch with shift_labels",
+    "another pattern": "expected Causal\\(\\) and no documents",
+    "documents": "no documents or attention_mask with trees",
+    "ALiBi": "expected no ALiBi with a tree",
+    "a recurrence": "expected attention alone with a tree",
+    "labels": "expected shift_labels with tree_ends",
+    "a mask": "no documents or attention_mask with trees",
+    "no labels": "logprobs: expected shift_labels",
 }
 
 

@@ -211,7 +211,7 @@ def test_a_stream_that_is_too_short_is_an_error() -> None:
     """Which its length does not tell."""
     loader = loader_of(session(), "stream")
     loader.load_state_dict({"epoch": 0, "batches": 99})
-    with pytest.raises(RingConfigError, match="more than 99 batches for each replica, got 5"):
+    with pytest.raises(RingConfigError, match="over 99 batches a replica, got 5"):
         list(loader)
 
 
@@ -219,5 +219,5 @@ def test_a_stream_that_is_too_short_is_an_error() -> None:
 def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
     data = DataLoader(Numbered(), 2, shuffle=True, generator=torch.Generator())
     loader = session().wrap(data)
-    with pytest.raises(RingConfigError, match=r"expected the state of a torch\.Generator, got "):
+    with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got "):
         loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})

@@ -165,7 +165,7 @@ def test_rows_come_back_in_their_order():
         mask = (own[:, None] == own[None]) & (slots[:, None] >= slots[None])
         expected = torch.nn.functional.scaled_dot_product_attention(q[row], k[row], v[row], attn_mask=mask)
         assert torch.allclose(got[row], expected, atol=1e-6)
-    with pytest.raises(RingShapeError, match=r"expected the 3 samples of the batch.*got 2"):
+    with pytest.raises(RingShapeError, match=r"the batch's 3 samples, got 2"):
         session.attention()(q[:2], k[:2], v[:2])
 
 
@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
         {"position_ids": POSITIONS},
         False,
         RingPatternError,
-        'packed documents, which .* see each other; set "documents": true in the "pattern" section',
+        'packed documents; set "pattern": {"documents": true}',
     ),
     "floats": (
         {"document_ids": DOCUMENTS.float()},
@@ -215,7 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
         {"attention_mask": DOCUMENTS},
         True,
         RingPatternError,
-        "expected 0 and 1, got 9; documents go into document_ids",
+        "expected 0 and 1, got 9; use document_ids",
     ),
 }
 

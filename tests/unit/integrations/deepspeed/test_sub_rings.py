@@ -171,5 +171,5 @@ def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
 
 
 def test_ulysses_ranks_are_refused() -> None:
-    with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got ulysses_size 2"):
+    with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got 2"):
         make_sub_rings(RingMesh(Grid(4, 2, 2), 0))

@@ -39,7 +39,7 @@ def test_what_a_file_leaves_open_is_transformers_word() -> None:
     assert found["layer_types"] == ([LOCAL] * 5 + ["full_attention"]) * 2
     with pytest.raises(RingConfigError, match="is_encoder_decoder: expected a model of one sequence"):
         patterns_by(GEMMA | {"is_encoder_decoder": True})
-    with pytest.raises(RingConfigError, match="layer_types: expected the type of each layer"):
+    with pytest.raises(RingConfigError, match="layer_types: expected every layer's type"):
         with_layer_types('{"model_type": "no_such_model", "num_hidden_layers": 2, "sliding_window": 4}')
 
 

@@ -46,7 +46,7 @@ def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000])
 def test_a_name_that_no_file_has_is_refused(name: str) -> None:
-    with pytest.raises(RingConfigError, match="expected the name of a file"):
+    with pytest.raises(RingConfigError, match="expected a file's name"):
         require_writable(Path(name), "--output")
 
 

@@ -107,9 +107,8 @@ class Recurrent(Variant):
         layout = request.config.layout
         if layout in ("striped", "residue") and any(map(is_recurrent, model.modules())):
             raise RingConfigError(
-                f'{type(model).__name__}: layout: expected one whose shards are consecutive tokens ("auto",'
-                f' "zigzag", "contiguous" or "balanced"), since its layers pass a state from token to token,'
-                f' got "{layout}"'
+                f"{type(model).__name__}: layout: expected shards of consecutive tokens"
+                f' ("auto", "zigzag", "contiguous" or "balanced"), got "{layout}"'
             )
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:

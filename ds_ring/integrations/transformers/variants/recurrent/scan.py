@@ -114,7 +114,7 @@ def kinds_of(context: ScanContext) -> dict[tuple[int, bool], list[int]]:
         with collective(context.mesh, "recurrence"):
             raise RingConfigError(
                 f"{context.layout}: expected tokens on every rank of a model with recurrent layers, got none"
-                f" on rank {context.mesh.sequence_rank} of the sequence; use fewer ranks for so short a one"
+                f" on rank {context.mesh.sequence_rank} of the sequence; use fewer ranks"
             )
     return kinds
 
@@ -214,7 +214,4 @@ def _state_after(
 
 def refuse_states(name: str, initial_state: Tensor | None, output_final_state: bool) -> None:
     if initial_state is not None or output_final_state:
-        raise RingConfigError(
-            f"{name}: expected a call without a cache on a ring, got one that passes a state on; pass"
-            " use_cache=False, or generate with engine.ring.off()"
-        )
+        raise RingConfigError.wrong(name, "a call without a cache on a ring", "one", "pass use_cache=False")

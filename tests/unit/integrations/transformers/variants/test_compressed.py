@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: compressing(None, None), RingConfigError, "expected the batch's sharding, got NoneType"
     ),
     "compressed entries with a cap": (
-        lambda: attend(module=Compressing(), softcap=1.0), RingConfigError, "no softcap or score_mod beside"
+        lambda: attend(module=Compressing(), softcap=1.0), RingConfigError, "no softcap or score_mod with"
     ),
 }  # fmt: skip
 

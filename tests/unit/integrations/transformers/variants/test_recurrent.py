@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "got none on rank 0",
     ),
     "a state that is passed on": (
-        lambda: scan.refuse_states("scan", None, True), RingConfigError, "one that passes a state on"
+        lambda: scan.refuse_states("scan", None, True), RingConfigError, "a call without a cache on a ring"
     ),
 }  # fmt: skip
 
