@@ -72,7 +72,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     """Count the tokens of its own document before each token, [B, T]; padding counts like a document."""
     rows = []
     for ids_T in document_ids.cpu().numpy():
-        starts, lengths = _stretches(ids_T)
+        starts, lengths = _runs_of_ids(ids_T)
         before, counted = np.empty_like(starts), defaultdict[int, int](int)
         for index, (own, length) in enumerate(zip(ids_T[starts].tolist(), lengths.tolist(), strict=True)):
             before[index] = counted[own]
@@ -148,7 +148,7 @@ def group_rows(
 
 def _documents(ids_T: np.ndarray) -> Documents:
     """Number documents in their order, so that the pattern depends on their borders, not on their ids."""
-    starts, lengths = _stretches(ids_T)
+    starts, lengths = _runs_of_ids(ids_T)
     _, first, number = np.unique(ids_T[starts], return_index=True, return_inverse=True)
     numbers = np.where(ids_T[starts] < 0, PADDING, first[number])
     return Documents(np.repeat(numbers, lengths))
@@ -176,18 +176,18 @@ def number_documents(groups: Sequence[RowGroup], rows: int, tokens: int) -> np.n
     for row, of_tokens in enumerate(numbers):
         if row in of_row:
             own = of_row[row]
-            stretches = np.array(own.ids)  # by the first stretch of each document
-            names, number = np.unique(stretches[stretches >= 0], return_inverse=True)
-            stretches[stretches >= 0] = count + number
-            of_tokens[:] = np.repeat(stretches, np.diff(own.starts, append=own.tokens))
+            of_runs = np.array(own.ids)  # by the first run of each document
+            names, number = np.unique(of_runs[of_runs >= 0], return_inverse=True)
+            of_runs[of_runs >= 0] = count + number
+            of_tokens[:] = np.repeat(of_runs, np.diff(own.starts, append=own.tokens))
             count += len(names)
         else:
             of_tokens[:], count = count, count + 1
     return numbers
 
 
-def _stretches(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length of every stretch of equal ids."""
+def _runs_of_ids(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return start and length of every run of equal ids."""
     starts = np.append(0, np.flatnonzero(ids_T[1:] != ids_T[:-1]) + 1)
     return starts, np.diff(starts, append=len(ids_T))
 

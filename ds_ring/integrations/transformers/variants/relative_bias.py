@@ -98,7 +98,7 @@ class RelativeBias:
         self.has_table = has_table
 
     def bands(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Return (least, most, bucket) of query minus key for each stretch of distances of one bucket."""
+        """Return (least, most, bucket) of query minus key for each range of distances of one bucket."""
         # Beyond the greatest distance all have the last bucket of their side.
         reach = min(tokens, self._module.relative_attention_max_distance + 1)
         distances = torch.arange(-reach, reach + 1)
