@@ -20,7 +20,7 @@ class Documents(Pattern):
     """Attend within one document only; a negative id marks padding, which sees nothing.
 
     Attributes:
-        starts, ids, tokens: stretches of equal ids, as in `Table`.
+        starts, ids, tokens: runs of equal ids, as in `Table`.
     """
 
     starts: tuple[int, ...]
@@ -65,7 +65,7 @@ class Documents(Pattern):
     def __str__(self) -> str:
         # tuples of ints have the same hash in every process, and ranks compare this text
         digest = hash((self.starts, self.ids))
-        return f"Documents({len(self.starts)} stretches of {self.tokens} tokens, {digest})"
+        return f"Documents({len(self.starts)} runs, {self.tokens} tokens, {digest})"
 
 
 def _one_sequence(values: Any, name: str = "Documents") -> IntArray:

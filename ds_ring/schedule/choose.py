@@ -326,7 +326,7 @@ class ResidueLayout(Layout):
     """Sort tokens of each window by residue class, so that a dilation becomes block-sparse.
 
     Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
-    moduli that divide one another every class of every modulus is a contiguous stretch of slots. Windows
+    moduli that divide one another every class of every modulus is a contiguous range of slots. Windows
     go to ranks as in a chunk layout.
 
     """

@@ -97,8 +97,7 @@ class BlockPlanner:
     def __post_init__(self) -> None:
         if self.layout.name != "contiguous" or self.layout.tokens < self.layout.ring_size:
             raise RingLayoutError.wrong(
-                'blocks of queries", "a contiguous layout without empty ranks", f"{self.layout}", "use'
-                " ds_ring.simulate"
+                "blocks", "a contiguous layout", f"{self.layout}", "use ds_ring.simulate"
             )
 
     def block(self, ring_rank: int, first: int, count: int) -> QueryBlock:

@@ -115,10 +115,7 @@ class StreamedRanks:
                 f" {sizes.query_heads} (K/V: {sizes.kv_heads})"
             )
         if sizes.dtype not in (torch.float32, torch.float64):
-            raise RingShapeError.wrong(
-                'streamed ranks", "float32 or float64, for merges outside of a pass", f"{sizes.dtype}",'
-                ' "convert'
-            )
+            raise RingShapeError.wrong("streamed ranks", "float32 or float64", f"{sizes.dtype}", "convert it")
         self.planner = BlockPlanner(self.pattern.bind((0,), 1, 1), self.layout)
 
     @torch.no_grad()

@@ -75,8 +75,8 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
     if not model.supports_gradient_checkpointing:
         if asked != "auto":
             raise RingConfigError(
-                f"{name}: long_sequence.offload_checkpoints: expected a model whose layers can be"
-                ' checkpointed, got one that does not support it; set it to false or "auto"'
+                f"{name}: long_sequence.offload_checkpoints: expected layers that can be checkpointed, got"
+                ' a model that does not support it; set it to false or "auto"'
             )
         log.info('offload_checkpoints "auto": %s does not support checkpointing', name)
         return None
@@ -96,9 +96,8 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
                 inner = getattr(function, "func", function)
                 if getattr(inner, "__module__", "").startswith("deepspeed."):
                     raise RingConfigError(
-                        "long_sequence.offload_checkpoints: expected layers that are checkpointed by torch,"
-                        " got DeepSpeed's checkpointing, which keeps them itself: set it to false, and"
-                        ' "cpu_checkpointing": true in "activation_checkpointing"'
+                        "long_sequence.offload_checkpoints: expected torch's checkpoints, got DeepSpeed's;"
+                        ' use "activation_checkpointing": {"cpu_checkpointing": true} instead'
                     )
                 apply(_offloads.to(_Offloading(function, memory)), session=session, checkpointed=module)
 

@@ -66,7 +66,7 @@ class BlockLayout(Layout):
             if len(np.unique(real)) < len(real):
                 raise RingPatternError(
                     f"documents: expected documents of consecutive tokens, since blocks of {size} tokens"
-                    " begin with a document, got one with a gap; give each stretch an id of its own"
+                    " begin with a document, got one with a gap; give each run an id of its own"
                 )
         return np.where(ids >= 0, (lengths if whole else lengths + size - 1) // size, 0)
 

@@ -119,9 +119,8 @@ class TiledHead:
             if not isinstance(logits, DeferredLogits):
                 if self.deferring and self._strict:
                     raise RingConfigError(
-                        "long_sequence.tiled_loss: expected the loss of what get_output_embeddings() gives,"
-                        f" got logits {list(logits.shape)} that were computed at once: this model does not"
-                        " call its head, or changes what it gives; set it to false"
+                        "long_sequence.tiled_loss: expected logits by get_output_embeddings(), got"
+                        f" logits {list(logits.shape)} that were computed at once; set it to false"
                     )
                 return plain(logits, labels, *args, **kwargs)
             return logits.loss(kwargs["shift_labels"], kwargs["num_items_in_batch"])  # there: families.py
@@ -138,8 +137,8 @@ class TiledHead:
             if wanted and torch.compiler.is_compiling():
                 if self._strict:
                     raise RingConfigError(
-                        "long_sequence.tiled_loss: expected a model that is not compiled, got torch.compile:"
-                        ' its graph has the logits as a whole; set it to "auto" or false'
+                        "long_sequence.tiled_loss: expected a model that is not compiled, got"
+                        ' torch.compile; set it to "auto" or false'
                     )
                 wanted = False
             self.deferring = wanted and not session.batches.is_off

@@ -76,8 +76,8 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
     if not found:
         if asked != "auto":
             raise RingConfigError(
-                f"{type(model).__name__}: long_sequence.tiled_mlp: expected MLPs that treat tokens one by"
-                f' one, got none: {why_not}; set it to false or "auto"'
+                f"{type(model).__name__}: long_sequence.tiled_mlp: expected MLPs on single tokens, got none:"
+                f' {why_not}; set it to false or "auto"'
             )
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
         return {}
