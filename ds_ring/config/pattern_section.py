@@ -64,7 +64,7 @@ class PatternKeys(Section):
         default=1, description="the window keeps every n-th token only, and reaches n times as far"
     )
     sinks: Beside = Field(
-        default=None, description="the first n tokens are seen by all after them, beside the window"
+        default=None, description="the first n tokens are seen by all after them, outside the window, too"
     )
     slices: SliceList = Field(
         default=None,

@@ -167,7 +167,7 @@ class RingKeys(Section):
     )
     layout: LayoutName = Field(
         default="auto",
-        description="which token lies on which rank; auto: even work and least traffic for the pattern",
+        description="the rank of each token; auto: even work and least traffic for the pattern",
     )
     rank_speeds: RankSpeeds = Field(
         default=None,
