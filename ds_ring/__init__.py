@@ -1,7 +1,7 @@
 """ds_ring: ring attention for DeepSpeed. The public names, which are the rows of `__init__.pyi`, and
 `attn_implementation="ds_ring"` of transformers.
 
-A name is imported when it is asked for: `import ds_ring` takes no torch with it (more than a second), a
+A name is imported at its first use: `import ds_ring` takes no torch with it (more than a second), a
 section can be read without it, and only `initialize` imports DeepSpeed.
 """
 
@@ -27,5 +27,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names that have not been asked for yet, too."""
+    """List all public names, those not imported yet included."""
     return sorted({*globals(), *__all__})

@@ -21,7 +21,7 @@ _SHOWN_CHARACTERS = 120
 
 
 def shown(value: object) -> str:
-    """Type and repr of a value for a message, short, whatever its repr does."""
+    """Return the type and repr of a value for a message: short, and safe if the repr raises."""
     kind = type(value).__name__
     if isinstance(value, int) and abs(value) >= 10**30:  # a million digits take seconds to print
         return f"{kind} of {value.bit_length()} bits"
@@ -66,7 +66,7 @@ class RingLayoutError(RingError, ValueError):
 
 
 class RingPatternError(RingError, ValueError):
-    """A pattern cannot be built, or cannot express what was asked of it (a padding mask, say)."""
+    """A pattern cannot be built, or cannot express a request (such as a padding mask)."""
 
 
 class RingMismatchError(RingError, ValueError):
@@ -101,7 +101,7 @@ class RingPeerError(RingError, RuntimeError):
     Attributes:
         ring_rank: the rank that raises (its place in the ring).
         hop: the hop it was waiting for; None outside a pass.
-        peer: the ring rank it blames; None where nobody can be named.
+        peer: the ring rank it blames; None if it cannot name one.
         cause: one line of text, what was seen.
     """
 
@@ -134,13 +134,14 @@ class RingCheckpointError(RingError, RuntimeError):
 
 
 class RingCheckpointMissingError(RingCheckpointError):
-    """There is no checkpoint where one was asked for: no such tag, or no `latest` to name one."""
+    """The requested checkpoint does not exist: no such tag, or no `latest` to name one."""
 
 
 def compiled_in(error: BaseException) -> str | None:
     """Return the module that called the compiled code which raised an error; None where a `raise` did.
 
-    gloo's errors are plain RuntimeErrors: this tells them from a script's own, and what they say does not.
+    gloo's errors are plain RuntimeErrors: the module distinguishes them from a script's own, their text does
+    not.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

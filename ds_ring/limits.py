@@ -1,6 +1,6 @@
 """The numbers that bound what a caller or the JSON may give, and how long ranks wait for each other.
 
-Each limit stands here once. Owns numbers; who checks a value stands where the value is read.
+Each limit is defined here once. Owns numbers; the code that reads a value checks it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Name what there are several of: public names, layouts, kernels, passes. One row makes a new one known.
 
-Words of the JSON, help texts, candidates of `ds-ring tune` and the tables of tests come from here. A row says
-where a thing stands; it is imported when it is first asked for, so that names take neither torch nor numpy.
+Words of the JSON, help texts, candidates of `ds-ring tune` and the tables of tests come from here. A row has
+the dotted name of an object, which is imported at its first use, so that names need neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What `ds_ring` gives by name, and where each stands. The rows are lines of __init__.pyi, where type checkers
+# The public names of `ds_ring` and their modules. The rows are lines of __init__.pyi, where type checkers
 # read them, too: "from ds_ring.masks.catalog import Causal as Causal".
 _ROWS = (line.split() for line in Path(__file__).with_name("__init__.pyi").read_text().splitlines())
 PUBLIC = {row[-1]: f"{row[1]}.{row[3]}" for row in _ROWS if row[:1] == ["from"]}
@@ -56,7 +56,7 @@ class KernelRow(NamedTuple):
         takes_scores: whether it can change scores pair by pair (`score_mod`).
         refuses: function of `KernelNeeds` that returns the error for what the kernel cannot do, or None;
             None: it can do all.
-        workspace: function that returns what it allocates; None: nobody has worked it out.
+        workspace: function that returns its allocations; None if unknown.
     """
 
     home: str
@@ -147,7 +147,7 @@ class CodecRow(NamedTuple):
 
 
 # The values of "kv_payload" and of "gradient_payload". Gradients are added in the accumulators' dtype,
-# whatever they travel in: [Note: where gradients are added] in `schedule/head_class.py`.
+# for every dtype of messages: [Note: where gradients are added] in `schedule/head_class.py`.
 KV_PAYLOADS = {
     "as_is": CodecRow(),
     "float8": CodecRow(
@@ -249,7 +249,7 @@ def unmeasured(device_type: str, kinds: Iterable[str], able: Iterable[str]) -> s
     Args:
         device_type: "cpu" or "cuda".
         kinds: of the tiles: of `Pattern.tile_kind`.
-        able: names of the kernels that can do what is asked.
+        able: names of the kernels that can compute it.
     """
     first = (name for name in able if KERNELS[name].device == device_type and KERNELS[name].first_for)
     kinds = tuple(kinds)

@@ -18,7 +18,7 @@ from torch import Tensor
 FLOAT8, MAX_FLOAT8 = torch.float8_e4m3fn, 448.0
 BIAS = 127  # of the exponents of float32
 NOT_FINITE = -128  # exponent whose power is infinite
-ROWS_AT_ONCE = 2048  # slots whose rows are rounded at once: what that takes stays small beside a message
+ROWS_AT_ONCE = 2048  # slots whose rows are rounded at once, in memory that is small against a message
 
 
 def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:

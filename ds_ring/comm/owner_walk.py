@@ -28,9 +28,9 @@ def walk_owners(
         own: its keys, as `compute` gets them.
         sent_to: returns the keys for a reader.
         received_from: returns empty tensors for those of an owner.
-        compute: takes an owner and its keys; what it returns goes back to the owner if there is `add`.
-        returned_by: returns empty tensors for what a reader returns.
-        add: takes a reader, first this rank, and what it returned; in the order of hops.
+        compute: takes an owner and its keys; its result is sent back to the owner if `add` is given.
+        returned_by: returns empty tensors for the result of a reader.
+        add: takes a reader, first this rank, and the reader's result; called in the order of hops.
     """
     here: Sequence[Tensor] = own
     gradients: Sequence[Tensor] = ()

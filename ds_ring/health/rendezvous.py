@@ -37,7 +37,7 @@ class Rendezvous(NamedTuple):
 def loopback_listener(host: str, port: int) -> dict[str, Any]:
     """Return what makes a TCPStore of one host listen on loopback alone; torch's own listens everywhere.
 
-    Nothing for an address of another kind, and where the port is taken, which torch says.
+    No arguments for another address, or if the port is taken: then torch raises.
     """
     family = {"127.0.0.1": socket.AF_INET, "::1": socket.AF_INET6}.get(host)
     if family is None:
@@ -61,10 +61,10 @@ def wait_for_ranks(where: Rendezvous, limit: Limit) -> Store | None:
     """Wait until every rank has come, before the default process group is made.
 
     Returns:
-        The store, to be kept until the group is made; None where this rank cannot host it, which torch says.
+        The store, to be kept until the group is made; None where this rank cannot host it: then torch raises.
 
     Raises:
-        RingPeerError: a rank did not come in time, or has died meanwhile; names it.
+        RingPeerError: a rank did not come in time, or died during the wait; names it.
     """
     import torch.distributed as dist
 

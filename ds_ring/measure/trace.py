@@ -1,6 +1,6 @@
 """Record what ring passes did, and when: spans of sending, computing and waiting.
 
-Owns the times. `ring/observer.py` says what a pass reports.
+Owns the times. `ring/observer.py` defines the events of a pass.
 """
 
 from __future__ import annotations

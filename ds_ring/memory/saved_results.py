@@ -4,7 +4,7 @@ Activation checkpointing runs a region's forward pass again in the backward pass
 needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward
 passes in a step and not 16. Of long sequences only the later rows may be kept, which cost most under a
 causal pattern, and the others are computed again (BurstEngine, Sun et al. 2025, sequence-level selective
-checkpointing). Owns finding the region that a call belongs to, and what is kept for it.
+checkpointing). Owns finding the region that a call belongs to, and the results kept for it.
 
 [Note: why not a selective policy]
 All ranks decide alike, since they run the same code. torch's policy for selective checkpointing would do the
@@ -108,7 +108,7 @@ def reuse_or_run(
     if store is not None:
         tickets = [store.put(x) for x in to_keep]
         kept.results.append((call, lambda: (store.get(tickets[0]), store.get(tickets[1]))))
-    else:  # as they are, as long as nobody writes to them
+    else:  # as they are, unless they are written to
         versions = _versions(to_keep)
         kept.results.append((call, lambda: to_keep if _versions(to_keep) == versions else None))
     return results

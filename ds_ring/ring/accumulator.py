@@ -119,7 +119,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # at most `ALONE` parts has no accumulator. While the kernel computes, what waits takes no more memory than
 # the accumulator and the result would, and the result is made when the first chunk is done. So a pass needs
 # no more memory than if nothing waited. Results in the accumulators' dtype gain nothing by waiting.
-ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: with no accumulator, and beside one
+ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: without and with an accumulator
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -131,7 +131,7 @@ class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: returns what is written to, uninitialised: a sequence that begins with the result tensors
+        results: returns the uninitialised targets: a sequence that begins with the result tensors
             [B, H, S, ...], without lse.
         like: a tensor of their device.
         shapes: of the results.
@@ -180,12 +180,12 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait, if they are too many beside the next one."""
+        """Merge the parts that wait, if the next one would make them too many."""
         if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
             self._write(self._accumulate())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
-        """Merge (or add) a part of each, now or later; nobody may write to it from here on."""
+        """Merge (or add) a part of each, now or later; the caller must not write to it any more."""
         made = self._made  # calls of Python are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
             if len(self.waiting) == MAX_PARTS - (made is not None):  # all of one hop, or returned

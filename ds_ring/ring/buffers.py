@@ -1,6 +1,6 @@
-"""Hold the buffers of a head chunk: take them from the pool, pack what is sent, accumulate what arrives.
+"""The buffers of a head chunk: take them from the pool, pack messages to send, accumulate those that arrive.
 
-`pair.py` owns how K and V lie in memory, `pool.py` the memory.
+`pair.py` owns the memory layout of K and V, `pool.py` the memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ds_ring.schedule.steps import (
 )
 
 FEW_RANGES = 16  # up to this number ranges are copied as slices, above it by an index tensor
-ROWS_AT_ONCE = 2048  # slots that are gathered to be encoded: what that takes stays small beside a message
+ROWS_AT_ONCE = 2048  # slots that are gathered and encoded at once, in memory that is small against a message
 
 
 def _move(
@@ -149,8 +149,9 @@ class RingBuffers:
                 block = self._blocks.pop(step.buffer, None)
                 if block is not None:
                     self._pool.give(block)
-        # What returned waits in `home` at most until here. Its memory was given back above, but nobody takes
-        # it before this (or before `finish`, if the results are final): a batch takes buffers when it posts.
+        # Returned parts wait in `home` at most until here. Their memory was given back above, but no buffer
+        # uses it before this (or before `finish`, if the results are final): a batch takes buffers when it
+        # posts.
         if returned and not final:
             assert self.home is not None, "gradients in a forward pass"
             self.home.merge()

@@ -59,7 +59,7 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
         out_BHSD: accumulated output, [batch, heads, tokens, head_dim] ([batch, repeats, heads, tokens,
             head_dim] of `Rows`), any strides, float32 or float64; changed.
         lse_BHS: accumulated natural-log log-sum-exp, the same shape without head_dim, same dtype; changed.
-        part_out_BHSD, part_lse_BHS: what is added, over keys not seen so far, in any dtype; not changed.
+        part_out_BHSD, part_lse_BHS: the part, over keys not seen so far, in any dtype; not changed.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
         with torch.cuda.device(out_BHSD.device):

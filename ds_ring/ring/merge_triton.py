@@ -1,4 +1,4 @@
-"""Merge or add partial results in one pass over memory: the Triton kernel behind `merge.py` on CUDA tensors.
+"""Merge or add partial results in one pass over memory: the Triton kernel of `merge.py` for CUDA tensors.
 
 Owns the kernel and its launch; the formula and its conventions are `merge.py`'s. Needs triton, which torch's
 CUDA wheels install; nothing imports this module where there are no CUDA tensors. Each element of every part

@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 class Codec(Protocol):
-    """Write K and V as bytes while they travel; `CodecRow` says how many bytes a row takes.
+    """Write K and V as bytes while they travel; `CodecRow` has the bytes of a row.
 
     `decode` writes the same K and V wherever the same bytes arrive. Rows are independent of each other.
     """
@@ -59,7 +59,7 @@ def halves(both: Tensor, head_dim: int) -> Pair:
 
 
 def tokens_first(first: Tensor, second: Tensor) -> Pair | None:
-    """Return tensors [B, G, slots, ...] as a buffer of two messages; None where tokens do not lie densely."""
+    """Return tensors [B, G, slots, ...] as a buffer of two messages; None if tokens are not dense."""
     memory = first.permute(2, 0, 1, 3), second.permute(2, 0, 1, 3)
     return Pair(first, second, memory) if all(x.is_contiguous() for x in memory) else None
 
@@ -73,7 +73,7 @@ class BufferKind(NamedTuple):
         dtype, device: of both.
         nbytes: a multiple of ALIGNMENT.
         fake: of a FakeTensorMode.
-        apart: the second one lies behind the first one, and not beside it token by token.
+        apart: the second one is after the first one, not interleaved with it token by token.
         place: of transport "pull", bytes from the start of the memory that ranks share; else None.
     """
 
@@ -87,7 +87,7 @@ class BufferKind(NamedTuple):
     place: int | None = None
 
     def bytes_before(self, slot: int) -> tuple[int, ...]:
-        """Return how many bytes of the buffer lie before this slot of each of its messages."""
+        """Return the bytes of the buffer before this slot of each of its messages."""
         row = math.prod(self.shape[1:-1]) * self.dtype.itemsize
         if not self.apart:
             return (slot * row * self.shape[-1],)
@@ -123,7 +123,7 @@ def payload_dtypes(
 def keys_apart(like: Pair) -> bool:
     """Return whether K and V of a single K/V head travel as two messages: on the CPU, of one sample.
 
-    The tokens of such a head lie densely in the caller's tensors, so the own shard is sent without a copy.
+    The tokens of such a head are dense in the caller's tensors, so the own shard is sent without a copy.
     A copy would be held together with the last keys of the head before: the peak of a forward pass.
     """
     return like.k.shape[0] == 1 and like.k.device.type == "cpu"

@@ -109,7 +109,7 @@ class Buffers:
         size = BlockKey(block.nbytes, block.device, block.stream)
         with self._lock:
             self._free.setdefault(size, []).append(block)
-            # Sizes given back longest ago stand first, and go first.
+            # Evict the least recently used size first.
             self._free.move_to_end(size)
             self._used_bytes -= block.nbytes
             self.free_bytes += block.nbytes

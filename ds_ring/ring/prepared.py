@@ -15,11 +15,11 @@ from ds_ring.ring.pair import BufferKinds
 from ds_ring.schedule.steps import Schedule
 
 # [Note: what a pass finds out once]
-# The host time of a hop is Python, so whatever does not depend on the caller's tensors is kept from pass to
-# pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of the
-# buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their route
-# is made. `python tools/bench.py host` measures the host time of a hop; tests/unit/ring/test_host_calls.py
-# bounds the number of Python calls.
+# The host time of a hop is Python, so results that do not depend on the caller's tensors are kept from pass
+# to pass, by schedule and shape: the routes of the messages ([Note: routes] in messages.py) and the kinds of
+# the buffers. The pool keeps the memory of the buffers and their tensors. Messages are checked when their
+# route is made. `python tools/bench.py host` measures the host time of a hop;
+# tests/unit/ring/test_host_calls.py bounds the number of Python calls.
 
 
 class PreparedBatch(NamedTuple):
@@ -53,7 +53,7 @@ class PreparedPasses:
         self._passes: WeakKeyDictionary[Schedule, dict[Any, PreparedPass]] = WeakKeyDictionary()
 
     def of(self, schedule: Schedule, k: Tensor, v: Tensor) -> PreparedPass:
-        """Return what is cached for this schedule and K and V of this shape, dtype and device."""
+        """Return the cached data for this schedule and K and V of this shape, dtype and device."""
         key = (k.shape, v.shape, k.dtype, k.device, isinstance(k, FakeTensor))
         passes = self._passes.setdefault(schedule, {})
         found = passes.get(key)

@@ -1,7 +1,7 @@
 """Run `transport="reproducible"`: outputs and gradients whose bits depend on neither ring size nor layout.
 
 The attention matrix is divided into squares of `block_size` queries and keys, which begin at multiples of
-`block_size` whatever the layout. The kernel computes each square by itself, from contiguous copies, so every
+`block_size` in every layout. The kernel computes each square by itself, from contiguous copies, so every
 call has the same shapes on every ring. What the squares of a block of queries contribute is merged along one
 binary tree over the blocks of keys. The gradient of a block of keys is summed along the same tree over the
 blocks of queries: a rank adds up the nodes of the tree that it has completely, and returns those that remain
@@ -189,7 +189,7 @@ class ReproduciblePass:
                 tree = trees.get((number, block.number))
                 if tree is None or tree.total is None:
                     continue
-                # By a contiguous copy: the bits of `exp` depend on how elements lie.
+                # By a contiguous copy: the bits of `exp` depend on the memory layout.
                 first = block.of(out[:, heads]), block.of(lse[:, heads])
                 merge_(*first, *tree.total)
                 out[:, heads, slots], lse[:, heads, slots] = first

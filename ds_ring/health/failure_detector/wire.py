@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Ranges = tuple[tuple[int, int], ...]  # ranks from the first to the last, both included
 WARNED_PART = 0.1  # of a limit, after which a late rank is named in a warning
-GRACE_S = 0.5  # a late or broken wait is judged after this: the deaths behind it are heard first
+GRACE_S = 0.5  # a late or broken wait is judged after this, when a death that caused it is known
 NOT_COMPARED = "~"  # begins the name of a group whose ranks have different numbers
 
 

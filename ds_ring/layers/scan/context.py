@@ -89,7 +89,7 @@ class ScanContext:
 
     @outside_inference_mode
     def exists(self, offset: int, device: torch.device) -> Tensor:
-        """Return for each slot whether there is a token `offset` positions behind it in its document, [S]."""
+        """Return for each slot whether its document has a token at position + offset, [S]."""
         if (offset, device) in self._exists:
             return self._exists[offset, device]
         parts, rank = self.mesh.ulysses_size, self.mesh.sequence_rank

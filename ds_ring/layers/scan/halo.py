@@ -1,4 +1,4 @@
-"""Copy the few tokens beside each run of a shard: `halo`, and `shift_sequence`, which is made of it.
+"""Copy the few tokens before and after each run of a shard: `halo`, and `shift_sequence`, which calls it.
 
 Owns the operator `ds_ring::halo`. The gradient of a copy is added at the token's owner.
 """
@@ -29,11 +29,11 @@ def halo(
     x: Tensor, before: int, after: int = 0, *, dim: int, layout: Layout, mesh: RingMesh,
     documents: Documents | None = None, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
-    """Return the tokens beside each run of this rank's shard. Differentiable.
+    """Return the tokens before and after each run of this rank's shard. Differentiable.
 
     Args:
         x: local shard, any dtype, with S slots in `dim`: layout.local_tokens over the Ulysses size.
-        before, after: how many tokens in front of each run, and behind it; their sum at least 1.
+        before, after: numbers of tokens before and after each run; their sum at least 1.
         dim: the token dimension.
         layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
         mesh: this process's place; every rank of the sequence must call.
@@ -63,9 +63,9 @@ def shift_sequence(
     x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh, documents: Documents | None = None,
     fill: float = 0, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
-    """Return for each token of this rank's shard the one `offset` positions behind it. Differentiable.
+    """Return x[position + offset] for each local token. Differentiable.
 
-    A sharded sequence cannot be shifted by slicing: what follows a run lies on another rank. For labels, for
+    A sharded sequence cannot be shifted by slicing: the token after a run is on another rank. For labels, for
     the embeddings and labels of multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2), and with
     a negative offset for token shifts (RWKV).
 
@@ -111,7 +111,7 @@ def _clear_other_documents(context: ScanContext, before: int, after: int, copies
 def _swapped(
     context: ScanContext, rows: Tensor, sends: Indices, receives: Indices
 ) -> list[tuple[Tensor, Tensor]]:
-    """Send rows to other ranks; return what each of them sent, beside the index of its place here."""
+    """Send rows to other ranks; return the rows of each of them, and the index of their place here."""
     index_of = {peer: torch.from_numpy(index).to(rows.device) for peer, index in receives.items()}
     arrived = {peer: rows.new_empty((len(index), *rows.shape[1:])) for peer, index in index_of.items()}
     context.swap(

@@ -133,8 +133,8 @@ def scan_messages(
 ) -> Generator[tuple[ByRank, ByRank], None, Tensor]:
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
-    Yields what the rank sends and receives in each round, by the other rank; goes on once the tensors to
-    receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
+    Yields the tensors that the rank sends and receives in each round, by the other rank; continues once the
+    tensors to receive are filled. Real ranks exchange them (`scan_op`), virtual ranks copy them
     (simulation/scans.py).
 
     Returns:

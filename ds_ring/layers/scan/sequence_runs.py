@@ -118,8 +118,8 @@ def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
 def halo_messages(layout: Layout, parts: int, rank: int, before: int, after: int) -> HaloMessages:
     """Return what a rank of the sequence copies, sends and receives for its halos.
 
-    The halo of a run is the `before` positions in front of it and the `after` positions behind it; a halo may
-    cover several short runs. Places before the start and behind the end of the sequence stay empty.
+    The halo of a run is the `before` positions before it and the `after` positions after it; a halo may cover
+    several short runs. Places before the start and after the end of the sequence stay empty.
     """
     runs, width = sequence_runs(layout, parts), before + after
     own: tuple[list[IntArray], list[IntArray]] = ([], [])
@@ -187,7 +187,7 @@ def of_blocks(blocks: Layout, size: int, tokens: int) -> Layout:
 
 @lru_cache(maxsize=64)
 def in_blocks(layout: Layout, size: int) -> Layout:
-    """Return the layout of blocks of `size` positions: block b lies where its positions do.
+    """Return the layout of blocks of `size` positions: block b is on the rank of its positions.
 
     Raises:
         RingLayoutError: a run does not begin and end where blocks do; the end of the sequence may cut one.
@@ -209,7 +209,7 @@ def in_blocks(layout: Layout, size: int) -> Layout:
 
 
 class Piece(NamedTuple):
-    """Consecutive slots of a rank that lie in one run and one document.
+    """Consecutive slots of a rank in one run and one document.
 
     Attributes:
         slot, length: first slot, and number of slots.

@@ -40,8 +40,8 @@ def selected_attention(
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H]; see `ring_attention`.
         return_lse: return the lse as well. Its gradient is exact.
-        block_size: a chosen position stands for itself and the block_size - 1 behind it, of which a query
-            attends to none behind itself. So it costs one number a block; blocks must not overlap.
+        block_size: a chosen position means itself and the next block_size - 1; a query attends to none after
+            itself. So a choice is one number a block; blocks must not overlap.
 
     Returns:
         out [B, H, Q, E] in q's dtype, and the lse [B, H, Q] with `return_lse`. A row that chose nothing has
@@ -83,7 +83,7 @@ def _group(q: Tensor, k: Tensor, chosen: Tensor) -> int:
 
 
 def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int) -> None:
-    """Raise RingShapeError for what is no choice of positions beside q and k, or no size of blocks."""
+    """Raise RingShapeError for chosen positions that do not fit q and k, or a wrong size of blocks."""
     tokens = layout.tokens
     if block < 1 or (block > 1 and q.shape[2] % layout.local_tokens):
         raise RingShapeError(

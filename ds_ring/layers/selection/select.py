@@ -48,20 +48,20 @@ def ring_select(
 ) -> Tensor:  # fmt: skip
     """Return the positions of the k best keys of each local query: by score, the smaller position first.
 
-    Scores need no gradient: what is chosen is a set. `selected_attention` is differentiable.
+    Scores need no gradient: the result is a set. `selected_attention` is differentiable.
 
     Args:
         scores_fn: called with a slice of this rank's query slots and some keys [B, n, ...] of any rank;
             returns their scores [B, queries, n], or [B, C, queries, n] where C heads choose for themselves.
             A key whose score is -inf or NaN is never chosen, one whose score is +inf before all others.
         k: keys that a query chooses at most.
-        keys: what travels, this rank's [B, S, ...], of any dtype.
-        layout: which position lies in which slot.
+        keys: of the indexer, which travel: this rank's [B, S, ...], of any dtype.
+        layout: of the keys.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
         pattern: which keys a query may choose, the same for all heads; None is `Causal()`.
         blocks: `keys` are of blocks of tokens, [B, blocks.local_tokens, ...], and the numbers of blocks are
             returned. A query may choose blocks of its document, and there is no pattern.
-        delay: how many tokens behind a block's first one the queries begin that may choose it.
+        delay: tokens from a block's first one to the first query that may choose it.
         with_positions: call `scores_fn` also with the positions of the keys, or numbers of blocks, int64 [n].
         hop_timeout_s: seconds after which a hop whose messages have not arrived raises.
 
@@ -160,7 +160,7 @@ def _walk(
     Args:
         keys: this rank's.
         context: of the call.
-        leaving: returns the rows for the rank `hop` behind this one; None if it reads none.
+        leaving: returns the rows for the rank `hop` after this one; None if it reads none.
         arriving: returns the number of rows of the rank `hop` before this one; 0 if this rank reads none.
         merge: takes the hop and the keys.
     """
@@ -259,7 +259,7 @@ def _keep_best(best: BestKeys, scores_fn: ScoresFunction, tiles: Tiles, keys: Te
                 )
                 tile = whole.part(q_first, sides[0], k_first, sides[1])
                 if tile.low > tile.high or tile.low >= sides[0] or tile.high <= -sides[1]:
-                    continue  # beside the band
+                    continue  # outside the band
                 rows, columns = (
                     slice(one.start, one.start + (one.length - 1) * one.step + 1, one.step)
                     for one in (tile.q_rows, tile.k_rows)

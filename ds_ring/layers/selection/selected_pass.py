@@ -4,7 +4,7 @@ Rows of one owner are here at a time; gradients of rows return to their owner. A
 ranks at a time and a few bytes for each position, so memory is O(T / P).
 
 [Note: what a query block reads]
-Queries that stand together choose similar keys. So a block of queries attends to the union of the rows that
+Neighbouring queries choose similar keys. So a block of queries attends to the union of the rows that
 its queries chose, by one matrix product under a boolean mask of the pairs that were chosen. A gather of k
 rows for each query would take k times the memory.
 
@@ -165,7 +165,7 @@ class SelectedPass:
                 used, place = chosen.unique(return_inverse=True)
                 visible = chosen.new_zeros((len(chosen), len(used)), dtype=torch.bool)
                 visible.scatter_(1, place, True)
-                used = used[used < count]  # `count` stands for no key of this owner, and is the last one
+                used = used[used < count]  # `count` means no key of this owner, and is the last one
                 for first_used in range(0, len(used), KEYS):
                     part = used[first_used : first_used + KEYS]
                     seen = visible[:, first_used : first_used + len(part)]

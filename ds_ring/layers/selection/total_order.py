@@ -4,10 +4,10 @@ Owns `BestKeys`, which is filled in place tile by tile, and `TotalOrder`, which 
 the same order.
 
 [Note: a total order]
-Scores are often equal (those of a ReLU are 0 for half of the keys), and `torch.topk` says nothing about
+Scores are often equal (those of a ReLU are 0 for half of the keys), and `torch.topk` does not define
 which of equal entries it returns. So keys are ordered by score, and equal scores by position, the smaller one
-first. This order is total: the k best of a union are the k best of the k best of its parts, whatever the
-layout and the number of ranks. A comparison with one process must use it there, too.
+first. This order is total: the k best of a union are the k best of the k best of its parts, for every
+layout and number of ranks. A comparison with one process must use it there, too.
 """
 
 from __future__ import annotations

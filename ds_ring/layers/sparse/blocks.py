@@ -1,7 +1,7 @@
 """Blocks of tokens on shards: gather the tokens of a block, and attend to chosen blocks.
 
 Layers of transformers models that choose blocks of tokens gather them as MoBA and NSA do: the tokens of a
-block may lie on two ranks or more, and its owner gets them. Nothing here holds the keys of all ranks.
+block may be on two ranks or more, and its owner gets them. Nothing here holds the keys of all ranks.
 
 Shapes: B samples, H query heads, G key/value heads, S local tokens, N local blocks, L tokens of a block.
 """
@@ -46,7 +46,7 @@ def tokens_of_blocks(
 
 
 def _index(blocks: BlockLayout, rank: int) -> IntArray:
-    """Return where tokens of blocks stand, [n, L]: in the shard, or behind it in the halos of runs."""
+    """Return the indices of tokens of blocks, [n, L]: in the shard, or after it in the halos of runs."""
     after, slots = blocks.size - 1, blocks.of.local_tokens
     own = blocks.positions(rank)[: blocks.valid_tokens(rank)]
     tokens = blocks.starts[own, None] + np.arange(blocks.size)
@@ -64,12 +64,12 @@ def _index(blocks: BlockLayout, rank: int) -> IntArray:
 def windows(x: Tensor, context: ScanContext, before: int, after: int, step: int = 1) -> Tensor:
     """Return `before` + step + `after` neighbours of each group of `step` slots: [B, n, that, ...].
 
-    Slots in front of the sequence and behind it are zeros. Differentiable; each rank takes part.
+    Slots before and after the sequence are zeros. Differentiable; each rank takes part.
 
     Args:
         x: [B, S, ...], where the layout of `context` has S slots.
         context: of a layout whose runs are whole groups; the end of the sequence may cut one.
-        before, after: slots in front of a group and behind it.
+        before, after: slots before and after a group.
         step: slots of a group.
     """
     size, parts = before + step + after, []
@@ -120,7 +120,7 @@ def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, A
 
 
 def without_padding(x: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
-    """Return x [B, heads, S, ...] with zeros in slots of padding, whatever they hold."""
+    """Return x [B, heads, S, ...] with zeros in slots of padding."""
     valid = layout.valid_tokens(mesh.ring_rank)
     if valid == x.shape[2]:
         return x

@@ -37,7 +37,7 @@ def moba_attention(
     Args:
         q: local queries [B, H, S, D].
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G.
-        layout: which position lies in which slot; shards of consecutive tokens, which may cut blocks.
+        layout: shards of consecutive tokens, which may cut blocks.
         mesh: this process's place; every rank of the ring must call. Its Ulysses size is 1.
         block_size: tokens of a block; blocks begin with the sequence, or with each document.
         top_k: blocks that a query attends to at most, its own one among them.

@@ -85,14 +85,14 @@ def nsa_attention(
     three attentions, each times its gate: to compressed keys, one for every `stride` tokens, made of
     `compressed_size` tokens (equation 7); to the tokens of the top_k blocks that the probabilities of the
     compressed keys add up to most (equations 9 and 10), the same for the query heads of a group; and to a
-    window. All of them see what lies up to the query. Equal sums are ordered by block, the first one first.
+    window. All of them see keys up to the query. Equal sums are ordered by block, the first one first.
 
     Args:
         q: local queries [B, H, S, D].
         k, v: local keys [B, G, S, D] and values [B, G, S, E] of all branches, or three of each: those that
             are compressed, those of chosen blocks, and those of the window.
         gates: [B, H, S, 3], of the branches in this order.
-        layout: which position lies in which slot; runs of whole blocks of `block_size` tokens.
+        layout: runs of whole blocks of `block_size` tokens.
         mesh: this process's place; every rank of the ring must call. Its Ulysses size is 1.
         compress: takes keys [B, G, n, compressed_size, D] and values [.., E] of n windows, and returns
             [B, G, n, D] and [B, G, n, E]. It is called once on each rank, and may have parameters; on each
@@ -176,7 +176,7 @@ class _Importance:
         positions: of the slots, -1 for padding.
         size, stride, block: tokens of a window, between windows, and of a block.
         scale: factor of the scores; None is 1 / sqrt(D).
-        always: how many first and local blocks are chosen whatever their score is.
+        always: numbers of first and local blocks that are chosen with any score.
     """
 
     def __init__(

@@ -4,12 +4,13 @@ What autograd saves of a pass (q, k, v, out, lse) is as large as the gradients t
 allocates. On the host it leaves room for half as many tokens again. The backward pass takes a few heads at a
 time, so those of the next chunk are copied while one is computed (fully pipelined offloading: Yao et al.
 2024, "Training Ultra Long Context Language Model with Fully Pipelined Distributed Transformer", section 4).
-Owns what is saved instead of the tensors, and when heads come back. The CUDA path has not run on a GPU here.
+Owns the objects saved in place of the tensors, and the time at which heads return. The CUDA path has not run
+on a GPU here.
 
 [Note: attention on the host]
 The operator saves CPU tensors in place of its own, so the hooks of checkpointing see ordinary saved tensors.
-The first run of a checkpointed region, whose saved tensors nobody reads, copies nothing. On the device remain
-the gradients, the residual stream and about three head chunks.
+The first run of a checkpointed region, whose saved tensors are never read, copies nothing. On the device
+remain the gradients, the residual stream and about three head chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class OnHost(SavedTensors):
     """Save copies on the host, where the options ask for it (`Options.offload_on`)."""
 
     def save(self, context: RingContext, saved: Saved) -> Saved:
-        """Return the tensors that stand on the host for those of a pass."""
+        """Return the tensors on the host that replace those of a pass."""
         q = saved[0]
         wanted = context.options.offload_on(q.device.type, q.shape[2])
         return saved_on_host(saved, context.mesh.owners[HostMemory]) if wanted else saved
@@ -51,9 +52,9 @@ class OnHost(SavedTensors):
 
 
 def saved_on_host(saved: Saved, memory: HostMemory) -> Saved:
-    """Return what stands on the host for q, k, v, out and lse of a pass, whose copies are started.
+    """Start to copy q, k, v, out and lse of a pass to the host; return the tensors there.
 
-    In the first run of a checkpointed region nothing is copied: what is saved there is made again.
+    In the first run of a checkpointed region nothing is copied: its saved tensors are computed again.
     """
     if is_fake(saved[0]):
         _say_that_graphs_keep_tensors()
@@ -74,7 +75,7 @@ def _say_that_graphs_keep_tensors() -> None:
 
 
 class HeadStream:
-    """Give the heads of one chunk after the other: views of what is here, copies of what is on the host.
+    """Return the heads of one chunk after the other: views of tensors here, copies of those on the host.
 
     `saved` are q, k, v, out and lse, [B, H, S, ...] and [B, G, S, ...].
     """

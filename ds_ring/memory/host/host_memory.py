@@ -1,9 +1,9 @@
-"""Keep tensors in the host's memory, and bring them back before they are asked for.
+"""Keep tensors in the host's memory, and prefetch them before they are read.
 
-Owns copies to pinned memory and back, on streams of their own beside the computation. Tensors are asked for
-in the reverse order of their keeping, as a backward pass does: whoever asks for one starts the copies of
-those that were kept just before it. On the CPU, where the host's memory is the device's, a copy is one, and
-nothing is gained. The CUDA path has not run on a GPU here.
+Owns copies to pinned memory and back, on streams of their own. Tensors are read in the reverse order of their
+keeping, as a backward pass does: reading one starts the copies of those that were kept just before it. On the
+CPU, where the host's memory is the device's, a copy is one, and nothing is gained. The CUDA path has not run
+on a GPU here.
 
 torch's `save_on_cpu` copies on the stream of the computation, which waits for it.
 """
@@ -41,7 +41,7 @@ class Ticket:
 class HostMemory:
     """Keep tensors for a while: `put` returns a ticket, `get` the tensor.
 
-    `ahead` tensors are brought back before they are asked for: those of one layer.
+    `ahead` tensors are prefetched: those of one layer.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class HostMemory:
         if device.type == "cpu":
             return host, None
         out, stream = self._streams_of(device)
-        # Allocated for the stream of the computation, so that its memory goes back there without waiting.
+        # Allocated for the stream of the computation, so that its memory returns there without waiting.
         back = torch.empty(host.shape, dtype=host.dtype, device=device)
         stream.wait_stream(torch.accelerator.current_stream(device))
         stream.wait_stream(out)

@@ -1,8 +1,8 @@
 """Stand for logits that are computed in tiles, when the loss is known: `DeferredLogits`.
 
 A model computes logits in its head, may scale or cap them, and gives them to a loss function. Owns the
-object that takes the logits' place in between: it records what is done to each of them by itself, refuses
-what is not, and computes the loss of `tiled_loss`. It is no tensor, so nothing takes it for one (hooks of
+object that replaces the logits in between: it records elementwise operations, refuses others, and computes
+the loss of `tiled_loss`. It is no tensor, so nothing takes it for one (hooks of
 DeepSpeed do so with every tensor that they find).
 """
 
@@ -39,7 +39,7 @@ _SYMBOLS = {
 
 
 class NoLogitsError(RingConfigError, AttributeError):
-    """Say that logits were asked for that are not computed; an AttributeError, too, for `hasattr`."""
+    """Logits that are not computed were read; an AttributeError, too, for `hasattr`."""
 
 
 class DeferredLogits:
@@ -50,7 +50,7 @@ class DeferredLogits:
         call_head: calls the head's module on hidden states with a job, so that hooks around it run.
         tile: tokens of a tile.
         vocabulary: V.
-        strict: refuse what is not done to each logit by itself; else compute all logits then, and say so.
+        strict: refuse operations that are not elementwise; else compute all logits then, with a warning.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class DeferredLogits:
         return logits
 
     def _after(self, name: str, operands: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what stands for the logits after a function of theirs."""
+        """Return the deferred logits after a function of theirs."""
         # An operand is one number (or a dtype, a device, a flag), and gets no gradient.
         plain = (
             one.numel() == 1 and not one.requires_grad

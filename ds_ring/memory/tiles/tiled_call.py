@@ -37,7 +37,7 @@ Function = Callable[..., Tensor]
 
 @dataclass(eq=False)
 class _TiledCall:
-    """Hold what both passes need to know of a call, beside its tensors."""
+    """The arguments of a call that both passes need, other than its tensors."""
 
     function: Function
     tile: int
@@ -66,7 +66,7 @@ def tiled_call(
     Args:
         function: takes tensors and returns one, token by token; it draws no random numbers.
         inputs: tensors [..., k] with the same leading dimensions, those of the tokens.
-        parameters: all tensors beside the inputs that get a gradient.
+        parameters: all other tensors that get a gradient.
         tile: tokens of a tile.
     """
     leading = inputs[0].shape[:-1]

@@ -44,7 +44,7 @@ def tiled_loss(
         labels: [...], aligned with `hidden`; -100 counts as none.
         items: what the sum is divided by.
         tile: tokens of a tile.
-        change: what is done to each token's logits [n, V] before the loss (a scale, a soft cap).
+        change: of each token's logits [n, V] before the loss (a scale, a soft cap).
     """
     grads = torch.is_grad_enabled()  # inside the function it never is
     made = _TiledLoss.apply(hidden.flatten(0, -2), weight_VH, bias_V, labels.flatten(), tile, change, grads)
@@ -104,7 +104,7 @@ class _TiledLoss(torch.autograd.Function):
 
 
 class _Sums:
-    """Hold the gradients while they grow; those that nobody wants are None."""
+    """The gradients while they grow; None for those that are not needed."""
 
     def __init__(
         self, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, wanted: tuple[bool, ...]

@@ -1,9 +1,9 @@
-"""Where the buffers of a pass lie in the memory of a rank, which other ranks copy from. Pure arithmetic.
+"""The addresses of a pass's buffers in the memory of a rank, which other ranks copy from. Pure arithmetic.
 
 [Note: places known beforehand]
-A rank that pulls a message copies it out of another rank's memory, and must know where it lies there. The
-schedule of a rank says in which order its pass takes and frees buffers, and every rank can compute the
-schedules of all ranks. So `place_buffers` computes the places, and no message says where another one is.
+A rank that pulls a message copies it out of another rank's memory, so it must know the message's address
+there. A rank's schedule fixes the order in which its pass allocates and frees buffers, and every rank can
+compute the schedules of all ranks. So `place_buffers` computes the addresses, and no message carries them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GRAINS = 32  # of the largest buffer, in whose multiples all of them are placed
 
 
 class MessageKey(NamedTuple):
-    """What tells a message from all others of a pass."""
+    """A key that is unique among the messages of a pass."""
 
     sender: int  # ring ranks
     receiver: int
@@ -37,7 +37,7 @@ class MessageKey(NamedTuple):
 
 
 class BufferOffsets(NamedTuple):
-    """Where the buffers of one rank's pass lie.
+    """The addresses of the buffers of one rank's pass.
 
     Attributes:
         offsets: bytes from the start of the memory, by index of the head chunk and number of the buffer.
@@ -51,12 +51,12 @@ class BufferOffsets(NamedTuple):
 
 
 def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int], Any]) -> BufferOffsets:
-    """Return where the buffers of a pass lie, which takes and frees them as the schedule says.
+    """Return the addresses of a pass's buffers, which its schedule allocates and frees.
 
     Args:
         schedule: of one rank.
         kind_at: returns an object with `nbytes`, the size of a buffer of a chunk, with a payload and a number
-            of slots, and `bytes_before`, what lies before a slot of each of its messages.
+            of slots, and `bytes_before`, the bytes before a slot of each of its messages.
 
     A buffer is taken by the step that first writes to it and freed by its `Free`, in the batch after the one
     that it was sent in ([Note: batches] in `schedule/steps.py`). SHARD and RESULTS are the caller's.

@@ -1,6 +1,6 @@
 """Share memory, with signals, between the ranks of a node: torch's symmetric memory, or memfds and pipes.
 
-Owns the memory, its signals, and the refusals where ranks cannot share any. `signals.py` says what is in it.
+Owns the memory, its signals, and the refusals where ranks cannot share any. `signals.py` owns its contents.
 
 [Note: shared memory]
 On CUDA the memory and the signals are those of torch.distributed._symmetric_memory. A stream of its own waits
@@ -9,7 +9,7 @@ attention keeps all multiprocessors. No host waits. (Written for CUDA, not run s
 
 On the CPU the memory is a memfd, which other ranks open by /proc, and a signal is a number in a pipe. Neither
 has a name in a file system, so both are gone with the last process that has them, however it ends. A pipe
-orders the copy behind what the sender wrote, and it ends when the other rank does.
+orders the copy after the sender's writes, and it ends when the other rank does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SIGNAL = struct.Struct("=Bq")  # kind and number
 
 
 class Pull(NamedTuple):
-    """A message to receive: where it lies in the sender's memory, in bytes, and the tensor to fill."""
+    """A message to receive: its offset in the sender's memory, in bytes, and the tensor to fill."""
 
     place: int
     into: Tensor
@@ -99,7 +99,7 @@ class HostShared:
             self._to[peer] = self._opened(os.open(f"{folder}/{door['signals'][me]}", os.O_WRONLY))
 
     def close_doors(self) -> None:
-        """Let nobody else in: all have opened what they need. A pipe then ends with the rank that writes."""
+        """Close the pipes to others: all ranks have opened theirs. A pipe then ends with its writer."""
         for fd in (self._fd, *self._for.values()):
             os.close(fd)
             self._open.discard(fd)
@@ -109,7 +109,7 @@ class HostShared:
             os.close(fd)
 
     def begin_pass(self) -> None:
-        """Order a pass behind the one before, which is over on the CPU."""
+        """Order a pass after the one before, which is over on the CPU."""
 
     def begin(self, receivers: Sequence[int], pulls: Mapping[int, list[Pull]]) -> list[Any]:
         """Signal READY, and return the works of a batch; see [Note: one-sided pulls].
@@ -202,17 +202,17 @@ class CudaShared:
         """Do nothing: torch has closed its own."""
 
     def begin_pass(self) -> None:
-        """Order a pass behind the one before, which another stream may have run."""
+        """Order a pass after the one before, which another stream may have run."""
         here = torch.cuda.current_stream(self.device)
         if self._used_by is not None and self._used_by != here:
             here.wait_stream(self._used_by)
         self._used_by = here
 
     def begin(self, receivers: Sequence[int], pulls: Mapping[int, list[Pull]]) -> list[Any]:
-        """Launch a batch behind the present stream; see [Note: one-sided pulls].
+        """Launch a batch after the work of the current stream; see [Note: one-sided pulls].
 
         Signals have no timeout on the device: it would end the process. `abort` releases a stream that waits
-        in vain, when the watchdog says so.
+        in vain, when the watchdog calls it.
         """
         handle, works = self._handle, []
         self._pulling.wait_stream(torch.cuda.current_stream(self.device))
@@ -260,7 +260,7 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
 
     Raises:
         RingConfigError: they cannot share any; on every rank.
-        RingPeerError: another rank failed meanwhile.
+        RingPeerError: another rank failed during the call.
     """
     mesh, group = exchange.mesh, exchange.mesh.ring_group
     assert group is not None, "a ring of one"
@@ -323,7 +323,7 @@ OF_HANDLE = {
 
 
 def card_of(device: torch.device) -> dict[str, Any]:
-    """Return what this rank tells the others: its node, its GPU, and why it can share no memory, or None."""
+    """Return this rank's node, its GPU, and the reason why it can share no memory, or None."""
     card: dict[str, Any] = {"node": _node(), "refused": _why_not(device)}
     if device.type == "cuda" and card["refused"] is None:
         index, count = device.index, torch.cuda.device_count()
@@ -333,7 +333,7 @@ def card_of(device: torch.device) -> dict[str, Any]:
 
 
 def _node() -> list[str]:
-    """Return the name of this node, and what is equal for ranks that can open each other's memory."""
+    """Return this node's name, and a value that is equal for ranks that can open each other's memory."""
     name = socket.gethostname()
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -4,7 +4,7 @@ Owns when a rank signals, copies and waits. What else ranks send (headers, Ulyss
 as messages.
 
 [Note: one-sided pulls]
-The buffers of a pass lie in memory that the other ranks of the ring can read, at places that all ranks know
+The buffers of a pass are in memory that the other ranks of the ring can read, at addresses that all know
 ([Note: places known beforehand] in `schedule/steps.py`). In each batch a rank (1) signals READY to every rank
 that it sends to, once its buffers are written, (2) waits for READY of every rank that it receives from,
 copies the messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to.
@@ -52,7 +52,7 @@ GROWTH = 4  # memory that was too small is replaced by 1 / GROWTH more than is n
 def make_pass(
     context: RingContext, found: Prepared, operands: Operands, finish_header_check: Callable[[], None] | None
 ) -> Pass:
-    """Return a ring pass whose buffers lie in shared memory; on a ring of one, or of fake tensors, an own."""
+    """Return a ring pass with buffers in shared memory; an ordinary one for one rank or fake tensors."""
     exchange, buffers = context.exchange, None
     if isinstance(exchange, PullExchange) and not isinstance(operands.q, FakeTensor):
         buffers, finish_header_check = exchange.share(found, operands, finish_header_check, context.passes)
@@ -85,7 +85,7 @@ class SharedBuffers(Buffers):
         return self._blocks[key]
 
     def give(self, block: Block) -> None:
-        """Do nothing: the schedule says when a place is used again."""
+        """Do nothing: the schedule decides when an address is used again."""
 
 
 class SharedBuffersByDevice(dict[torch.device, SharedBuffers]):
@@ -105,7 +105,7 @@ class SharedBuffersByDevice(dict[torch.device, SharedBuffers]):
 class PullExchange(Exchange):
     """Exchange the messages of ring passes by one-sided pulls, and all else as `Exchange` does."""
 
-    _messages: Mapping[MessageKey, int] = MappingProxyType({})  # where those of the present pass lie
+    _messages: Mapping[MessageKey, int] = MappingProxyType({})  # addresses of the current pass
     _device: torch.device | None = None  # of the present pass
 
     @property
@@ -127,7 +127,7 @@ class PullExchange(Exchange):
 
         Raises:
             RingConfigError: the ranks cannot share any; on all of them.
-            RingPeerError: another rank failed meanwhile.
+            RingPeerError: another rank failed during the call.
         """
         mesh, plan, (q, k, v, grad_out, _) = self.mesh, found.plan, operands
         backward, size = grad_out is not None, head_bytes(k, v)
@@ -163,7 +163,8 @@ class PullExchange(Exchange):
         """Return the route of a batch. Messages of a ring pass say what tokens they have, and are pulled.
 
         Raises:
-            RingMismatchError: a message differs from the plan, or does not lie where its receiver reads.
+            RingMismatchError: a message differs from the plan, or has another address than its receiver
+                reads.
         """
         route, both = super().route(sends, receives), (*sends, *receives)
         buffers = self._buffers
@@ -191,7 +192,7 @@ class PullExchange(Exchange):
         """Start all messages of a batch."""
         pending = super().start(route, sent, received, hop)
         if route.begin is not None and route.streams is not None and (buffers := self._buffers) is not None:
-            pending.group = buffers.shared  # what is aborted if the batch fails
+            pending.group = buffers.shared  # aborted if the batch fails
         return pending
 
     def _begin(self, route: Route, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[Any]:
