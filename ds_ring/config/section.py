@@ -324,11 +324,8 @@ class RingConfig(PassOptions, RingKeys):
         if value is not None and layout not in ("auto", "balanced"):
             raise Refused(without_effect(shown(value), f'"layout": "{layout}"', "deals out no work"))
         if isinstance(value, list) and type(ring_size) is int and len(value) != ring_size:
-            raise Refused(
-                sentence(
-                    f"{ring_size} numbers (ring_size)", str(len(value)), "give one for each rank of the ring"
-                )
-            )
+            expected = f"{ring_size} numbers (ring_size)"
+            raise Refused(sentence(expected, str(len(value)), "give one for each rank of the ring"))
         return value
 
     @field_validator("dynamic_ring")

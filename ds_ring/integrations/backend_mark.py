@@ -13,9 +13,8 @@ from ds_ring.ops.handles import operator
 def needs_backend_op(position_ids: Tensor) -> Tensor:
     """Mark the position ids of a model whose own attention would see local tokens only."""
     raise RingConfigError(
-        "the model's own attention would attend to this rank's tokens only, and this call does not go through"
-        ' the backend; say engine.compile(backend="ds_ring") before the first batch, or leave "attention" at'
-        ' "ring" and do not compile'
+        "expected attention on the ring, got a call that does not go through the backend, over this rank's"
+        ' tokens only; call engine.compile(backend="ds_ring") first, or set "attention": "ring"'
     )
 
 

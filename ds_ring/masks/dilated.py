@@ -81,14 +81,13 @@ class Dilated(Pattern):
                 )
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise RingPatternError(
-                "Dilated: expected one dilation rate for each segment length: got"
-                f" {len(self.segment_lengths)} lengths and {len(self.dilation_rates)} rates"
+                f"Dilated: expected {len(self.segment_lengths)} dilation rates, got"
+                f" {len(self.dilation_rates)}"
             )
         true_or_false(self.causal, "Dilated: causal", RingPatternError)
         if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
             raise RingPatternError(
-                f"Dilated: head_offsets: expected one of {', '.join(HEAD_OFFSETS)}, got"
-                f" {shown(self.head_offsets)}"
+                f"Dilated: head_offsets: expected {' or '.join(HEAD_OFFSETS)}, got {shown(self.head_offsets)}"
             )
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:

@@ -39,10 +39,7 @@ class Documents(Pattern):
         """
         if (document_ids is None) == (position_ids is None):
             got = "neither" if document_ids is None else "both"
-            raise RingPatternError(
-                f"Documents: expected one of the two, got {got}: give exactly one of document_ids and"
-                " position_ids"
-            )
+            raise RingPatternError(f"Documents: expected document_ids or position_ids, got {got}; give one")
         values = _one_sequence(document_ids if position_ids is None else position_ids)
         if position_ids is not None:
             # a position that does not follow the one before it begins a document
@@ -126,7 +123,7 @@ class Tree(Pattern):
             if not -1 <= parent < node or length < 1:
                 raise RingPatternError(
                     f"Tree: node {node}: expected a parent from -1 (a root) to {node - 1} and a length of at"
-                    f" least 1, got parent {parent} and length {length}; put each node behind its parent"
+                    f" least 1, got parent {parent} and length {length}; put each node after its parent"
                 )
         total = sum(self.lengths)
         tokens = total if self.tokens is None else whole_number(self.tokens, "Tree: tokens", RingPatternError)

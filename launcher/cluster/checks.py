@@ -95,8 +95,8 @@ def choose_free_port() -> int:
         if is_free(port):
             return port
     raise RingConfigError(
-        f"expected a free port from {_CANDIDATES.start} to {_CANDIDATES.stop}, got none in {_ATTEMPTS} tries;"
-        " set master_port in the YAML"
+        f"expected a free port in {_CANDIDATES.start}-{_CANDIDATES.stop}, got none in {_ATTEMPTS} tries; set"
+        " master_port"
     )
 
 

@@ -136,8 +136,8 @@ def require_packages(command: str, *names: str) -> None:
     absent = [name for name in names if find_spec(name) is None]
     if absent:
         raise RingConfigError(
-            f"{command}: expected {' and '.join(names)}, got no {' and no '.join(absent)};"
-            " pip install 'ds_ring[train]'"
+            f"{command}: expected {' and '.join(names)}, got no {', '.join(absent)}; pip install"
+            " 'ds_ring[train]'"
         )
 
 

@@ -85,5 +85,5 @@ def _visible_devices(job: Job, slots: int) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < slots or not all(part.isdecimal() and len(part) < 6 for part in parts):
         got = f"{len(parts)}" if len(parts) < slots else "an entry that is none"
-        raise RingConfigError(f"{_DEVICES}: expected at least {slots} devices, one a slot, got {got}")
+        raise RingConfigError(f"{_DEVICES}: expected at least {slots} device numbers, got {got}")
     return [int(part) for part in parts[:slots]]

@@ -430,7 +430,7 @@ class _RelaunchedRun:
         ring = ring_for(config, cluster.world_size, slots, smallest)
         if ring is None:
             raise RingConfigError(
-                f"relaunch: expected a ring of {smallest} ranks (smallest_ring_size) or more on {slots}"
+                f"relaunch: expected a ring of at least {smallest} ranks (smallest_ring_size) on {slots}"
                 " slots that keeps a step's samples, got none; bring hosts back"
             )
         hosts = hosts_for(presence.hosts, ring.world_size)

@@ -54,10 +54,10 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
     [
         (
             "no labels, backward",
-            "engine.backward: expected the loss of a model, got NoneType; give labels",
+            "engine.backward: expected a model's loss, got NoneType; give labels",
         ),
-        ("no labels, logged", "mean_loss: expected the loss of a model, got NoneType; give labels"),
-        ("no labels, ring.loss", "loss: expected a batch with labels, got the keys ['input_ids'"),
+        ("no labels, logged", "mean_loss: expected a model's loss, got NoneType; give labels"),
+        ("no labels, ring.loss", "loss: expected labels, got ['input_ids'"),
         ("ragged", "expected one length, got 12, 17 tokens; give lengths="),
         ("ragged, wrapped", "expected one length, got 12, 17 tokens"),
         ("index", "a rank has 12 of 24 tokens"),
@@ -110,5 +110,5 @@ def test_check_model_takes_no_script(tmp_path: Path) -> None:
 
     script = tmp_path / "plain.py"
     script.write_text("x = 1\n")
-    with pytest.raises(RingConfigError, match=r"got the script .*plain\.py; no code is run"):
+    with pytest.raises(RingConfigError, match=r"got the script .*plain\.py; which is not run"):
         read_config(str(script))

@@ -295,10 +295,10 @@ def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
     words = {
         "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
         "loss": "Bare: expected logits, or a loss by num_items_in_batch, got a tensor",
-        "places": "Bare: expected arguments by name, got 3 without",
+        "places": "Bare: expected arguments by name, got 3",
         "positions": "Unnumbered.forward: expected it to take position_ids, got ['input_ids', 'labels']",
         "borders": "batch: expected position_ids with cu_seq_lens_q, got none",
-        "short": "outputs: expected a sequence that is cut, got 16 tokens, below min_sequence_length",
+        "short": "outputs: expected a sharded sequence, got 16 tokens, below min_sequence_length",
     }
     for found in rank_pool(2).run(whole_batches):
         assert found.keys() == words.keys()

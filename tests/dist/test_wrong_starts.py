@@ -132,7 +132,7 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "another attention": (
         {"implementation": "eager", "config": GOOD | {"ring_attention": {"attention": "as_is"}}},
         CONFIG,
-        "'eager', which would attend to this rank's tokens only",
+        "keeps 'eager', which would attend to this rank's tokens only",
     ),
     "inexact scale": (
         {"config": GOOD | UNEQUAL_SCALES},

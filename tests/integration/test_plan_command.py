@@ -172,7 +172,7 @@ def test_tables_for_people(capsys):
         ),
         (
             [*SIZES, "--tokens", "64", "--devices", "4", "--ulysses-size", "4"],
-            "divisor of the model's 2 K/V heads",
+            "divisor of 2 K/V heads",
         ),
         ([*SIZES, "--hf-config", "x.json", "--tokens", "64"], "expected no sizes beside it, got --layers"),
         (["--hf-config", "/no/such.json", "--tokens", "64"], "does not exist"),

@@ -247,7 +247,7 @@ BAD_LAUNCHES = {
     "node rank none": (
         ON_EACH_HOST,
         [],
-        "--node-rank: expected 0 to 1, got none; with ssh: false, use 0 on node-0",
+        "--node-rank: expected 0 to 1, got none; without ssh, use 0 on node-0",
     ),
     "node rank 2": (ON_EACH_HOST, ["--node-rank", "2"], "--node-rank: expected 0 to 1, got 2"),
     "node rank -1": (ON_EACH_HOST, ["--node-rank=-1"], "--node-rank: expected 0 to 1, got -1"),
@@ -301,9 +301,7 @@ def test_chosen_ports_are_free_and_differ() -> None:
 
 def test_a_machine_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "is_free", lambda port: False)
-    with pytest.raises(
-        RingConfigError, match="expected a free port from 20000 to 29500, got none in 200 tries"
-    ):
+    with pytest.raises(RingConfigError, match="expected a free port in 20000-29500, got none in 200 tries"):
         checks.choose_free_port()
 
 

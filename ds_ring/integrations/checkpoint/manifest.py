@@ -398,7 +398,7 @@ def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = (
         return  # nothing that is whole
     if steps > global_steps and (root / tag).resolve() not in damaged:
         raise RingCheckpointError(
-            f"{root}: expected to save after step {steps} of {tag}, as '{LATEST}' names it, got"
+            f"{root}: expected to save after step {steps} or later, since '{LATEST}' names {tag}, got step"
             f" {global_steps}; save elsewhere, or `ds-ring verify-checkpoint {root} --tag TAG --make-latest`"
         )
 

@@ -56,8 +56,8 @@ def compile_with_ring(
             )
         if engine.is_compiled:
             raise RingConfigError(
-                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that is;'
-                " say it once, before the first batch"
+                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that'
+                " is; call it once"
             )
         if session.config.dynamic_ring:
             raise RingConfigError(

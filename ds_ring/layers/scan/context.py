@@ -127,9 +127,11 @@ def scan_context(
     def make() -> ScanContext:
         check_layout(layout, mesh)
         if documents is not None and documents.tokens != layout.tokens:
-            raise RingPatternError(
-                f"documents: expected ids for {layout.tokens} tokens (the layout's), got {documents.tokens};"
-                " build both for one length"
+            raise RingPatternError.wrong(
+                "documents",
+                f"ids for the layout's {layout.tokens} tokens",
+                documents.tokens,
+                "use one length",
             )
         return ScanContext(layout, documents, mesh, hop_timeout_s)
 

@@ -99,9 +99,8 @@ def _check_scan(transition: Tensor, increment: Tensor, matrix: bool, context: Sc
     for name, x in (("transition", transition), ("increment", increment)):
         check_operand(f"ring_scan: {name}", x)
         if x.dtype not in (torch.float32, torch.float64) or x.dtype != increment.dtype:
-            raise RingShapeError(
-                f"ring_scan: {name}: expected float32 or float64, the same for both, got {x.dtype}; call"
-                " .float()"
+            raise RingShapeError.wrong(
+                f"ring_scan: {name}", "float32 or float64, as the other", f"{x.dtype}", "cast it"
             )
     runs, shape = context.own_runs, tuple(increment.shape)
     fits = transition.dim() == increment.dim() and len(transition) == len(increment) == runs

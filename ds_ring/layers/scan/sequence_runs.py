@@ -98,9 +98,8 @@ def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
         for start, step, length in layout.runs(ring_rank).tolist():
             if step != 1 and length > 1:
                 raise RingLayoutError(
-                    f"{layout}: expected shards of consecutive positions, since a recurrence or a convolution"
-                    f" passes from token to token, got one of ring rank {ring_rank} with every {step}th"
-                    ' token; use the layout "zigzag", "contiguous" or "balanced"'
+                    f"{layout}: expected shards of consecutive positions, got every {step}th token on ring"
+                    f' rank {ring_rank}; use the layout "zigzag", "contiguous" or "balanced"'
                 )
             done = 0
             while done < length:
@@ -199,9 +198,9 @@ def in_blocks(layout: Layout, size: int) -> Layout:
         if start % size or (length % size and start + length < layout.tokens):
             pieces = layout.ring_size * max(len(runs.of_rank(one)) for one in range(layout.ring_size))
             raise RingLayoutError(
-                f"{layout}: expected runs of whole blocks of {size} tokens, got one of ring rank {rank} from"
-                f" {start} to {start + length - 1}; pad the sequence to a multiple of {pieces * size} tokens,"
-                " or let ds_ring.initialize choose the layout"
+                f"{layout}: expected runs of whole blocks of {size} tokens, got {start} to"
+                f" {start + length - 1} on ring rank {rank}; pad the sequence to a multiple of"
+                f" {pieces * size} tokens"
             )
     starts = (runs.starts // size).tolist()
     blocks = -(-layout.tokens // size)

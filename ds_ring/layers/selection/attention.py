@@ -94,14 +94,12 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: i
     fits = chosen.dim() in (3, 4) and shape[0] == len(q) and shape[-2] == q.shape[2] and shape[-1] > 0
     if not fits or (len(shape) == 4 and (shape[1] < 1 or groups % shape[1])):
         raise RingShapeError(
-            f"chosen: expected [{len(q)}, {q.shape[2]}, k] or [{len(q)}, C, {q.shape[2]}, k] with C a divisor"
-            f" of the {groups} K/V heads, got shape {shape}; pass what ring_select returned, and no"
-            " sinks where each query head chooses"
+            f"chosen: expected [{len(q)}, {q.shape[2]}, k] or [{len(q)}, C, {q.shape[2]}, k] with C a"
+            f" divisor of the {groups} K/V heads, got shape {shape}; pass ring_select's result"
         )
     if chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         raise RingShapeError(
-            f"chosen: expected int64 or int32 on {q.device}, got {chosen.dtype} on {chosen.device}; cast or"
-            " move it"
+            f"chosen: expected int64 or int32 on {q.device}, got {chosen.dtype} on {chosen.device}"
         )
     least, most = int(chosen.min()), int(chosen.max())
     if least < -1 or most >= tokens:

@@ -57,9 +57,8 @@ class BlockLayout(Layout):
             lengths, ids = np.array([tokens]), np.array([0])
         else:
             if documents.tokens != tokens:
-                raise RingPatternError(
-                    f"documents: expected ids for {tokens} tokens (the layout's), got {documents.tokens};"
-                    " build both for one length"
+                raise RingPatternError.wrong(
+                    "documents", f"ids for the layout's {tokens} tokens", documents.tokens, "use one length"
                 )
             lengths, ids = np.diff([*documents.starts, tokens]), np.array(documents.ids)
             real = ids[ids >= 0]

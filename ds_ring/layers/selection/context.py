@@ -21,9 +21,6 @@ def selection_context(
     """
     check_not_transformed("ring_select and what is built on it")
     if mesh.ulysses_size > 1:
-        raise RingConfigError(
-            f"ring_select: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
-            f" {mesh.sequence_size} for attention over chosen keys"
-        )
+        raise RingConfigError.wrong("ring_select", "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
     check_layout(layout, mesh)  # no name, which stands for different layouts beside different patterns
     return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s))

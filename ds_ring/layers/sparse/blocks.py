@@ -105,10 +105,7 @@ def attend_to_blocks(
 def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, Any]) -> None:
     """Raise for tensors that do not fit each other or the layout, and for a mesh with Ulysses ranks."""
     if mesh.ulysses_size > 1:
-        raise RingConfigError(
-            f"{name}: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; use a ring of"
-            f" {mesh.sequence_size} for attention over chosen blocks"
-        )
+        raise RingConfigError.wrong(name, "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
     check_layout(layout, mesh)
     for what, x in named:
         check_operand(what, x)

@@ -62,14 +62,13 @@ class NsaSizes:
         size, stride, block = self.compressed_size, self.stride, self.block_size
         if size % stride or block % stride or size > block:
             raise RingConfigError(
-                "nsa_attention: expected compressed_size and block_size that are multiples of stride, the"
-                f" first no larger than the second, got {size}, {block} and {stride}; take the paper's 32, 64"
-                " and 16, say"
+                f"nsa_attention: expected compressed_size <= block_size, multiples of stride, got {size},"
+                f" {block} and {stride}; the paper has 32, 64 and 16"
             )
         if self.first_blocks + self.local_blocks > self.top_k:
             raise RingConfigError(
-                f"nsa_attention: expected top_k of at least first_blocks + local_blocks, got {self.top_k} <"
-                f" {self.first_blocks} + {self.local_blocks}; raise top_k"
+                f"nsa_attention: expected top_k of first_blocks + local_blocks or more, got {self.top_k};"
+                " raise top_k"
             )
 
 

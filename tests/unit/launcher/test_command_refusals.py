@@ -26,7 +26,7 @@ REFUSED = {
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
     "a model without such a head": (
         ["check-model", "vit", "--head", "causal-lm"],
-        "expected a model with the head causal-lm, transformers has none",
+        "expected a model with the head causal-lm, got none in transformers",
     ),
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
     "a ring that does not divide": (
@@ -41,7 +41,7 @@ REFUSED = {
         ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
         'expected a pattern without "documents"',
     ),
-    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device cuda: expected 2 GPUs, got 0"),
+    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device: expected 2 GPUs, got 0"),
     "a demo below a file": (
         ["demo", "--steps", "1", "--output", "train.py/out"],
         "--output: expected a folder that can be written, got train.py/out",

@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda _: add_images({}, small("llama"), 0), "expected get_image_features for images",
     ),
     "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
-    "images that do not fit": (lambda _: _few_tokens(), "expected images that fit 6 tokens"),
+    "images that do not fit": (lambda _: _few_tokens(), "expected images of 6 tokens"),
 }  # fmt: skip
 
 

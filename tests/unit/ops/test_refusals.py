@@ -127,7 +127,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
         lambda: get_kernel("cpu", "cpu", scores=Scores(ScoreMod(Softcap(2.0)), range(2))),
         RingConfigError, "expected a kernel that changes scores",
     ),
-    "small heads of flex": (small_heads_of_flex, RingShapeError, "head_dim of at least 16, got 8"),
+    "small heads of flex": (small_heads_of_flex, RingShapeError, "head_dim 16 or more, got 8"),
     "a mask by sample, dense": (
         lambda: MaskMod(by_batch).mask(np.arange(4), np.arange(4)), RingPatternError, "same for all samples"
     ),

@@ -74,7 +74,9 @@ def test_layouts_that_cannot_be(arguments: dict[str, object], said: str) -> None
 def test_shards_that_ulysses_ranks_cannot_share_are_refused() -> None:
     layout = make_layout("zigzag", tokens=9, ring_size=2)
     assert layout.part_slots(5) == 1
-    with pytest.raises(RingShapeError, match=r"shards of 5 slots cannot be split over 3 Ulysses ranks"):
+    with pytest.raises(
+        RingShapeError, match=r"expected shards of a multiple of 3 slots, as Ulysses ranks, got 5"
+    ):
         layout.part_slots(3)
 
 
@@ -106,8 +108,8 @@ def test_document_zigzag_is_even_whatever_the_lengths(ring_size: int, mean: int)
 @pytest.mark.parametrize(
     ("pattern", "said"),
     [
-        (None, "cuts the documents of a pattern, got None"),
-        (Causal(), r'got Causal\(\); give a pattern with Documents.*in the JSON "documents": true'),
+        (None, "expected a pattern with Documents.*got None"),
+        (Causal(), r'with Documents.*in the JSON "documents": true, got Causal\(\)'),
         (Documents([0] * 7) & Causal(), "expected documents of 8 tokens, got 7"),
     ],
 )

@@ -102,7 +102,7 @@ def test_stages_by_a_budget_of_bytes() -> None:
 
 def test_stages_beside_other_directions_are_refused() -> None:
     layout = make_layout("zigzag", tokens=64, ring_size=4)
-    with pytest.raises(RingLayoutError, match="stage_shards: expected None beside directions, got 2"):
+    with pytest.raises(RingLayoutError, match="stage_shards: expected None with directions, got 2"):
         build_plan(Causal(), layout, directions=one_way(4), stage_shards=2)
     # Two levels are not chosen beside them: the plan says so.
     plan = build_plan(Full(), layout, ranks_per_node=2, stage_shards=3)

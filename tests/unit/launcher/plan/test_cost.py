@@ -60,7 +60,7 @@ def test_parameters_of_llama_3_8b():
 
 
 def test_wrong_sizes_are_refused():
-    with pytest.raises(RingConfigError, match="heads: expected a multiple of kv_heads 3, got 4"):
+    with pytest.raises(RingConfigError, match="heads: expected a multiple of 3 kv_heads, got 4"):
         replace(SMALL, kv_heads=3)
     with pytest.raises(RingConfigError, match="layers: expected a whole number of at least 1, got 0"):
         replace(SMALL, layers=0)
