@@ -345,7 +345,7 @@ def wrong(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("ulysses", "RingConfigError", "expected a mesh with ulysses_size 1, got 2"),
+        ("ulysses", "RingConfigError", "expected ulysses_size 1, got 2"),
         ("striped", "RingLayoutError", "expected shards of consecutive positions"),
         ("no blocks", "RingConfigError", "moba_attention: block_size: expected a positive integer, got 0"),
         ("top_k", "RingConfigError", "moba_attention: top_k: expected a positive integer, got 2.0"),
