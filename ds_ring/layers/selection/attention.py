@@ -95,7 +95,8 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: i
     if not fits or (len(shape) == 4 and (shape[1] < 1 or groups % shape[1])):
         raise RingShapeError(
             f"chosen: expected [{len(q)}, {q.shape[2]}, k] or [{len(q)}, C, {q.shape[2]}, k] with C a"
-            f" divisor of the {groups} K/V heads, got shape {shape}; pass ring_select's result"
+            f" divisor of {groups} K/V heads, got {shape}; pass ring_select's, and no sinks where query heads"
+            " choose"
         )
     if chosen.dtype not in (torch.int64, torch.int32) or chosen.device != q.device:
         raise RingShapeError(
