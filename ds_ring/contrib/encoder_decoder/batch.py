@@ -84,17 +84,16 @@ class Pairs(BatchKind):
         encoder, decoder = _two_sequences(whole_tensors(given, None)[0])
         for key in (DOCUMENT_IDS, *ROW_KINDS, "position_ids"):
             if key in encoder or key in decoder:
-                raise RingPatternError(
-                    f"batch: expected samples of one text and one answer each, got {key}; pad samples"
+                raise RingPatternError.wrong(
+                    "batch", "samples of one text and one answer", key, "pad samples"
                 )
         labels_BD = decoder.pop("labels", None)
         if labels_BD is not None and labels_BD.ndim != 2:
             raise RingShapeError(f"labels: expected [samples, tokens], got {list(labels_BD.shape)}")
         if "input_ids" not in decoder and "inputs_embeds" not in decoder:
             if labels_BD is None:  # what some models make of the text then is not the caller's to guess
-                raise RingShapeError(
-                    "batch: expected labels or decoder_input_ids of an encoder-decoder, got the keys"
-                    f" {sorted(given)}"
+                raise RingShapeError.wrong(
+                    "batch", "labels or decoder_input_ids", f"{sorted(batch)}", "give one"
                 )
             decoder["input_ids"] = self._decoder_ids(labels_BD)
         if labels_BD is not None:
