@@ -92,8 +92,8 @@ class Pairs(BatchKind):
             raise RingShapeError(f"labels: expected [samples, tokens], got {list(labels_BD.shape)}")
         if "input_ids" not in decoder and "inputs_embeds" not in decoder:
             if labels_BD is None:  # what some models make of the text then is not the caller's to guess
-                raise RingShapeError.wrong(
-                    "batch", "labels or decoder_input_ids", f"{sorted(batch)}", "give one"
+                raise RingShapeError(
+                    f"batch: expected labels or decoder_input_ids of an encoder-decoder, got {sorted(given)}"
                 )
             decoder["input_ids"] = self._decoder_ids(labels_BD)
         if labels_BD is not None:
