@@ -218,12 +218,13 @@ ENGINE_PARTS = {
     "checkpoint": "ds_ring.integrations.checkpoint.engine.SealedCheckpoints",
 }
 
-# What capabilities add to a transformers model (`integrations/transformers/model_part.py`), by keys of
-# "long_sequence" in the JSON: without its row a key is refused.
+# What capabilities add to a transformers model (`integrations/transformers/model_part.py`); those of
+# "long_sequence" by their keys in the JSON: without its row a key is refused.
 MODEL_PARTS = {
     "tiled_loss": "ds_ring.integrations.transformers.tiles.head.TiledLoss",
     "tiled_mlp": "ds_ring.integrations.transformers.tiles.layers.TiledMLPs",
     "offload_checkpoints": "ds_ring.integrations.transformers.offloaded_checkpoints.OffloadedCheckpoints",
+    "generation": "ds_ring.integrations.transformers.generation.Generation",
 }
 
 # Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `integrations/deepspeed`).

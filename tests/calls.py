@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ds_ring import PassOptions, decode_attention, latent_attention, ring_attention
+import ds_ring
+from ds_ring import PassOptions, ring_attention
 
 _OPTIONS = frozenset(PassOptions.model_fields)
 
@@ -27,7 +28,7 @@ def function_of(arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[
     given = {name: value for name, value in arguments.items() if name != "up_projection" or value is not None}
     function: Callable[..., Any] = ring_attention
     if given.pop("queries", "sharded") == "replicated":
-        function = decode_attention
+        function = ds_ring.decode_attention
     elif "up_projection" in given:
         function = partial(_latents, given.pop("up_projection"))
     names = [name for name in given if name in _OPTIONS]
@@ -36,4 +37,4 @@ def function_of(arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], dict[
 
 
 def _latents(up_projection: Tensor, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
-    return latent_attention(q, k, v, up_projection, **given)
+    return ds_ring.latent_attention(q, k, v, up_projection, **given)

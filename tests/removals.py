@@ -101,6 +101,13 @@ CAPABILITIES = {
         with_it=("MoBA and NSA", "variant compressed", "variant recurrent"),
         words=r"\bring_scan|\bhalos?\b|\bshift_sequence|layers\.scan",
     ),
+    "decode and generation": Capability(
+        ("decode", "integrations.transformers.generation", "integrations.transformers.ring_cache"),
+        ("dist/test_generation.py",),
+        words=r"\bdecode_attention|\breplicated|\bdecode\.",
+        named=1,
+        why="a refusal of queries that are no shard says what takes them",
+    ),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),
@@ -208,7 +215,7 @@ def files_of(name: str) -> list[Path]:
     ]
 
 
-def tests_of(name: str) -> list[Path]:
+def own_tests_of(name: str) -> list[Path]:
     """Return the files and folders of tests that go with a capability, without those that go with it."""
     found = [ROOT / "tests" / one for one in CAPABILITIES[name].tests]
     for place in CAPABILITIES[name].places:
@@ -267,7 +274,7 @@ def removed(name: str, folder: Path) -> Path:
     for place in places:
         path = folder / "ds_ring" / place.replace(".", "/")
         _delete(path if path.is_dir() else path.with_suffix(".py"))
-    for file in {file.relative_to(ROOT) for part in whole(name) for file in tests_of(part)}:
+    for file in {file.relative_to(ROOT) for part in whole(name) for file in own_tests_of(part)}:
         _delete(folder / file)
     _remove_rows(folder, places)
     (folder / "sitecustomize.py").write_text(_SITE)

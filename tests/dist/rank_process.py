@@ -114,7 +114,8 @@ def _forget_the_last_call() -> None:
     DeepSpeed's hooks of gradients and its engine hold each other, by autograd's nodes, which Python does not collect.
     """
     for one in gc.get_objects():
-        if isinstance(one, torch.nn.Parameter) or type(one).__name__.startswith(_ENGINES):
+        kind = type(one)  # isinstance would ask a weak proxy, which raises if its object is gone
+        if issubclass(kind, torch.nn.Parameter) or kind.__name__.startswith(_ENGINES):
             vars(one).clear()
     one = None
     gc.collect()

@@ -26,9 +26,9 @@ from tests.removals import (
     VARIANTS_FOLDER,
     Capability,
     core_lines,
+    own_tests_of,
     removed,
     still_needing,
-    tests_of,
 )
 
 CORES_TESTS = (
@@ -149,9 +149,9 @@ def test_each_variant_has_its_row_its_file_and_its_tests() -> None:
     assert [f"variant {name}" for name in sorted(names)] == sorted(VARIANTS)
     files = {path.stem for path in (ADAPTER / "variants").iterdir() if path.stem[0] != "_"}
     assert files == {*names, "variant"}
-    found = {path for name in VARIANTS for path in tests_of(name)}
+    found = {path for name in VARIANTS for path in own_tests_of(name)}
     assert set(ROOT.glob("tests/*/**/variants/test_*.py")) == found
-    assert all(map(tests_of, VARIANTS)), "a variant without tests of its own"
+    assert all(map(own_tests_of, VARIANTS)), "a variant without tests of its own"
 
 
 def test_no_file_of_the_adapter_names_a_variant() -> None:

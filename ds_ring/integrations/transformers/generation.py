@@ -44,6 +44,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.model import GENERATOR, MODEL
+from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.integrations.transformers.variants import variants
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
@@ -113,16 +114,25 @@ _MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 _OFF = "or generate without a ring: with engine.ring.off(): model.generate(...)"
 
 
-class Generation:
-    """Run the forward passes of `generate` on a ring.
+_cuts_prompt = patch(
+    MODEL, stage="before_forward", feature="generation", options=("prepend",),
+    reason="cuts the prompt, so that the other hooks get this rank's tokens",
+)  # fmt: skip
+_generates = patch(
+    GENERATOR, "generate", stage="around_generate", kind="replaced", feature="generation",
+    reason="calls the original with the ring's cache, compares the arguments of the ranks",
+)  # fmt: skip
+_own_generate = patch(
+    GENERATOR, "generate", stage="around_off", kind="set", feature="generation.off",
+    reason="engine.ring.off()",
+)  # fmt: skip
 
-    Attributes:
-        sharding: of the forward pass under way, if it is one of a generation.
-    """
 
-    def __init__(self, model: PreTrainedModel, session: RingSession) -> None:
-        self.sharding: BatchSharding | None = None
-        self.model, self._session = model, session
+class Generation(ModelPart):
+    """Run the forward passes of `generate` on a ring."""
+
+    def __init__(self, model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> None:
+        super().__init__(model, session, rewritten)
         self.signature = inspect.signature(model.forward)
         self._cache: RingCache | None = None
         self._last = 0  # slot of the prompt's last token, on the rank that has it
@@ -130,9 +140,27 @@ class Generation:
     @functools.cached_property
     def mesh(self) -> RingMesh:
         """Return the mesh that generation runs on. Collective in the sequence, at first use."""
-        return one_ring(self._session.mesh)
+        return one_ring(self.session.mesh)
 
-    def start(self, asked: dict[str, Any], rewritten: bool) -> dict[str, Any]:
+    def patches(self, loss: Loss) -> list[Any]:
+        """Return the patches with which `model.generate` runs on the ring."""
+
+        @_cuts_prompt
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if torch.compiler.is_compiling():
+                return None
+            local = self.before(dict(self.signature.bind_partial(*args).arguments) | kwargs)
+            return None if local is None else ((), local)
+
+        return [before, *([_generates.to(_Generate(self))] if hasattr(self.model, "generate") else [])]
+
+    def own(self) -> list[Any]:
+        generate = getattr(self.model, "generate", None)
+        return [] if generate is None else [_own_generate.to(generate.own)]
+
+    def start(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Check a call of `generate`, by its arguments, on all ranks; return the arguments to add.
 
         Raises:
@@ -142,7 +170,7 @@ class Generation:
             # as transformers puts it together
             settings = copy.deepcopy(asked.get("generation_config") or self.model.generation_config)
             settings.update(**{name: value for name, value in asked.items() if hasattr(settings, name)})
-            self._check(asked, settings, rewritten)
+            self._check(asked, settings)
             call.agree(_described(asked, settings))
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
@@ -151,7 +179,7 @@ class Generation:
             given[name] = _cache_class()(
                 self.mesh.ring_rank, self.mesh.ring_size,
                 self.model.config.get_text_config(decoder=True) if has_states else None,
-                Exchange(self.mesh, self._session.config.hop_timeout_seconds),
+                Exchange(self.mesh, self.session.config.hop_timeout_seconds),
             )  # fmt: skip
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())
@@ -159,7 +187,7 @@ class Generation:
             given["synced_gpus"] = True
         return given
 
-    def _check(self, asked: dict[str, Any], settings: Any, rewritten: bool) -> None:
+    def _check(self, asked: dict[str, Any], settings: Any) -> None:
         name = f"{type(self.model).__name__}.generate"
         mode = settings.get_generation_mode(asked.get("assistant_model"))
         cache, config = cache_in(asked), self.model.config.get_text_config()
@@ -179,11 +207,11 @@ class Generation:
             and not makes_such_masks(self.model, "sliding_attention")
         )
         faults = {
-            "expected attention of the model's own, got one that the backend has rewritten": rewritten,
+            "expected attention of the model's own, got one that the backend has rewritten": self.rewritten(),
             "expected evaluation mode, or training without dropout and checkpointing, got training with"
             f" {' and '.join(only_in_training)}: call engine.eval(), or leave that out (in TRL"
             " disable_dropout=True)": bool(only_in_training),
-            f"expected a causal pattern, got {self._session.pattern}": not self._session.pattern.is_causal,
+            f"expected a causal pattern, got {self.session.pattern}": not self.session.pattern.is_causal,
             f"expected greedy decoding, sampling or beams, got {mode.value}": mode.value not in _MODES
             or asked.get("custom_generate") is not None,
             "expected use_cache=True, got False": settings.use_cache is False,
@@ -238,7 +266,7 @@ class Generation:
             return self._prompt(given, tokens, longest, real_tokens)
         cache.begin(tokens)
         assert cache.layout is not None
-        session, groups = self._session, self._groups(cache.layout.tokens)
+        session, groups = self.session, self._groups(cache.layout.tokens)
         self.sharding = CachedSharding(
             session.config, cache.layout, self.mesh, session.patterns, groups, longest,
             q_positions=torch.tensor(list(cache.arriving)), real_tokens=real_tokens, masks_padding=True,
@@ -250,7 +278,7 @@ class Generation:
         self, given: dict[str, Any], tokens: int, longest: Tensor, real_tokens: Tensor | None
     ) -> dict[str, Any]:
         """Return this rank's part of a prompt, which is cut as the batches of training are."""
-        session, mesh, cache = self._session, self.mesh, self._cache
+        session, mesh, cache = self.session, self.mesh, self._cache
         assert cache is not None
         groups = self._groups(tokens)
         layout = session.layout_for(tokens, mesh, groups)
@@ -294,51 +322,24 @@ class Generation:
             slot = self._last if logits.shape[1] > 1 else 0
             last_B1V = logits[:, slot : slot + 1] * int(self._owns_last)
             if self.mesh.ring_group is not None:
-                exchange = Exchange(self.mesh, self._session.config.hop_timeout_seconds)
+                exchange = Exchange(self.mesh, self.session.config.hop_timeout_seconds)
                 exchange.all_reduce(last_B1V, self.mesh.ring_group)
             output["logits"] = last_B1V
         self._cache.finish()
 
 
-_cuts_prompt = patch(
-    MODEL, stage="before_forward", feature="generation", options=("prepend",),
-    reason="cuts the prompt, so that the other hooks get this rank's tokens",
-)  # fmt: skip
-_generates = patch(
-    GENERATOR, "generate", stage="around_generate", kind="replaced", feature="generation",
-    reason="calls the original with the ring's cache, compares the arguments of the ranks",
-)  # fmt: skip
-
-
-def generation_patches(generation: Generation, rewritten: Callable[[], bool]) -> list[Any]:
-    """Return the patches with which `model.generate` runs on the ring."""
-    model, signature = generation.model, generation.signature
-
-    @_cuts_prompt
-    def before(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if torch.compiler.is_compiling():
-            return None
-        local = generation.before(dict(signature.bind_partial(*args).arguments) | kwargs)
-        return None if local is None else ((), local)
-
-    generates = hasattr(model, "generate")
-    return [before, *([_generates.to(_Generate(model, generation, rewritten))] if generates else [])]
-
-
 class _Generate:
     """Stand in front of a model's own `generate`."""
 
-    def __init__(self, model: Any, generation: Generation, rewritten: Callable[[], bool]) -> None:
-        self._model, self.own = model, model.generate
-        self._generation, self._rewritten = generation, rewritten
+    def __init__(self, generation: Generation) -> None:
+        model: Any = generation.model
+        self._generation, self._model, self.own = generation, model, model.generate
         functools.update_wrapper(self, self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(self.own).bind(*args, **kwargs).arguments
         asked = {**bound, **bound.pop("kwargs", {})}
-        return self.own(**asked | self._generation.start(asked, self._rewritten()))
+        return self.own(**asked | self._generation.start(asked))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Give a copy of the model its own method: this one would go on with the original's weights."""

@@ -27,9 +27,8 @@ from ds_ring.integrations.transformers.families import (
     pools_the_last_token,
     router_loss,
 )
-from ds_ring.integrations.transformers.generation import Generation, generation_patches
 from ds_ring.integrations.transformers.images import image_encoders, images_hook
-from ds_ring.integrations.transformers.model import CONFIG, GENERATOR, MODEL
+from ds_ring.integrations.transformers.model import CONFIG, MODEL
 from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.model_part import ModelPart, model_parts
 from ds_ring.integrations.transformers.positions import (
@@ -51,7 +50,6 @@ _own_attention = patch(
 )  # fmt: skip
 _off_patch = partial(patch, stage="around_off", kind="set", reason="engine.ring.off()")
 _own_loss = _off_patch(MODEL, "loss_function", feature="loss guard.off")
-_own_generate = _off_patch(GENERATOR, "generate", feature="generation.off")
 
 
 def own_implementation(part: PreTrainedModel) -> str:
@@ -80,6 +78,7 @@ class ModelAdapter:
         own: the attention that each model inside has without a ring, outermost first.
         changes: the applied patches; `off` pauses their hooks.
         call: handles the calls of the model, from `install` on.
+        parts: what capabilities add to the model.
     """
 
     model: PreTrainedModel
@@ -88,6 +87,7 @@ class ModelAdapter:
     own: dict[PreTrainedModel, str]
     changes: list[AppliedPatch] = field(default_factory=list)
     call: ModelCall = field(init=False)
+    parts: list[ModelPart] = field(default_factory=list)
 
     def apply(self, *replacements: Any, **objects: Any) -> None:
         """Apply the rows of replacements to objects in the model: `adapter.apply`."""
@@ -101,9 +101,8 @@ class ModelAdapter:
     def off(self) -> Iterator[None]:
         """Restore the model's own attention and loss inside the context, without our hooks."""
         model, on = self.model, {part: part.config._attn_implementation for part in self.own}
-        generate = getattr(model, "generate", None)
         own = [_own_loss.to(model.loss_function.loss_function)]
-        own += [_own_generate.to(generate.own)] if generate is not None else []
+        own += [one for part in self.parts for one in part.own()]
         with applied(*own, model=model, generator=model):
             set_implementations(self.own, self.session)
             try:
@@ -119,11 +118,11 @@ class ModelAdapter:
             RingConfigError: the model needs something that a ring cannot give it.
         """
         model, session = self.model, self.session
-        parts = model_parts(model, session)
-        for part in parts:
+        self.parts = model_parts(model, session, lambda: self.rewritten)
+        for part in self.parts:
             part.install()
         check_lengths(model)
-        self._install_on_model(parts)
+        self._install_on_model(self.parts)
         for module in model.modules():
             if depends_on_length(module):
                 self.apply(*rotary_length(module, session.batches), part=module)
@@ -140,16 +139,14 @@ class ModelAdapter:
             loss = part.loss_function(loss)
         scale = shared_scale(session.mesh, session.gradient_divisor) if pools else None
         guard = LossGuard(loss, scale)
-        generation = Generation(model, session)
         kind = next(filter(None, (variant.model_call(model) for variant in variants())), ModelCall)
-        self.call = kind(self, guard, generation)
+        self.call = kind(self, guard)
         # Image encoders number patches of their own.
         known = self.call.one_sequence and not image_encoders(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
             *(one for part in parts for one in part.patches(loss)),
             _guards_loss.to(guard),
-            *generation_patches(generation, lambda: self.rewritten),
             *([] if numbering is None else numbering.model),
             images_hook(model, session),
             router_loss(model, guard, session),

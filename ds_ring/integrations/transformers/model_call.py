@@ -20,7 +20,6 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.families import LossGuard, check_outputs
-from ds_ring.integrations.transformers.generation import Generation
 from ds_ring.integrations.transformers.layer_masks import LayerMask, narrowest_layer, patterns_of_layers
 from ds_ring.integrations.transformers.model import MODEL
 from ds_ring.integrations.transformers.neftune import scale_noise
@@ -45,9 +44,9 @@ class ModelCall:
 
     one_sequence = True
 
-    def __init__(self, adapter: ModelAdapter, guard: LossGuard, generation: Generation) -> None:
+    def __init__(self, adapter: ModelAdapter, guard: LossGuard) -> None:
         self.adapter, self.model, self.session = adapter, adapter.model, adapter.session
-        self.guard, self.generation = guard, generation
+        self.guard = guard
         self.name, self.signature = type(self.model).__name__, inspect.signature(self.model.forward)
         self.start()
 
@@ -80,9 +79,10 @@ class ModelCall:
         model, session = self.model, self.session
         if model.training and not torch.compiler.is_compiling():
             scale_noise(model, session)  # a Trainer switches it on and off
-        if self.generation.sharding is not None:
-            self.guard.start()
-            return args, kwargs | {SHARDING: self.generation.sharding}
+        for part in self.adapter.parts:
+            if part.sharding is not None:
+                self.guard.start()
+                return args, kwargs | {SHARDING: part.sharding}
         bound = self.signature.bind_partial(*args, **kwargs)
         given = dict(bound.arguments) | kwargs
         self.guard.start(given.get("num_items_in_batch"))
@@ -108,9 +108,10 @@ class ModelCall:
 
     def after(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Check the output and its loss."""
-        if self.generation.sharding is not None:
-            self.generation.after(output)
-            return
+        for part in self.adapter.parts:
+            if part.sharding is not None:
+                part.after(output)
+                return
         check_outputs(self.model, output, self.session.batches.current.local_tokens)
         self.guard.check(self.model, output)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.registry import MODEL_PARTS, load
 
@@ -18,10 +19,18 @@ Loss = Callable[..., Tensor]
 
 
 class ModelPart:
-    """One capability of one model; the methods of this class change nothing."""
+    """One capability of one model; the methods of this class change nothing.
 
-    def __init__(self, model: PreTrainedModel, session: RingSession) -> None:
-        self.model, self.session = model, session
+    Attributes:
+        model, session: the model, and the session of its ring.
+        rewritten: whether torch.compile's backend "ds_ring" has rewritten the model's attention by now.
+        sharding: of the forward pass under way, if this part runs it in place of a batch; None for a batch.
+    """
+
+    sharding: BatchSharding | None = None
+
+    def __init__(self, model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> None:
+        self.model, self.session, self.rewritten = model, session, rewritten
 
     def install(self) -> None:
         """Apply the patches of modules inside the model.
@@ -38,7 +47,16 @@ class ModelPart:
         """Return the patches of the model itself, whose loss function becomes `loss`."""
         return []
 
+    def after(self, output: Any) -> None:
+        """See the output of a forward pass that this part runs."""
 
-def model_parts(model: PreTrainedModel, session: RingSession) -> list[ModelPart]:
+    def own(self) -> list[Any]:
+        """Return the patches that give the model back what is its own, for `engine.ring.off()`."""
+        return []
+
+
+def model_parts(
+    model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]
+) -> list[ModelPart]:
     """Return an object of each row."""
-    return [load(home)(model, session) for home in MODEL_PARTS.values()]
+    return [load(home)(model, session, rewritten) for home in MODEL_PARTS.values()]

@@ -6,6 +6,7 @@ The head must be a Linear, and the loss that of transformers' causal models.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,8 +44,8 @@ _ends_deferring = _loss_patch(
 class TiledLoss(ModelPart):
     """Compute logits and loss in tiles, where the JSON asks for it."""
 
-    def __init__(self, model: PreTrainedModel, session: RingSession) -> None:
-        super().__init__(model, session)
+    def __init__(self, model: PreTrainedModel, session: RingSession, rewritten: Callable[[], bool]) -> None:
+        super().__init__(model, session, rewritten)
         self._head = tiled_head(model, session)
 
     def loss_function(self, plain: Loss) -> Loss:

@@ -128,7 +128,7 @@ def test_hooks_run_in_the_order_of_the_table():
     def owners(hooks: Any) -> list[str]:
         return [hook.__qualname__.partition(".<locals>")[0] for hook in hooks.values()]
 
-    before = ["generation_patches", "TiledHead.patches", "offloaded_checkpoints", "numbering_check"]
+    before = ["Generation.patches", "TiledHead.patches", "offloaded_checkpoints", "numbering_check"]
     assert owners(model._forward_pre_hooks) == [*before, "ModelCall.hooks"]
     after = ["TiledHead.patches", "numbering_check", "router_loss", "ModelCall.hooks"]
     assert owners(model._forward_hooks) == after
