@@ -356,8 +356,32 @@ def test_every_pattern_is_public() -> None:
             ("from ds_ring import RingMesh, ring_attention, simulate", "import ds_ring.kernels.cpu.kernel"),
             ("deepspeed", "transformers", "torch._dynamo"),  # Dynamo: 1.3 s, for every rank
         ),
+        (
+            (
+                "import ds_ring, torch; x = torch.ones(1, 2, 8, 8); mesh = ds_ring.RingMesh.single()",
+                "ds_ring.ring_attention(x, x, x, pattern=ds_ring.Causal(), layout='zigzag', mesh=mesh)",
+            ),
+            tuple(
+                f"ds_ring.{one}"
+                for one in (
+                    "codecs",
+                    "comm.watchdog",
+                    "config.section",
+                    "decode",
+                    "health.failure_detector.verdicts",
+                    "kernels.flex",
+                    "kernels.rates",
+                    "layers",
+                    "masks.dilated",
+                    "masks.documents",
+                    "masks.mask_mod",
+                    "ops.graph_calls",
+                    "transports",
+                )
+            ),
+        ),
     ],
-    ids=["without torch", "without Dynamo"],
+    ids=["without torch", "without Dynamo", "a causal pass"],
 )
 def test_a_public_name_imports_what_it_needs(statements: tuple[str, ...], absent: tuple[str, ...]) -> None:
     """One process asks for one name after the other: what is absent at the end was never imported."""

@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ds_ring.comm.fake_tensors import active_fake_mode
-from ds_ring.comm.streams import stream_of
+from ds_ring.comm.streams import active_fake_mode, stream_of
 from ds_ring.masks.slots import SlotRanges, expand_ranges
 
 MAX_TABLE_BYTES = 256 << 20

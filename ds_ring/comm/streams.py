@@ -1,4 +1,5 @@
 """Synchronize CUDA streams with events. Only this module records events and waits for them.
+Fake tensors (`torch._subclasses.fake_tensor`) have shapes, no memory, and no streams.
 
 [Note: three streams]
 A pass launches kernels on the caller's stream. NCCL transfers messages on a stream of its own, which waits
@@ -19,12 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from ds_ring.comm.fake_tensors import is_fake
+from torch._subclasses.fake_tensor import FakeTensor
 
 _log = logging.getLogger(__name__)
 SUCCESS, NOT_READY = 0, 600  # of CUDA's driver
 THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def is_fake(x: Tensor) -> bool:
+    """Return True for tensors that only pretend: a pass over them sends nothing and must compare nothing."""
+    return isinstance(x, FakeTensor)
+
+
+def active_fake_mode() -> Any:
+    """Return the FakeTensorMode that is on, or None: a tensor of one mode cannot be used in another."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 class Streams:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.streams import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
 from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles

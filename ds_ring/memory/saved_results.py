@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.device_tables import outside_inference_mode, to_device
-from ds_ring.comm.fake_tensors import active_fake_mode
+from ds_ring.comm.streams import active_fake_mode
 from ds_ring.masks.catalog import FirstQueries
 from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore, running_region
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ds_ring.comm.collective import Agreement, collective
 from ds_ring.comm.exchange import Exchange
-from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import (
     RingFiniteError,
     RingLayoutError,

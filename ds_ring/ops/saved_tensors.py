@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.ring.saved_heads import HeadSource, Saved
+from ds_ring.ring.buffers import HeadSource, Saved
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:

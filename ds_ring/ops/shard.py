@@ -15,8 +15,8 @@ from torch._C._functorch import is_legacy_batchedtensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import outside_inference_mode
-from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingLayoutError, RingShapeError, shown
 from ds_ring.ops.checks import check_not_transformed, check_operand
 from ds_ring.ops.handles import never_traced

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -94,6 +95,25 @@ def some_heads(heads: slice, *tensors: Tensor) -> Sequence[Tensor]:
     if heads.stop - heads.start == tensors[0].shape[1] and heads.step in (None, 1):
         return tensors
     return [x[:, heads] for x in tensors]
+
+
+Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # q, k, v, out and lse of a pass
+
+
+class HeadSource(Protocol):
+    """Gives the saved tensors of one head chunk after the other."""
+
+    def of(self, chunk: HeadChunk) -> Saved:
+        """Return q, k, v, out and lse of the next chunk's heads, on the device."""
+        ...
+
+
+def heads_of(saved: Saved, chunk: HeadChunk) -> Saved:
+    """Return views of a chunk's heads."""
+    q, k, v, out, lse = saved
+    q, out, lse = some_heads(chunk.query_heads, q, out, lse)
+    k, v = some_heads(chunk.kv_heads, k, v)
+    return q, k, v, out, lse
 
 
 class RingBuffers:

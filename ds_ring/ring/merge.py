@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.streams import is_fake
 
 Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
 MAX_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel

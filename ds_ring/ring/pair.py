@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.streams import is_fake
 from ds_ring.registry import CodecRow
 from ds_ring.schedule.steps import Payload
 

@@ -18,13 +18,12 @@ from torch import Tensor
 from ds_ring.comm.messages import NOTHING_SENT, InFlight, Label, Message, MessageSize, PostedBatch, Transport
 from ds_ring.kernels.interface import ALL_HEADS, Kernel, value_dim
 from ds_ring.ring.accumulator import Accumulator, parts_wait
-from ds_ring.ring.buffers import RingBuffers, some_heads
+from ds_ring.ring.buffers import HeadSource, RingBuffers, Saved, heads_of, some_heads
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.observer import BatchEvent, Observer
 from ds_ring.ring.pair import Pair
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.prepared import PreparedBatch, PreparedPass, PreparedPasses
-from ds_ring.ring.saved_heads import HeadSource, Saved, heads_of
 from ds_ring.schedule.lowering import head_bytes, lower_rank
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import RESULTS, Compute, HeadChunk, Payload, Round, Schedule, Send

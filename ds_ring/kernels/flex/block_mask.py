@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
-from ds_ring.comm.fake_tensors import active_fake_mode
+from ds_ring.comm.streams import active_fake_mode
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.masks.cuts import BlockIntervals, block_intervals
 from ds_ring.masks.labels import NO_LABEL, Partition

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.streams import is_fake
 from ds_ring.memory.host.host_memory import HostMemory
 from ds_ring.ops.saved_tensors import SavedTensors, running_region
-from ds_ring.ring.saved_heads import Saved, heads_of
+from ds_ring.ring.buffers import Saved, heads_of
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.exchange import Exchange, Route
-from ds_ring.comm.fake_tensors import is_fake
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.messages import Message
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingMismatchError
 from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.ops.context import Prepared, RingContext

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import Dilated, SlidingWindow
-from ds_ring.comm.fake_tensors import is_fake
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.calls import Sizes, calls
 from ds_ring.kernels.cpu.kernel import CpuKernel
