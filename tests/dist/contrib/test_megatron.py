@@ -179,7 +179,8 @@ def packed(rank: int, world_size: int) -> float:
     return max(relative_error(got, whole[0].transpose(0, 1)[mine]) for got, whole in pairs)
 
 
-@pytest.mark.parametrize("ring_size", [2, 3])
+@pytest.mark.parametrize("ring_size", [2, 3, 4])
+@pytest.mark.day("2", "4")  # ranks that have imported Megatron already
 def test_packed_sequences_do_not_see_each_other(rank_pool: Pool, ring_size: int) -> None:
     assert max(rank_pool(ring_size).run(packed)) < 1e-5
 
