@@ -23,15 +23,14 @@ from ds_ring import (
     PassOptions,
     RingAttention,
     RingMesh,
-    gather_sequence,
     make_layout,
     ring_attention,
-    shard_sequence,
 )
 from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool, run_ranks
+from tests.parity import gathered_pass
 from tests.reference import dense_attention, relative_error
 
 pytestmark = pytest.mark.needs("compiler")
@@ -192,11 +191,8 @@ def functional(rank: int, world_size: int, backend: str) -> list[tuple[int, floa
     found = []
     for tokens in (96, 60, 12, 96):
         layout = make_layout("zigzag", tokens=tokens, ring_size=world_size)
-        q, k, v, grad = everything = tensors(Shape(tokens=tokens))
-        locals_ = [shard_sequence(x, layout, mesh=mesh, dim=2).requires_grad_() for x in (q, k, v)]
-        out = compiled(*locals_)
-        out.backward(shard_sequence(grad, layout, mesh=mesh, dim=2))
-        got = [gather_sequence(x, layout, mesh=mesh, dim=2) for x in (out, *(x.grad for x in locals_))]
+        everything = tensors(Shape(tokens=tokens))
+        got = gathered_pass(compiled, everything, layout, mesh)
         found.append((counters["stats"]["unique_graphs"], max(dense_errors(everything, got))))
     return found
 

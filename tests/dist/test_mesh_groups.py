@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,16 +15,15 @@ from ds_ring import (
     Causal,
     RingMesh,
     RingMeshError,
-    gather_sequence,
     make_layout,
     ring_attention,
-    shard_sequence,
 )
 from ds_ring.comm.groups import connect
 from ds_ring.errors import RingError
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool
-from tests.reference import dense_attention, relative_error
+from tests.parity import errors, gathered_pass
+from tests.reference import dense_attention
 
 Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=61)
@@ -65,20 +65,9 @@ def on_a_mesh(rank: int, world_size: int, how: str) -> tuple[list[int], float]:
         "zigzag", tokens=SHAPE.tokens, ring_size=mesh.ring_size, multiple_of=mesh.ulysses_size
     )
     whole = tensors(SHAPE, seed=mesh.data_rank)  # every sequence is another one
-    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in whole)
-    for x in (q, k, v):
-        x.requires_grad_()
-    out = ring_attention(q, k, v, pattern=pattern, layout=layout, mesh=mesh)
-    out.backward(grad)
-    want = dense_attention(*whole, pattern)
-    found = {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
-    errors = [
-        relative_error(gather_sequence(x, layout, mesh=mesh, dim=2), getattr(want, name))
-        for name, x in found.items()
-        if x is not None
-    ]
-    assert len(errors) == 4
-    return members, max(errors)
+    call = partial(ring_attention, pattern=pattern, layout=layout, mesh=mesh)
+    found = gathered_pass(call, whole, layout, mesh)
+    return members, max(errors(found, dense_attention(*whole, pattern)).values())
 
 
 @pytest.mark.parametrize("how", SEQUENCES)

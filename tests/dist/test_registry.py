@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import ds_ring
-from ds_ring import RingConfigError, RingMesh, gather_sequence, shard_sequence
+from ds_ring import RingConfigError, RingMesh
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
@@ -30,10 +30,10 @@ from ds_ring.registry import KERNELS, PUBLIC
 from tests.cases import LAYOUTS, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
+from tests.parity import NAMES, gathered_pass
 
 RANKS = (1, 2, 4, 8)
 SHAPE = Shape(batch=1, query_heads=HEADS, kv_heads=KV_HEADS, tokens=TOKENS, head_dim=8)
-NAMES = ("out", "dq", "dk", "dv")
 TOLERANCE = 1e-5
 WHOLE = "DS_RING_WHOLE_REGISTRY" in os.environ
 ONLY = list(filter(None, os.environ.get("DS_RING_REGISTRY_MASKS", "").split(";")))
@@ -95,21 +95,22 @@ def truth(name: str) -> dict[str, Tensor]:
 def run_case(mesh: RingMesh, case: Case) -> dict[str, Tensor]:
     pattern = MASKS[case.mask].pattern
     layout = layout_for(case.layout, pattern, tokens=TOKENS, ring_size=mesh.ring_size)
-    q, k, v, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(SHAPE))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
     kernel, most = "reference" if case.kernel == "flex" else case.kernel, (1 << 30) * case.stages
     options = Options(kernel=kernel, stage_bytes=most)
     context = context_for(pattern, layout, mesh, options)
     if case.kernel == "flex":  # by name it is for CUDA only
         context.kernel_for = lambda q: FlexKernel(16, None, recompute=False)  # type: ignore[method-assign]
+
+    def attend(*operands: Tensor) -> Tensor:
+        return torch.ops.ds_ring.ring_attention(*operands, context.handle)[0]
+
     if case.kernel == "flash" and pattern.masks:  # evaluated pair by pair: refused, on every rank
         with pytest.raises(RingConfigError, match='"kernel": "flex"'):
-            torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
+            gathered_pass(attend, tensors(SHAPE), layout, mesh)
         return {}
-    out, _ = torch.ops.ds_ring.ring_attention(q, k, v, context.handle)
-    parts = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    parts = gathered_pass(attend, tensors(SHAPE), layout, mesh)
     context.__dict__.pop("kernel_for", None)  # contexts are shared by equal calls
-    return {name: gather_sequence(x, layout, mesh=mesh, dim=2) for name, x in zip(NAMES, parts, strict=True)}
+    return dict(zip(NAMES, parts, strict=True))
 
 
 def errors(rank: int, world_size: int, chosen: list[Case]) -> list[dict[str, float]]:

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from ds_ring.schedule.plan import build_plan
 from tests.calls import attend
 from tests.cases import LAYOUTS, LENGTHS, PATTERNS, RING_SIZES, Shape, layout_for, tensors
 from tests.dist.harness import RankPool
+from tests.parity import errors, gathered_pass
 from tests.reference import dense_attention, relative_error
 
 Pool = Callable[[int], RankPool]
-NAMES = ("out", "dq", "dk", "dv")
 SMALL = Shape(batch=1, query_heads=4, kv_heads=2, tokens=257)
 CHUNKS = ("contiguous", "zigzag", "striped")
 # One pattern for each way in which a mask is told: everything, bands, many small tiles, head by head.
@@ -32,18 +33,15 @@ KINDS = ("full", "window", "documents, causal", "dilated")
 
 def run_ring(
     mesh: RingMesh, layout_name: str, pattern_name: str, shape: Shape, dtype: torch.dtype, **options: object
-) -> tuple[dict[str, Tensor], dict[str, torch.dtype]]:
-    """The gathered output and gradients of a sharded pass, and the dtypes that came back."""
+) -> list[Tensor]:
+    """The gathered output and gradients of a sharded pass."""
     pattern = PATTERNS[pattern_name](shape.tokens)
     sizes = {"tokens": shape.tokens, "ring_size": mesh.ring_size, "multiple_of": mesh.ulysses_size}
     layout = layout_for(layout_name, pattern, **sizes)
-    *leaves, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in tensors(shape, dtype))
-    for x in leaves:
-        x.requires_grad_()
-    out = attend(*leaves, pattern=pattern, layout=layout, mesh=mesh, **options)  # type: ignore[arg-type]
-    found = dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, leaves, grad)), strict=True))
-    dtypes = {name: x.dtype for name, x in found.items()}
-    return {n: gather_sequence(x, layout, mesh=mesh, dim=2) for n, x in found.items()}, dtypes
+    call = partial(attend, pattern=pattern, layout=layout, mesh=mesh, **options)
+    found = gathered_pass(call, tensors(shape, dtype), layout, mesh)
+    assert {x.dtype for x in found} == {dtype}
+    return found
 
 
 def parity(
@@ -58,17 +56,16 @@ def parity(
 ) -> dict:
     """Relative errors of every layout and pattern; on rank 0 (the others hold the same gathered tensors)."""
     mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    errors = {}
+    found = {}
     for pattern_name in patterns:
         if rank == 0:
             want = dense_attention(*tensors(shape, dtype), PATTERNS[pattern_name](shape.tokens))
         for layout_name in layouts:
-            got, dtypes = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
-            assert set(dtypes.values()) == {dtype}, dtypes
+            got = run_ring(mesh, layout_name, pattern_name, shape, dtype, **options)
             if rank == 0:
-                for name in NAMES:
-                    errors[layout_name, pattern_name, name] = relative_error(got[name], getattr(want, name))
-    return errors
+                named = errors(got, want).items()
+                found |= {(layout_name, pattern_name, name): error for name, error in named}
+    return found
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -259,10 +256,10 @@ def repeated(rank: int, world_size: int) -> bool:
     """Six passes of the same inputs, every second one without overlap, give the same bits."""
     mesh = RingMesh.from_world(world_size)
     runs = [
-        run_ring(mesh, "zigzag", "causal", Shape(tokens=130), torch.float32, overlap=turn % 2 == 0)[0]
+        run_ring(mesh, "zigzag", "causal", Shape(tokens=130), torch.float32, overlap=turn % 2 == 0)
         for turn in range(6)
     ]
-    return all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in NAMES)
+    return all(torch.equal(a, b) for other in runs[1:] for a, b in zip(runs[0], other, strict=True))
 
 
 def test_the_same_inputs_give_the_same_bits(rank_pool: Pool) -> None:

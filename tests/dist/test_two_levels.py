@@ -13,8 +13,9 @@ from ds_ring import RingMesh, build_plan
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import RankPool
-from tests.dist.test_ring_attention import NAMES, run_ring
-from tests.reference import dense_attention, relative_error
+from tests.dist.test_ring_attention import run_ring
+from tests.parity import errors
+from tests.reference import dense_attention
 
 Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=130)
@@ -24,18 +25,18 @@ LAYOUTS = ("contiguous", "zigzag", "auto")
 def two_nodes(rank: int, world_size: int, dtype: torch.dtype, payload: str) -> dict[tuple[str, ...], float]:
     """Relative errors of every pattern, on rank 0."""
     mesh = RingMesh.from_world(world_size, ranks_per_node=2)
-    errors, levels = {}, 0
+    found, levels = {}, 0
     for number, (name, pattern_of) in enumerate(PATTERNS.items()):
         pattern, layout_name = pattern_of(SHAPE.tokens), LAYOUTS[number % len(LAYOUTS)]
         layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=world_size)
         plan = build_plan(pattern, layout, query_heads=4, kv_heads=2, ranks_per_node=2)
         levels += plan.classes[0].directions[0].ranks_per_node == 2
-        got, _ = run_ring(mesh, layout_name, name, SHAPE, dtype, gradient_payload=payload)
+        got = run_ring(mesh, layout_name, name, SHAPE, dtype, gradient_payload=payload)
         if rank == 0:
             want = dense_attention(*tensors(SHAPE, dtype), pattern)
-            errors |= {(name, x): relative_error(got[x], getattr(want, x)) for x in NAMES}
+            found |= {(name, x): error for x, error in errors(got, want).items()}
     assert levels > len(PATTERNS) // 3, levels
-    return errors
+    return found
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,10 +17,8 @@ from ds_ring import (
     RingPatternError,
     RingShapeError,
     Tree,
-    gather_sequence,
     make_layout,
     ring_attention,
-    shard_sequence,
     simulate,
 )
 from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, tree_of
@@ -33,6 +32,7 @@ from tests.dist.deepspeed_ranks import (
     start_deepspeed,
     start_engine,
 )
+from tests.parity import gathered_pass
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 LAYOUTS = ("zigzag", "contiguous", "balanced", "striped")
@@ -126,11 +126,8 @@ def attend(rank: int, world_size: int, seeds: range) -> list[Passed]:
     for seed in seeds:
         tree = random_tree(seed)
         layout = make_layout(LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=world_size, pattern=tree)
-        *given, grad = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in operands(tree))
-        leaves = [x.requires_grad_() for x in given]
-        out = ring_attention(*leaves, pattern=tree, layout=layout, mesh=mesh)
-        parts = (out.detach(), *torch.autograd.grad(out, leaves, grad))
-        found.append(Passed(*(gather_sequence(x, layout, mesh=mesh, dim=2) for x in parts)))
+        call = partial(ring_attention, pattern=tree, layout=layout, mesh=mesh)
+        found.append(Passed(*gathered_pass(call, operands(tree), layout, mesh)))
     return found
 
 
