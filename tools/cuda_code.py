@@ -197,14 +197,14 @@ class Resources(NamedTuple):
 def compiled(source: Any, capability: int, options: dict[str, Any]) -> Resources:
     """Compile a Triton kernel (an ASTSource) to a cubin; raises what Triton's compiler raises."""
     triton, backends = importlib.import_module("triton"), importlib.import_module("triton.backends.compiler")
-    said = io.StringIO()
+    printed = io.StringIO()
     knobs = triton.knobs
-    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(said):
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(printed):
         knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = True, True
         target = backends.GPUTarget("cuda", capability, 32)
         kernel = triton.compile(source, target=target, options=options)
     (stored,), (loaded,), (registers,) = (
-        re.findall(pattern, said.getvalue())
+        re.findall(pattern, printed.getvalue())
         for pattern in (r"(\d+) bytes spill stores", r"(\d+) bytes spill loads", r"Used (\d+) registers")
     )
     return Resources(int(registers), int(stored), int(loaded), kernel.metadata.shared)

@@ -119,9 +119,9 @@ def tried(folder: Path, combination: Combination) -> Result:
     try:
         place = combination.environment(folder)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = str(error.output or error).strip().splitlines()
+        lines = str(error.output or error).strip().splitlines()
         versions = {"torch": combination.torch, "transformers": combination.transformers}
-        return Result(combination.python, versions, f"no environment: {said[-1]}", 0, 0)
+        return Result(combination.python, versions, f"no environment: {lines[-1]}", 0, 0)
     interpreter = place / "bin/python"
     ask = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {SHOWN}}}))"
     versions = json.loads(run([str(interpreter), "-c", ask], 60))

@@ -92,8 +92,8 @@ def print_times(timelines: list[Timeline]) -> None:
     from ..tables import console, print_table
 
     for timeline in timelines:
-        said = f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}"
-        console().print(said, markup=False)
+        title = f"\ntimeline of ring {timeline.ring_size}, {timeline.kind}: {timeline.note}"
+        console().print(title, markup=False)
         table = Table(caption=f"ms of {timeline.end_us / 1e3:.1f}")
         for name in ("rank", *WHATS):
             table.add_column(name, justify="right")

@@ -69,8 +69,8 @@ def judge_hosts(cluster: Cluster, found: HostAnswers) -> list[Finding]:
 
 def _presence(cluster: Cluster, found: HostAnswers) -> Finding:
     if found.missing:
-        told = "; ".join(f"{name}: {why}" for name, why in found.missing.items())
-        return Finding("hosts", WRONG, f"missing {told}. Start it, or mend its name, network or ssh")
+        text = "; ".join(f"{name}: {why}" for name, why in found.missing.items())
+        return Finding("hosts", WRONG, f"missing {text}. Start it, or mend its name, network or ssh")
     names = ", ".join(f"{name} ({one['node']})" for name, one in found.answers.items())
     return Finding("hosts", OK, f"{len(found.answers)} of {len(cluster.hosts)} answered: {names}")
 
@@ -134,29 +134,29 @@ def _versions(answers: Hosts) -> Finding:
         package: _by_value({name: one["versions"].get(package, "none") for name, one in answers.items()})
         for package in packages
     }
-    told = [f"{name} {_told(values)}" for name, values in differ.items() if len(values) > 1]
-    if told:
+    differences = [f"{name} {_hosts_by_value(values)}" for name, values in differ.items() if len(values) > 1]
+    if differences:
         severe = any(len(differ.get(name, {})) > 1 for name in MUST_AGREE)
         return Finding(
-            "versions", WRONG if severe else WARNING, f"{'; '.join(told)}. Install the same everywhere"
+            "versions", WRONG if severe else WARNING, f"{'; '.join(differences)}. Install the same everywhere"
         )
     first = next(iter(answers.values()))["versions"]
     return Finding("versions", OK, ", ".join(f"{name} {version}" for name, version in first.items()))
 
 
 def _devices(cluster: Cluster, answers: Hosts) -> Finding:
-    wrong, told = [], []
+    wrong, lines = [], []
     for host in cluster.hosts:
         if host.name not in answers:
             continue
         one = answers[host.name]["devices"]
         gpus, cores = len(one["gpus"]), one["cores"]
-        told.append(f"{host.name}: {gpus} GPUs" if gpus else f"{host.name}: {cores} cores, no GPU")
+        lines.append(f"{host.name}: {gpus} GPUs" if gpus else f"{host.name}: {cores} cores, no GPU")
         if cluster.device == "cuda" and gpus < host.slots:
             wrong.append(f"{host.name} has {gpus} GPUs for {host.slots} slots; correct slots, or its driver")
     if wrong:
         return Finding("devices", WRONG, "; ".join(wrong))
-    return Finding("devices", OK, ", ".join(told))
+    return Finding("devices", OK, ", ".join(lines))
 
 
 def _files(cluster: Cluster, answers: Hosts) -> Finding:
@@ -166,7 +166,7 @@ def _files(cluster: Cluster, answers: Hosts) -> Finding:
         return Finding("script", WRONG, f"there is no {cluster.script} on {', '.join(absent)}; copy it there")
     if len(values) > 1:
         return Finding(
-            "script", WRONG, f"{cluster.script} differs: {_told(values)} (sha256); copy one of them"
+            "script", WRONG, f"{cluster.script} differs: {_hosts_by_value(values)} (sha256); copy one of them"
         )
     return Finding("script", OK, f"{cluster.script.name}, the same on all hosts")
 
@@ -176,16 +176,18 @@ def _configuration(answers: Hosts) -> Finding:
     unread = [name for name, one in answers.items() if one["config"] is None]
     if unread:
         return Finding("configuration", WRONG, f"the DeepSpeed JSON cannot be read on {', '.join(unread)}")
-    told = []
+    differences = []
     for what, part in (("the DeepSpeed JSON", "config"), ("the cluster YAML", "cluster")):
         keys = sorted({key for one in answers.values() for key in one[part]})
         for key in keys:
             values = _by_value({name: one[part].get(key, "nothing") for name, one in answers.items()})
             if len(values) > 1:
-                told.append(f"{key} of {what}: {_told(values)}")
-    if told:
-        more = f" and {len(told) - MAX_KEYS} more" if len(told) > MAX_KEYS else ""
-        return Finding("configuration", WRONG, f"{'; '.join(told[:MAX_KEYS])}{more}. Copy one to all hosts")
+                differences.append(f"{key} of {what}: {_hosts_by_value(values)}")
+    if differences:
+        more = f" and {len(differences) - MAX_KEYS} more" if len(differences) > MAX_KEYS else ""
+        return Finding(
+            "configuration", WRONG, f"{'; '.join(differences[:MAX_KEYS])}{more}. Copy one to all hosts"
+        )
     return Finding("configuration", OK, "the DeepSpeed JSON and the cluster YAML are the same on all hosts")
 
 
@@ -218,7 +220,7 @@ def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def _told(values: Mapping[str, list[str]]) -> str:
+def _hosts_by_value(values: Mapping[str, list[str]]) -> str:
     return ", ".join(f"{value[:60]} on {' '.join(hosts)}" for value, hosts in values.items())
 
 
@@ -234,12 +236,12 @@ def _size(value: float) -> float:
 
 def _exact(ranks: list[dict[str, Any]]) -> Finding:
     worst = max(ranks, key=lambda one: _size(one["error"]))
-    told = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
+    text = f"largest error against float64 {worst['error']:.1e} ({worst['dtype']}), on rank {worst['rank']}"
     if not worst["error"] <= MAX_ERROR[worst["dtype"]]:
         return Finding(
-            "exact", WRONG, f"{told} of {worst['host']}; its device or its messages are not to be trusted"
+            "exact", WRONG, f"{text} of {worst['host']}; its device or its messages are not to be trusted"
         )
-    return Finding("exact", OK, told)
+    return Finding("exact", OK, text)
 
 
 def _travels(ranks: list[dict[str, Any]]) -> Finding:
@@ -278,16 +280,16 @@ def _memory(ranks: list[dict[str, Any]]) -> Finding:
     size, alone = ranks[0]["ring_size"], ranks[0]["alone_bytes"]
     worst = max(ranks, key=lambda one: _size(one["memory_bytes"]))
     share = worst["memory_bytes"] / alone
-    told = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
+    text = f"a pass takes {share:.2f} of one rank's memory on a ring of {size} (1/{size} is {1 / size:.2f})"
     if not share * size <= MAX_MEMORY:
         return Finding(
-            "memory", WRONG, f"memory does not fall with the ring: {told}, on rank {worst['rank']}"
+            "memory", WRONG, f"memory does not fall with the ring: {text}, on rank {worst['rank']}"
         )
     least = min(ranks, key=lambda one: float(one["memory_bytes"]))
     if (share := least["memory_bytes"] / alone) * size < LEAST_MEMORY:
         says = f"memory was not measured: a pass takes {share:.2f} of one rank's, less than its shards"
         return Finding("memory", WRONG, f"{says}, on rank {least['rank']}")
-    return Finding("memory", OK, told)
+    return Finding("memory", OK, text)
 
 
 def _links(ranks: list[dict[str, Any]]) -> Finding:
@@ -303,7 +305,7 @@ def _links(ranks: list[dict[str, Any]]) -> Finding:
     for link in links:
         link["crosses"] = place[link["source"]] != place[link["target"]]
     slowest = min(links, key=lambda one: float(one["bytes_per_s"]))
-    told = f"slowest {_named(slowest, host)}"
+    text = f"slowest {_named(slowest, host)}"
     for one in sorted(links, key=lambda one: float(one["bytes_per_s"])):
         alike = [other["bytes_per_s"] for other in links if other["crosses"] == one["crosses"]]
         too_slow = one["crosses"] and one["bytes_per_s"] < LEAST_BYTES_PER_S
@@ -312,7 +314,7 @@ def _links(ranks: list[dict[str, Any]]) -> Finding:
             return Finding(
                 "links", WRONG if too_slow else WARNING, f"{says}. Look at its cable and interface"
             )
-    return Finding("links", OK, told)
+    return Finding("links", OK, text)
 
 
 def _named(link: Mapping[str, Any], host: Mapping[int, str]) -> str:
@@ -323,10 +325,10 @@ def _named(link: Mapping[str, Any], host: Mapping[int, str]) -> str:
 def _clocks(ranks: list[dict[str, Any]]) -> Finding:
     worst = max(ranks, key=lambda one: _size(one["clock_s"]))
     ahead_ms, error_ms = 1e3 * worst["clock_s"], 1e3 * worst["clock_error_s"]
-    told = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
+    text = f"rank {worst['rank']}'s is {ahead_ms:+.1f} ms from rank 0's (within {error_ms:.1f})"
     if not abs(worst["clock_s"]) - worst["clock_error_s"] <= MAX_CLOCK_S:
-        return Finding("clocks", WARNING, f"{told} on {worst['host']}: logs of hosts do not line up; run NTP")
-    return Finding("clocks", OK, told)
+        return Finding("clocks", WARNING, f"{text} on {worst['host']}: logs of hosts do not line up; run NTP")
+    return Finding("clocks", OK, text)
 
 
 # The ring that `ds-ring doctor` measures is started by the engine of the cluster YAML, as a run is.
@@ -335,18 +337,18 @@ _JSON = {"train_batch_size": 2, "sequence_parallel_size": 2, "ring_attention": {
 SELF_TEST = Path(__file__).with_name("self_test.py")
 MARK = "DS_RING_DOCTOR "  # before what rank 0 of it prints
 _GRACE_SECONDS = 20.0
-_TOLD_LINES = 3
+_SHOWN_LINES = 3
 
 
 def own_machine(folder: Path) -> Path:
     """Return a cluster YAML for this machine alone: two ranks on its CPU."""
     (folder / "ds_config.json").write_text(json.dumps(_JSON))
     path = folder / "cluster.yaml"
-    told = {
+    settings = {
         "engine": "torchrun", "device": "cpu", "hosts": "local", "slots": 2,
         "script": str(SELF_TEST), "deepspeed_config": "ds_config.json",
     }  # fmt: skip
-    path.write_text(yaml.safe_dump(told))
+    path.write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -361,8 +363,8 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     command = [*module_command("ds_ring_launcher.cli"), "launch", str(path)]
     if not job.cluster.is_local and not job.cluster.reaches_out:
         command += ["--node-rank", str(job.node_rank)]
-    status, said, complaints = _run(command, dict(job.caller_environment), seconds)
-    line = next((one for one in said if MARK in one), None)
+    status, output, complaints = _run(command, dict(job.caller_environment), seconds)
+    line = next((one for one in output if MARK in one), None)
     if status == 0 and line is not None:
         return judge_ring(json.loads(line.split(MARK, 1)[1]))
     if status == 0 and job.node_rank:
@@ -373,14 +375,14 @@ def ring_findings(job: Job, hosts: list[Finding], seconds: float) -> list[Findin
     # The lines that say why: errors of ds_ring first, or else the last ones.
     stripped = [text.strip() for text in complaints if text.strip()]
     named = [text for text in stripped if "Error: " in text or text.startswith("ds-ring: error")]
-    last = list(dict.fromkeys(named))[:_TOLD_LINES] or stripped[-_TOLD_LINES:] or ["it said nothing"]
+    last = list(dict.fromkeys(named))[:_SHOWN_LINES] or stripped[-_SHOWN_LINES:] or ["it said nothing"]
     return [Finding("ring", WRONG, f"the ring test failed, it {ended}: {' / '.join(last)}")]
 
 
 def _cluster_of_self_test(job: Job) -> dict[str, object]:
     """Return the YAML's keys with the self-test for a script."""
     cluster = job.cluster
-    told: dict[str, object] = {
+    settings: dict[str, object] = {
         "engine": cluster.engine,
         "device": cluster.device,
         "environment": {"KINETO_LOG_LEVEL": "99", **cluster.environment},  # no lines of the profiler
@@ -389,14 +391,14 @@ def _cluster_of_self_test(job: Job) -> dict[str, object]:
         "deepspeed_config": str(cluster.deepspeed_config),
     }
     if cluster.is_local:
-        return {**told, "hosts": "local", "slots": cluster.hosts[0].slots}
-    told |= {"hosts": [host.model_dump() for host in cluster.hosts], "ssh": cluster.ssh}
+        return {**settings, "hosts": "local", "slots": cluster.hosts[0].slots}
+    settings |= {"hosts": [host.model_dump() for host in cluster.hosts], "ssh": cluster.ssh}
     if cluster.run_folder is not None:  # as in the run itself, ranks then choose their interface
-        told["run_folder"] = str(cluster.run_folder / "doctor")
+        settings["run_folder"] = str(cluster.run_folder / "doctor")
     for name in ("ssh_port", "master_address", "master_port"):
         if getattr(cluster, name) is not None:
-            told[name] = getattr(cluster, name)
-    return told
+            settings[name] = getattr(cluster, name)
+    return settings
 
 
 def _run(
@@ -409,17 +411,17 @@ def _run(
     )  # fmt: skip
     with process:
         try:
-            said, complaints = process.communicate(timeout=seconds)
+            output, complaints = process.communicate(timeout=seconds)
             status: int | None = process.returncode
         except subprocess.TimeoutExpired:
             process.terminate()  # the launcher ends its ranks, on all hosts
             status = None
             try:
-                said, complaints = process.communicate(timeout=_GRACE_SECONDS)
+                output, complaints = process.communicate(timeout=_GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-                said, complaints = process.communicate()
+                output, complaints = process.communicate()
         except BaseException:
             process.terminate()
             raise
-    return status, said.splitlines(), complaints.splitlines()
+    return status, output.splitlines(), complaints.splitlines()

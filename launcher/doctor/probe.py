@@ -100,8 +100,8 @@ def _devices() -> Answer:
     if shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         with suppress(OSError, subprocess.TimeoutExpired):
-            said = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            gpus = said.stdout.split("\n")[:-1] if said.returncode == 0 else []
+            found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            gpus = found.stdout.split("\n")[:-1] if found.returncode == 0 else []
     return {"cores": len(os.sched_getaffinity(0)), "memory": psutil.virtual_memory().total, "gpus": gpus}
 
 

@@ -171,9 +171,9 @@ def _traffic(events: Iterable[Any]) -> Traffic:
                 sum(prod(shape) for shape in event.shapes() if shape),
             )
         elif backend == "record_param_comms":
-            told = event.extra_meta()
-            what, dtype = told.get("Collective name", ""), told.get("dtype", "")
-            numbers = max(int(told.get(f"{side} msg nelems", 0)) for side in ("In", "Out"))
+            meta = event.extra_meta()
+            what, dtype = meta.get("Collective name", ""), meta.get("dtype", "")
+            numbers = max(int(meta.get(f"{side} msg nelems", 0)) for side in ("In", "Out"))
         else:
             continue
         if not numbers:  # a barrier, a wait
@@ -402,8 +402,8 @@ def main() -> int:
     mesh = RingMesh.from_world(config.ring_size, config.ulysses_size)
     answers = self_test(mesh, Options.of(config))
     if dist.get_rank() == 0:
-        told = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
-        print(MARK + json.dumps(told), flush=True)
+        meta = [{**one._asdict(), "link": one.link and one.link._asdict()} for one in answers]
+        print(MARK + json.dumps(meta), flush=True)
     mesh.close()
     dist.destroy_process_group()
     return 0

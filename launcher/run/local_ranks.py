@@ -70,8 +70,8 @@ def run_ranks(
         try:
             for rank in range(processes):
                 # Pickled here: a rank watches its parent before it unpickles, which imports torch.
-                told = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
-                ranks.append(context.Process(target=_start, args=(os.getpid(), told), name=f"rank {rank}"))
+                job = pickle.dumps((_rank, (rank, processes, folder, threads, deadline_s, work, arguments)))
+                ranks.append(context.Process(target=_start, args=(os.getpid(), job), name=f"rank {rank}"))
                 with _not_heard_by_children():
                     ranks[-1].start()
             _watch(ranks, folder, deadline_s, waiting)
@@ -83,14 +83,14 @@ def run_ranks(
         return [pickle.loads(_answer(folder, rank).read_bytes()) for rank in range(processes)]
 
 
-def _start(parent: int, told: bytes) -> None:
+def _start(parent: int, job: bytes) -> None:
     """Call the pickled (function, arguments) in a process that the death of `parent`, a process id, ends."""
     end_with_parent()
     if os.getppid() != parent:  # it was faster
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent as well, which ends its ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    function, arguments = pickle.loads(told)
+    function, arguments = pickle.loads(job)
     function(*arguments)
 
 
@@ -127,9 +127,9 @@ def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Ca
         process.join(max(0.0, until - time.monotonic()))
     for number in failed:
         # The rank that failed first may have died without a word, and another one tell why.
-        said = Path(folder, f"error{number}")
-        if said.is_file():
-            raise RanksError(f"rank {number}: {said.read_text()}")
+        error_file = Path(folder, f"error{number}")
+        if error_file.is_file():
+            raise RanksError(f"rank {number}: {error_file.read_text()}")
     if failed:
         codes = ", ".join(f"rank {number} with {ranks[number].exitcode}" for number in failed)
         raise RanksError(f"expected all ranks to end with 0, got {codes}; what they printed says why")

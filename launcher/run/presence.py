@@ -64,7 +64,7 @@ def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
     asked = {host.name: AskedHost(cluster, host.name, "ds_ring_launcher.run.probe") for host in cluster.hosts}
     try:
         greetings = {name: one.answer(deadline) for name, one in asked.items()}
-        missing = {name: asked[name].silence(seconds) for name, said in greetings.items() if said is None}
+        missing = {name: asked[name].silence(seconds) for name, answer in greetings.items() if answer is None}
         present = [host for host in cluster.hosts if host.name not in missing]
         if not present:
             return HostPresence((), missing)
@@ -75,11 +75,11 @@ def ask_hosts(cluster: Cluster, seconds: float) -> HostPresence:
             asked[host.name].ask({"address": address, "port": port, "seconds": most})
         deadline = time.monotonic() + most + 2.0
         for host in present:
-            said = asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
-            if said["reached"]:
-                interfaces[host.name] = (said["address"], said["interface"])
+            answer = asked[host.name].answer(deadline) or {"reached": False, "why": "no answer"}
+            if answer["reached"]:
+                interfaces[host.name] = (answer["address"], answer["interface"])
             elif host.name != master:  # its own name may mean nothing to itself
-                missing[host.name] = f"does not reach {master} at {address}: {said['why']}"
+                missing[host.name] = f"does not reach {master} at {address}: {answer['why']}"
         return HostPresence(tuple(host for host in present if host.name not in missing), missing, interfaces)
     finally:
         for one in asked.values():
@@ -148,10 +148,10 @@ class AskedHost:
                 self._process.wait(_LAST_WORDS_SECONDS)
         status = self._process.poll()
         if status is None:
-            return f"no answer within {seconds:g} s"
+            return f"no lines within {seconds:g} s"
         self._errors.seek(0)
-        said = self._errors.read().splitlines() or ["it said nothing"]
-        return f"{self._by} ended with status {status}: {said[-1].strip()}"
+        lines = self._errors.read().splitlines() or ["it said nothing"]
+        return f"{self._by} ended with status {status}: {lines[-1].strip()}"
 
     def end(self, patience_s: float = 0.0) -> None:
         """End it: by the end of its input, and after so many seconds by a signal."""

@@ -81,9 +81,9 @@ def _connect(address: str, port: int, seconds: float) -> dict[str, Any]:
     return {"reached": True, "address": own, "interface": _interface_of(own)}
 
 
-def answer(said: dict[str, Any]) -> None:
+def answer(values: dict[str, Any]) -> None:
     """Print an answer to ds-ring on another host: marked, since a shell there may print lines of its own."""
-    print(f"{MARK}{json.dumps(said)}", flush=True)
+    print(f"{MARK}{json.dumps(values)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -134,8 +134,8 @@ def main() -> None:
     """Be the guardian: at the end of standard input end the run, unless the launcher has reported `done`."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # meant for the launcher
         signal.signal(number, signal.SIG_IGN)
-    first, *said = sys.stdin.read().splitlines() or [""]
-    if not first.startswith("{") or _DONE in said:
+    first, *words = sys.stdin.read().splitlines() or [""]
+    if not first.startswith("{") or _DONE in words:
         return
     run = json.loads(first)
     if marked(run["mark"]):

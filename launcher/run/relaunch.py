@@ -182,9 +182,9 @@ def _is_own(stop: RankStop, stops: Sequence[RankStop], named: Mapping[int, int])
 
 def _raised(fault: RankFault, hosts: Sequence[Host]) -> Culprit:
     where = "before its first step" if fault.step is None else f"in step {fault.step}"
-    said = f": {fault.message.splitlines()[0]}" if fault.message.strip() else ""
+    text = f": {fault.message.splitlines()[0]}" if fault.message.strip() else ""
     host = host_of(fault.rank, hosts)
-    what = f"rank {fault.rank} on {host} raised {fault.type} {where}{said}"
+    what = f"rank {fault.rank} on {host} raised {fault.type} {where}{text}"
     return Culprit(fault.kind, fault.rank, host, what, fault)
 
 

@@ -163,8 +163,8 @@ def write_fault(folder: Path, fault: RankFault) -> None:
 
 def write_exit(folder: Path, rank: int, status: int, step: int | None = None) -> None:
     """Write rank-N.exit.json."""
-    said = {"rank": rank, "status": status, "at": time.time(), "step": step}
-    write_json(folder / f"rank-{rank}.exit.json", said)
+    record = {"rank": rank, "status": status, "at": time.time(), "step": step}
+    write_json(folder / f"rank-{rank}.exit.json", record)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -162,8 +162,8 @@ class _Beat:
         self._path = path
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         here = presence()
-        self._said = {"since": now, "host": os.uname().nodename, "pid": here.pid, "token": self.token}
-        self._said |= {"processes": here.processes, "started": psutil.Process().create_time()}
+        self._record = {"since": now, "host": os.uname().nodename, "pid": here.pid, "token": self.token}
+        self._record |= {"processes": here.processes, "started": psutil.Process().create_time()}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._work, name="run lock", daemon=True)
 
@@ -186,9 +186,9 @@ class _Beat:
             self._write(ended=False)
 
     def _write(self, ended: bool) -> None:
-        write_json(self._path, {"at": time.time(), **self._said, "ended": ended})
+        write_json(self._path, {"at": time.time(), **self._record, "ended": ended})
 
     def _is_ours(self) -> bool:
         """Return whether no other launcher has written there; a missing file is not another's."""
-        said = read_record(self._path, LauncherRecord)
-        return said is None or said.token in (None, self.token)
+        record = read_record(self._path, LauncherRecord)
+        return record is None or record.token in (None, self.token)

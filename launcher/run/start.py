@@ -35,18 +35,18 @@ def start(job: Job, signals: list[int]) -> int:
 def _start(job: Job, signals: list[int]) -> int:
     cluster = job.cluster
     hosts = "this machine" if cluster.is_local else few([host.name for host in cluster.hosts])
-    said = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
+    text = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
     search_path = job.caller_environment.get("PATH", os.defpath)
     script = str(cluster.script)
     if cluster.starts_agents:
         checks.require_program("ssh", search_path, cluster.starter.reach("", None, "")[1])
         invocations = on_each_host(job)
-        say(said)
+        say(text)
         return run_agents(invocations, cluster.ssh_port, script, signals, cluster.grace_seconds)
     invocation = cluster.starter.invocation(job)
     for program, advice in invocation.programs.items():
         checks.require_program(program, invocation.environment["PATH"], advice)
-    say(said)
+    say(text)
     grace, caller = process.Grace(cluster.grace_seconds), job.caller_environment
     if cluster.is_local:
         invocation = process.with_rank_marks(invocation, job.folder)
@@ -162,8 +162,8 @@ def _watch(agents: Mapping[str, subprocess.Popen[str]], signals: list[int]) -> i
         ended = {host: agent.poll() for host, agent in agents.items()}
         for host, status in ended.items():
             if status:
-                said = "could not reach it, or lost it" if status == _SSH_FAILED else "its part failed"
-                say(f"error: {host}: ssh ended with status {status}: {said}; ending the others")
+                text = "could not reach it, or lost it" if status == _SSH_FAILED else "its part failed"
+                say(f"error: {host}: ssh ended with status {status}: {text}; ending the others")
                 # A negative status is that of a signal; shells add 128 to it.
                 return status if status > 0 else 128 - status
         if all(status == 0 for status in ended.values()):

@@ -265,7 +265,7 @@ _LOOK_SECONDS = 1.0  # between two looks at attempts.jsonl
 @contextmanager
 def page_kept(run: Path) -> Iterator[None]:
     """Keep RUN/status.html new inside the block, and write it a last time at the end."""
-    ended, told = threading.Event(), set[str]()
+    ended, reported = threading.Event(), set[str]()
 
     def renew() -> None:
         try:
@@ -273,9 +273,9 @@ def page_kept(run: Path) -> Iterator[None]:
         except RingConfigError:  # no attempt has begun
             pass
         except Exception as error:  # the page is worth no run
-            if not told:
+            if not reported:
                 say(f"the status page cannot be written: {type(error).__name__}: {error}")
-            told.add("said")
+            reported.add("failed")
 
     def work() -> None:
         due, seen = 0.0, -1

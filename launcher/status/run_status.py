@@ -206,10 +206,10 @@ def read_run(path: Path, now: float | None = None, confirm_seconds: float = 0.0)
 def _latest_word(path: Path) -> tuple[float, ...]:
     """Return when anybody of a run last spoke, by the clocks of those who did: the latest first."""
     numbers = require_run(path)
-    said = [*_launcher_times(path), *(one.at for one in events_of(path))]
+    times = [*_launcher_times(path), *(one.at for one in events_of(path))]
     if numbers:
-        said += [one.at for one in metrics_of(RunFolder(path).attempt(numbers[-1])).values()]
-    return tuple(sorted((at for at in said if at is not None), reverse=True)) or (0.0,)
+        times += [one.at for one in metrics_of(RunFolder(path).attempt(numbers[-1])).values()]
+    return tuple(sorted((at for at in times if at is not None), reverse=True)) or (0.0,)
 
 
 def _launcher_times(path: Path) -> list[float | None]:
@@ -231,8 +231,8 @@ def _read_run(path: Path, now: float) -> RunStatus:
     ranks = () if last is None else _ranks(folder.attempt(last.number), last, now)
     links = () if last is None else _links(folder.attempt(last.number), last)
     age = min((rank.age_seconds for rank in ranks if rank.age_seconds is not None), default=None)
-    said = [at for at in (*_launcher_times(path), *(one.at for one in events)) if at is not None]
-    silence = min([now - at for at in said] + ([] if age is None else [age]), default=0.0)
+    times = [at for at in (*_launcher_times(path), *(one.at for one in events)) if at is not None]
+    silence = min([now - at for at in times] + ([] if age is None else [age]), default=0.0)
     state, why = _state(last, silence)
     named = [one.checkpoints for one in events if one.checkpoints]
     checkpoints = newest_checkpoints(Path(named[-1])) if named else ()

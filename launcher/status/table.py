@@ -101,12 +101,12 @@ def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
 def _attempt(one: AttemptStatus, now: float) -> tuple[str, ...]:
     began = "" if one.started_at is None else time.strftime("%m-%d %H:%M:%S", time.gmtime(one.started_at))
     took = None if one.started_at is None else (one.ended_at or now) - one.started_at
-    said = "; ".join(one.faults) or ("" if one.why == one.verdict else one.why or "")
+    text = "; ".join(one.faults) or ("" if one.why == one.verdict else one.why or "")
     without = f" (without {', '.join(one.missing)})" if one.missing else ""
     return (
         str(one.number), began, seconds_text(took), _or_blank(one.world_size),
         _or_blank(one.sequence_parallel_size), one.checkpoint or "the start", _or_blank(one.last_step),
-        one.verdict or "under way", f"{said}{without}".lstrip(),
+        one.verdict or "under way", f"{text}{without}".lstrip(),
     )  # fmt: skip
 
 

@@ -226,12 +226,12 @@ class RingStateLayer(LinearAttentionLayer):
 
         Of a prompt that is this rank's shard: the convolution gets the tokens before it from other ranks.
         """
-        width, told = conv_kernel_size, {"conv_kernel_size": conv_kernel_size}
+        width, size = conv_kernel_size, {"conv_kernel_size": conv_kernel_size}
         if self._cache.arriving.start > 0:
-            found: Tensor = super().update_conv_state(conv_states, state_idx, **told, **kwargs)
+            found: Tensor = super().update_conv_state(conv_states, state_idx, **size, **kwargs)
             return found
         assert width is not None, "a layer whose convolution has a state says how wide it is"
-        super().update_conv_state(self._cache.last_inputs(conv_states, width), state_idx, **told, **kwargs)
+        super().update_conv_state(self._cache.last_inputs(conv_states, width), state_idx, **size, **kwargs)
         return conv_states
 
 

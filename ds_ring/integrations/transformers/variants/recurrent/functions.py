@@ -72,8 +72,8 @@ def delta_rule(
             zeros = torch.zeros(key_dim, value_dim, dtype=torch.float32, device=v.device)
             identity = torch.eye(key_dim, dtype=torch.float32, device=v.device)
             begin = torch.cat([zeros, identity], dim=1).expand(len(v), heads, -1, -1).contiguous()
-        told = {"g": g, "beta": beta, "initial_state": begin, "output_final_state": True}
-        out, final = original(q, k, v, *args, **told, **kwargs)
+        state = {"g": g, "beta": beta, "initial_state": begin, "output_final_state": True}
+        out, final = original(q, k, v, *args, **state, **kwargs)
         if not continues:
             return Computed(out, final, final.new_zeros((*final.shape[:3], key_dim)), None)
         reach = out[..., value_dim:].to(final.dtype)

@@ -97,10 +97,10 @@ def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> T
     """
     count = len(context.runs.starts)
     own = torch.from_numpy(context.runs.of_rank(context.mesh.sequence_rank)).to(decay.device)
-    told = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
+    factors = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
     places = F.one_hot(own, count).to(decay.dtype)
-    places = places.view(*places.shape, *[1] * (told.dim() - 1))
-    slots = places * told[:, None]  # [R, N, 3, ...]
+    places = places.view(*places.shape, *[1] * (factors.dim() - 1))
+    slots = places * factors[:, None]  # [R, N, 3, ...]
     keep = torch.ones_like(slots[:, :1, :1].flatten(1)[:, :1]).view(-1, *[1] * (slots.dim() - 1))
     is_there, decays, maxima = scan_op(keep, slots, False, context.handle).unbind(2)  # [R, N, ...]
     later = torch.cat([decays[:, 1:], torch.zeros_like(decays[:, :1])], dim=1).flip(1).cumsum(1).flip(1)

@@ -51,10 +51,10 @@ active: list[BatchSharding] = []  # of the layers that are being computed, inner
 
 def sharding_of(kwargs: dict[str, Any]) -> BatchSharding | None:
     """Return the sharding of a call, and take it out of the arguments; None if each rank has all tokens."""
-    told: BatchSharding | None = kwargs.pop(SHARDING, None)
-    if told is None and active:
-        told = active[-1]
-    return None if told is None or told.is_replicated else told
+    sharding: BatchSharding | None = kwargs.pop(SHARDING, None)
+    if sharding is None and active:
+        sharding = active[-1]
+    return None if sharding is None or sharding.is_replicated else sharding
 
 
 def rows_of(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
