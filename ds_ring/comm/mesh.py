@@ -89,7 +89,7 @@ class MeshState:
                 " before it forked; start ranks with a launcher or spawn, and make the mesh in each"
             )
         if self.closed:
-            raise RingMeshError("expected an open mesh, got one after mesh.close(); make a new one")
+            raise RingMeshError("expected an open mesh, got one after mesh.close(); use RingMesh.from_world")
 
     def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
         """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.

@@ -83,7 +83,10 @@ def test_a_model_that_numbers_its_tokens_by_itself_is_named(rank_pool: Any) -> N
     """By the second rank; the first one's tokens do begin at 0."""
     other, own = rank_pool(2).collect(numbered_by_itself, grace_s=30)
     assert own.error_type == "RingPatternError", own.report
-    assert "LlamaForCausalLM: its LlamaModel numbers this rank's tokens by itself" in own.message
+    assert (
+        "LlamaForCausalLM: expected position_ids in its LlamaModel, which numbers this rank's tokens"
+        in own.message
+    )
     assert other.error_type == "RingMismatchError" and "rank 1" in other.message, other.report
 
 
@@ -110,5 +113,5 @@ def test_check_model_takes_no_script(tmp_path: Path) -> None:
 
     script = tmp_path / "plain.py"
     script.write_text("x = 1\n")
-    with pytest.raises(RingConfigError, match=r"got the script .*plain\.py; which is not run"):
+    with pytest.raises(RingConfigError, match=r"got the script .*plain\.py, which is not run"):
         read_config(str(script))

@@ -134,7 +134,7 @@ def step(engine: Any, tokens: int = SIZE.tokens) -> str:
     return ""
 
 
-NO_PASS = "no ring pass ran in its forward pass: attention saw the 12 tokens of this rank only, of 24"
+NO_PASS = "got no ring pass in its forward pass: attention saw the 12 tokens of this rank only, of 24"
 LOCAL = "got scaled_dot_product_attention over the 12 tokens of this rank, of 24"
 ATTENTIONS: dict[str, tuple[Attend, str]] = {
     "plain": (plain, LOCAL),

@@ -48,13 +48,13 @@ class TreeRows(RowKind):
         """Check the trees of a batch, and add positions if there are none."""
         if pattern != Causal() or more or DOCUMENT_IDS in tensors:
             raise RingPatternError(
-                f"batch[{TREE_ENDS!r}]: expected Causal() and no documents or attention_mask beside trees,"
+                f"batch[{TREE_ENDS!r}]: expected Causal() and no documents or attention_mask with trees,"
                 f" got {pattern}{' and one of these' if more or DOCUMENT_IDS in tensors else ''}; give each"
                 " document a root of its own"
             )
         if "labels" in tensors:
             raise RingShapeError(
-                f"batch: expected shift_labels beside {TREE_ENDS}, got labels; use engine.ring.tree_batch"
+                f"batch: expected shift_labels with {TREE_ENDS}, got labels; use engine.ring.tree_batch"
             )
         depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
         tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))

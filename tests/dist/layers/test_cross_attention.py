@@ -184,7 +184,7 @@ def test_queries_are_neither_computed_as_keys_nor_sent() -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
-    "pattern": ({"pattern": Causal()}, RingPatternError, "two sequences have no distances"),
+    "pattern": ({"pattern": Causal()}, RingPatternError, "positions of two sequences have no distance"),
     "documents": ({"pattern": Documents([0] * 10)}, RingPatternError, "Documents with 24 ids"),
     "ring": (
         {"key_layout": make_layout("zigzag", tokens=16, ring_size=2)},

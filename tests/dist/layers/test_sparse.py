@@ -349,7 +349,7 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         ("striped", "RingLayoutError", "expected shards of consecutive positions"),
         ("no blocks", "RingConfigError", "moba_attention: block_size: expected a positive integer, got 0"),
         ("top_k", "RingConfigError", "moba_attention: top_k: expected a positive integer, got 2.0"),
-        ("documents", "RingPatternError", "documents: expected ids for 64 tokens"),
+        ("documents", "RingPatternError", "documents: expected ids for the layout's 64 tokens"),
         ("keys on rank 1", "RingShapeError", "expected equal batch, heads and tokens"),
         ("top_k on rank 1", "RingMismatchError", "the ranks of this"),
         ("nsa cut", "RingLayoutError", "expected runs of whole blocks of 8 tokens"),

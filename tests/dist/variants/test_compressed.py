@@ -314,9 +314,9 @@ def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
     ("section", "kind", "words"),
     [
         ({"layout": "striped"}, "RingConfigError", "expected shards of consecutive tokens"),
-        ({"pattern": {"window": 8}}, "RingPatternError", "expected the plain causal pattern, got Sliding"),
+        ({"pattern": {"window": 8}}, "RingPatternError", "expected the plain causal pattern,.* got Sliding"),
         ({"pattern": {"documents": True}}, "RingPatternError", "does not keep documents apart"),
-        ({"ring_size": 1, "ulysses_size": 2}, "RingConfigError", "ulysses_size: expected 1, got 2"),
+        ({"ring_size": 1, "ulysses_size": 2}, "RingConfigError", "ulysses_size: expected 1,.* got 2"),
     ],
 )
 def test_a_section_that_does_not_go_with_entries_is_refused(section, kind, words):
