@@ -6,11 +6,12 @@ in one process. A mesh of one rank needs no process group.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
 
@@ -26,7 +27,6 @@ from ds_ring.comm.groups import (
     sequences_of,
     world_size_for,
 )
-from ds_ring.comm.owners import CallCounter, Owners
 from ds_ring.errors import RingMeshError, RingPeerError
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
@@ -42,6 +42,51 @@ if TYPE_CHECKING:
 # [Note: several meshes]
 # Several meshes can work at the same time in different threads. They share caches without a lock: two threads
 # that fill the same entry write equal values.
+
+
+class Owners(dict[type, Any]):
+    """Hold the owners of a mesh by class: `mesh.owners[HostMemory]` makes one at the first use.
+
+    So a mesh knows no class of a capability. An owner lives until the mesh is closed or collected. An owner
+    may define `per_ring = True` (a smaller ring of the mesh gets its own object), `release()` (called by
+    `RingMesh.close`) and `process_groups()` (groups that the watchdog may abort).
+
+    A dict, so that looking up an owner in a pass takes no call of Python.
+    """
+
+    def __init__(self, parent: Owners | None = None, is_own: Callable[[type], bool] | None = None) -> None:
+        super().__init__()
+        self._parent, self._is_own = parent, is_own or is_per_ring
+
+    def __missing__(self, kind: type) -> Any:
+        shared = self._parent is not None and not self._is_own(kind)
+        found = self[kind] = self._parent[kind] if self._parent is not None and shared else kind()
+        return found
+
+    def derived(self, is_own: Callable[[type], bool] | None = None) -> Owners:
+        """Return the owners of another mesh of these ranks: shared ones, and its own ones of some classes."""
+        return Owners(self, is_own)
+
+    def process_groups(self) -> list[Any]:
+        """Return the process groups of all owners."""
+        return [group for one in self.values() for group in getattr(one, "process_groups", list)()]
+
+    def release(self) -> None:
+        """Release and drop all owners."""
+        for one in self.values():
+            getattr(one, "release", lambda: None)()
+        self.clear()
+
+
+def is_per_ring(kind: type) -> bool:
+    """Return whether each smaller ring of a mesh has its own object of a class."""
+    return bool(getattr(kind, "per_ring", False))
+
+
+class CallCounter(itertools.count):  # type: ignore[type-arg]
+    """Count the headers of a ring: equal on all its ranks."""
+
+    per_ring = True
 
 
 class MeshState:
@@ -190,7 +235,7 @@ class RingMesh(MeshCoordinates):
         data_group: ranks at the same place of other sequences; None for size one.
         cpu_group: the sequence group over gloo, for headers; the same group if it is gloo already.
         detector: reports which rank failed; None if the sequence has one rank, or the process group is fake.
-        owners: what the mesh holds for others: buffers, contexts, host memory, observers (`owners.py`).
+        owners: what the mesh holds for others: buffers, contexts, host memory, observers (`Owners`).
         state: whether the mesh can be used, and by which thread it is used now.
         ranks_per_node: consecutive ranks of the world that share a node; None if unknown.
         timeouts: how long ranks wait for each other outside of passes.

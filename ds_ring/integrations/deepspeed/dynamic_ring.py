@@ -78,7 +78,7 @@ class MeasuredRates(NamedTuple):
 
 
 class SampleTimes:
-    """Estimate the seconds of samples: `SampleSeconds` of schedule/grid.py.
+    """Estimate the seconds of samples: `SampleSeconds` of sub_rings.py.
 
     Takes the patterns of `config`, the section, not those that a model names by itself. `kernel` is what the
     section's is for tensors of this job; `tensors` are device type and bytes of an element of q, k and v.

@@ -5,7 +5,7 @@ as messages.
 
 [Note: one-sided pulls]
 The buffers of a pass are in memory that the other ranks of the ring can read, at addresses that all know
-([Note: places known beforehand] in `schedule/steps.py`). In each batch a rank (1) signals READY to every rank
+([Note: places known beforehand] in `places.py`). In each batch a rank (1) signals READY to every rank
 that it sends to, once its buffers are written, (2) waits for READY of every rank that it receives from,
 copies the messages into its own buffers, and signals TAKEN, (3) waits for TAKEN of those that it sends to.
 After that its buffers may be written again. So a batch is over exactly where it is over with messages, and

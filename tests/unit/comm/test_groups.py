@@ -114,5 +114,5 @@ def _fake_store() -> Any:
 
 
 def test_a_mesh_has_few_fields() -> None:
-    """What calls and caches need has owners of its own (`comm/owners.py`)."""
+    """What calls and caches need has owners of its own (`Owners`)."""
     assert len(fields(RingMesh)) <= 12

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.comm.mesh import RingMesh
-from ds_ring.comm.owners import CallCounter
+from ds_ring.comm.mesh import CallCounter, RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError
 from ds_ring.integrations.deepspeed import sub_rings
 from ds_ring.integrations.deepspeed.sub_rings import (
