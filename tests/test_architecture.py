@@ -326,8 +326,6 @@ def test_every_pattern_is_public() -> None:
         "Intersection",
         "Union",
         "HeadShard",
-        "FirstQueries",  # of a pass that is computed again
-        "Band",  # of the distances with one bias of T5
         "Before",  # of queries that see an entry for each block of tokens
     }  # the base, and what is made of others
     for name in MODULES:

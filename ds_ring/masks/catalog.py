@@ -42,17 +42,6 @@ class Before(Pattern):
         return (Branch(least=self.apart),)
 
 
-@dataclass(frozen=True)
-class Band(Pattern):
-    """Attend where query position - key position is from `least` to `most`; +-UNBOUNDED if open."""
-
-    least: int
-    most: int
-
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (Branch(least=self.least, most=self.most),)
-
-
 class _NumbersOfTokens:
     """Check patterns whose fields are positive integers, and perhaps `causal`."""
 
@@ -196,16 +185,3 @@ class HeadShard(Pattern):
 
     def __str__(self) -> str:
         return f"{self.whole} (part {self.part} of {self.parts} of the heads)"
-
-
-@dataclass(frozen=True)
-class FirstQueries(Pattern):
-    """Let queries at positions below `count` attend to all keys, and later queries to none.
-
-    This is the mask of a recomputation of the first queries, which reuses the results of later ones.
-    """
-
-    count: int
-
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        return (Branch(queries=in_range(0, self.count)),)

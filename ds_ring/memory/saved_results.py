@@ -26,7 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
-from ds_ring.masks.catalog import FirstQueries
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.labels import in_range
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore, running_region
 
 if TYPE_CHECKING:
@@ -116,6 +118,19 @@ def reuse_or_run(
 
 def _versions(results: Results) -> tuple[int, ...]:
     return tuple(0 if x.is_inference() else x._version for x in results)
+
+
+@dataclass(frozen=True)
+class FirstQueries(Pattern):
+    """Let queries at positions below `count` attend to all keys, and later queries to none.
+
+    This is the mask of a recomputation of the first queries, which reuses the results of later ones.
+    """
+
+    count: int
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(queries=in_range(0, self.count)),)
 
 
 class KeepResults(SavedTensors):
