@@ -9,6 +9,7 @@ Shapes: B samples, T global tokens, S local tokens.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,7 +70,7 @@ class ImageNeeds(NamedTuple):
     number_axes: Callable[[Batch], Tensor] | None
 
 
-class BatchKind:
+class BatchKind(ABC):
     """Prepare and cut the batches of a model of several sequences; a capability sets an object of it.
 
     Attributes:
@@ -78,16 +79,16 @@ class BatchKind:
 
     name = ""
 
+    @abstractmethod
     def prepare(self, given: Mapping[str, Tensor], number: Callable[[Batch], Tensor] | None) -> Batch:
         """Return the batch with everything that looks across token borders done.
 
         `number` makes the position ids of a sequence; None: they count from 0 on.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def cut(self, prepared: Batch, session: RingSession) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and its sharding."""
-        raise NotImplementedError
 
 
 @dataclass

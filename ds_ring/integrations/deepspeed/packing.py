@@ -13,6 +13,7 @@ Rows with equal documents are one pass. All rows share one layout: that of the r
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +103,7 @@ def has_no_label(document_ids: Tensor) -> Tensor:
     return ends | (document_ids < 0)
 
 
-class RowKind:
+class RowKind(ABC):
     """Rows whose pattern is in a tensor of the batch other than `document_ids`: a row of `ROW_KINDS`.
 
     Attributes:
@@ -111,6 +112,7 @@ class RowKind:
 
     key = ""
 
+    @abstractmethod
     def check(self, tensors: dict[str, Tensor], pattern: Pattern, more: bool) -> None:
         """Check the tensor, and add position ids if there are none; `more`: there are documents or a mask.
 
@@ -118,9 +120,9 @@ class RowKind:
             RingPatternError, RingShapeError: what it does not go together with.
         """
 
+    @abstractmethod
     def pattern_of(self, row_T: np.ndarray) -> Documents | Tree:
         """Return the pattern of one row of the tensor."""
-        raise NotImplementedError
 
 
 def row_kind(tensors: Mapping[str, Tensor]) -> RowKind | None:
