@@ -162,6 +162,7 @@ CAPABILITIES = {
         reason="it is an encoder-decoder",
         other="bloom",
     ),
+    "images": Capability(("contrib.images",), words=r"\bimage"),
     "trees and policies": Capability(
         ("contrib.policies",), words=r"\bTreeBatch|\btree_batch|contrib\.policies"
     ),

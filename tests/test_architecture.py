@@ -97,7 +97,7 @@ IMPORTERS = {
     "integrations.metrics.step_metrics": {"comm.exchange"},  # the limit of a sum
     "integrations.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
     "integrations.transformers.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
-    "integrations.transformers.images": {"comm.exchange"},  # features, to the ranks of their tokens
+    "contrib.images.model": {"comm.exchange"},  # features, to the ranks of their tokens
     "integrations.transformers.ring_cache": {"comm.exchange"},  # a convolution's last inputs
     "layers.latents.kernel": {"kernels", "ring.merge"},  # a kernel around another one
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
@@ -113,7 +113,7 @@ MAY_IMPORT_A_PASS = {
 # A package from outside, and the places that may import it.
 OUTSIDE = {
     "deepspeed": ("integrations",),
-    "transformers": ("integrations", "contrib.ring_flash_attn", "contrib.encoder_decoder"),
+    "transformers": ("integrations", "contrib.ring_flash_attn", "contrib.encoder_decoder", "contrib.images"),
     "accelerate": ("integrations.trainers",),
     "megatron": ("contrib.megatron",),
     "diffusers": ("contrib.diffusers",),

@@ -254,7 +254,7 @@ def with_other_keys(rank: int, world_size: int, family: str) -> list[ModelReport
 
 def with_features_of_others(rank: int, world_size: int) -> list[ModelReport]:
     """Put the features that a rank gets for its image tokens in another order."""
-    from ds_ring.integrations.transformers import images
+    from ds_ring.contrib.images import model as images
 
     exchanged = images._exchanged
 

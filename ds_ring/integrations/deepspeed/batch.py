@@ -12,13 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.packing import (
     DOCUMENT_IDS,
     check_ids,
@@ -61,13 +61,28 @@ def cache_name(names: Container[str]) -> str:
     return next((name for name in CACHES if name in names), "past_key_values")
 
 
-class ImageNeeds(NamedTuple):
-    """The form in which a model's batches have images."""
+class WholeTensors:
+    """Tensors of a batch that are not by token and go whole to every rank; a capability sets an object of it.
 
-    token: int  # id of the tokens that are replaced by one image feature each
-    tensors: frozenset[str]  # that are not by token, and go whole to every rank
-    # numbers the tokens of a whole batch on several axes, [B, T, axes]; None: they have one position each
-    number_axes: Callable[[Batch], Tensor] | None
+    Attributes:
+        names: of the tensors.
+    """
+
+    names: frozenset[str] = frozenset()
+
+    def add_columns(self, prepared: Batch, given: Mapping[str, Tensor]) -> None:
+        """Add tensors [B, T, ...] to a prepared batch that has such tensors: they are cut with the others."""
+
+    def take_columns(
+        self, local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
+    ) -> Any:
+        """Take these tensors out of `local`, and return what `BatchSharding.whole` holds; None without any.
+
+        `local` was cut of the whole `prepared` batch; without a layout samples are whole.
+        """
+
+    def of_prompt(self, given: Mapping[str, Any], layout: Layout, mesh: RingMesh) -> Any:
+        """Return what `BatchSharding.whole` holds for a prompt of a generation; None without such tensors."""
 
 
 class BatchKind(ABC):
@@ -101,22 +116,11 @@ class ModelNeeds:
     layers: tuple[Pattern, ...] = ()
     # makes the position ids [B, T] of a prepared batch that came without any
     number_tokens: Callable[[Batch], Tensor] | None = None
-    images: ImageNeeds | None = None  # of a model that reads images
+    whole: WholeTensors | None = None  # of a model that reads images, for example
     # makes the layout of tokens of the layout of their blocks; set together with `block`
     of_blocks: Callable[[Layout, int, int], Layout] | None = None
     block: int = 1  # tokens of the blocks that no border between ranks may cut
     batches: BatchKind | None = None  # of a model of several sequences
-
-
-class ImageTokens(NamedTuple):
-    """The image features that replace embeddings of a batch's local tokens."""
-
-    places_BS: Tensor  # the feature's number, from 1 on; 0 for other tokens
-    tokens: int  # image tokens of the whole batch
-    axes_BSA: Tensor | None  # positions on several axes, where the model has such
-    # by rank of the sequence, the features of its tokens, from 0 on, in the order of its tokens; empty where
-    # samples are whole
-    wanted: tuple[Tensor, ...] = ()
 
 
 def prepare_batch(
@@ -329,57 +333,8 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         )
 
 
-# Images of a batch: tensors that go whole to every rank, and the numbers of image tokens.
-
-_PLACES = "ds_ring_image_places"  # of prepared batches: [B, T]
-_AXES = "ds_ring_image_axes"  # [B, T, axes]
-
-
-def whole_tensors(batch: Mapping[str, Tensor], needs: ImageNeeds | None) -> tuple[Batch, Batch]:
+def whole_tensors(batch: Mapping[str, Tensor], kind: WholeTensors | None) -> tuple[Batch, Batch]:
     """Return a batch's tensors by token, and those that go whole to every rank."""
     batch = _as_tensors(batch)
-    names = frozenset[str]() if needs is None else needs.tensors & set(batch)
+    names = frozenset[str]() if kind is None else kind.names & set(batch)
     return {key: x for key, x in batch.items() if key not in names}, {key: batch[key] for key in names}
-
-
-def add_places(prepared: Batch, batch: Mapping[str, Tensor], needs: ImageNeeds) -> None:
-    """Number the image tokens of a prepared batch, from 1 on; others, and padding of the layout, are 0.
-
-    Raises:
-        RingShapeError: images without input_ids, which mark their tokens.
-        RingConfigError: packed documents, and positions on several axes.
-    """
-    if "input_ids" not in prepared:
-        raise RingShapeError.wrong("batch", "input_ids with images", f"{sorted(prepared)}", "give them")
-    are_images_BT = prepared["input_ids"] == needs.token
-    prepared[_PLACES] = are_images_BT.flatten().cumsum(0).view(are_images_BT.shape) * are_images_BT
-    if needs.number_axes is None:
-        return
-    if DOCUMENT_IDS in prepared:
-        raise RingConfigError.wrong("batch", "images without documents", "both", 'set "documents": false')
-    prepared[_AXES] = needs.number_axes(dict(batch))
-
-
-def taken_places(
-    local: Batch, prepared: Mapping[str, Tensor], layout: Layout | None, mesh: RingMesh
-) -> ImageTokens | None:
-    """Take the numbers of local image tokens out of `local`, what was cut of the whole `prepared` batch; None
-    where it has no images. Without a layout samples are whole.
-    """
-    places_BS, axes_BSA = local.pop(_PLACES, None), local.pop(_AXES, None)
-    if places_BS is None:
-        return None
-    places_BT, wanted = prepared[_PLACES], []
-    for ring_rank in range(mesh.ring_size) if layout is not None else ():
-        assert layout is not None
-        shard_BS = shard_sequence(places_BT, layout, dim=1, ring_rank=ring_rank)
-        parts = shard_BS.to(places_BS.device).chunk(mesh.ulysses_size, dim=1)
-        wanted += [part[part > 0] - 1 for part in parts]
-    return ImageTokens(places_BS, int(places_BT.max()), axes_BSA, tuple(wanted))
-
-
-def places_of(ids_BT: Tensor, needs: ImageNeeds) -> Tensor:
-    """Number the image tokens among ids, [B, T]: see `add_places`."""
-    found: Batch = {"input_ids": ids_BT}
-    add_places(found, found, needs._replace(number_axes=None))
-    return found[_PLACES]

@@ -29,7 +29,6 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
     LABEL_KEYS,
-    ImageTokens,
     token_shape,
     valid_tokens,
 )
@@ -70,7 +69,7 @@ class BatchSharding:
     # True: recurrent layers zero the padding (`real_tokens`) and ignore `groups`, as one process does. False:
     # padding is documents of its own
     masks_padding: bool = False
-    images: ImageTokens | None = field(default=None, repr=False)
+    whole: Any = field(default=None, repr=False)  # what `WholeTensors` made of the batch
     # of a decoder's batch: of the encoder's sequence, and of attention that reads it; [Note: two sequences]
     encoder: BatchSharding | None = field(default=None, repr=False)
     cross: BatchSharding | None = field(default=None, repr=False)

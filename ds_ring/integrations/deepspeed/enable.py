@@ -270,7 +270,7 @@ class WholeBatches:
             batch = batch | {"shift_labels": next_BT}
             del batch["labels"]
         by_token = {key for key, x in batch.items() if x.shape[:2] == mask_BT.shape}
-        by_token -= session.needs.images.tensors if session.needs.images is not None else set()
+        by_token -= session.needs.whole.names if session.needs.whole is not None else set()
         flushed = {key: _rolled(x, left_B1) if key in by_token else x for key, x in batch.items()}
         if session.needs.number_tokens is None:
             places_T = torch.arange(tokens, device=mask_BT.device)

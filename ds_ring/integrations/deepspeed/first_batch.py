@@ -174,9 +174,9 @@ def _modules_of_encoders(model: nn.Module) -> set[int]:
     of_transformers = [part for part in model.modules() if _is_of_transformers(part)]
     if not of_transformers:
         return set()
-    from ds_ring.integrations.transformers.images import image_encoders
+    from ds_ring.integrations.transformers.variants import own_attention
 
-    encoders = [encoder for part in of_transformers for encoder in image_encoders(part)]
+    encoders = [encoder for part in of_transformers for encoder in own_attention(part)]
     return {id(module) for encoder in encoders for module in encoder.modules()}
 
 
@@ -360,14 +360,14 @@ def choose_attention(alone: nn.Module, config: RingConfig) -> None:
     if not _is_of_transformers(alone):
         return
     from ds_ring.integrations.transformers.attention_name import NAME
-    from ds_ring.integrations.transformers.images import attention_of_parts
+    from ds_ring.integrations.transformers.variants import attention_names
 
     asked, model = config.pattern, alone.config
     # whether it is causal, and a window that is the model's, are what its own attention does
     rest = asked.model_copy(update={"causal": True, "window": None})
     own = rest == PatternConfig() and asked.window in (None, getattr(model, "sliding_window", None))
     if not own:
-        alone.set_attn_implementation(attention_of_parts(alone, NAME))  # type: ignore[operator]
+        alone.set_attn_implementation(attention_names(alone, NAME))  # type: ignore[operator]
         log.info("verify_first_batch: the pattern is the JSON's own, so its mask is not compared")
     elif getattr(model, "_attn_implementation", None) == NAME:
         alone.set_attn_implementation("eager")  # type: ignore[operator]

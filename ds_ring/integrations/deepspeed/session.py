@@ -34,11 +34,9 @@ from ds_ring.integrations.deepspeed.batch import (
     REAL_TOKENS,
     Batch,
     ModelNeeds,
-    add_places,
     prepare_batch,
     split_samples,
     split_tokens,
-    taken_places,
     token_shape,
     whole_tensors,
 )
@@ -473,7 +471,7 @@ class RingSession:
             )
             return RingLoader(reads, lambda read: self.shard_assigned(*read), order, gather=self._gather)
         if is_sliced(whole):
-            needs = self.needs.number_tokens or self.needs.images or self.needs.batches
+            needs = self.needs.number_tokens or self.needs.whole or self.needs.batches
             if num_workers or collate_fn is not None or needs:
                 raise RingConfigError(
                     "loader: expected no workers, no collate_fn and a model of one sequence without images,"
@@ -506,7 +504,7 @@ class RingSession:
                 'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
                 f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
             )
-        if dynamic and self.needs.images is not None:
+        if dynamic and self.needs.whole is not None:
             raise RingConfigError.wrong("loader", "no dynamic_ring with images", "both", "set it to false")
 
     def wrap(self, loader: Iterable[Any], *, split: bool | None = None, seed: int = 0) -> RingLoader:
@@ -554,12 +552,12 @@ class RingSession:
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
                 return prepared, report_of(prepared), None
-            by_token, whole = whole_tensors(given, needs.images)
+            by_token, whole = whole_tensors(given, needs.whole)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and "position_ids" not in given:
                 prepared["position_ids"] = needs.number_tokens(prepared)
-            if whole and needs.images is not None:
-                add_places(prepared, given, needs.images)
+            if whole and needs.whole is not None:
+                needs.whole.add_columns(prepared, given)
         except RingError as fault:
             return {}, REFUSED, fault
         return prepared | whole, report_of(prepared | whole), None
@@ -579,7 +577,7 @@ class RingSession:
         if longest is None:
             longest = int(prepared["position_ids"].max())  # before the cut: see positions.py
         whole_batch = prepared
-        prepared, whole = whole_tensors(prepared, self.needs.images)
+        prepared, whole = whole_tensors(prepared, self.needs.whole)
         short = mesh is None and self.mesh.sequence_size > 1 and tokens < self.config.min_sequence_length
         short = short and row_kind(prepared) is None  # one row, for trees
         mesh = RingMesh.single() if short else mesh or self.mesh
@@ -591,9 +589,10 @@ class RingSession:
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
         layout = None if short else sharding.layout
-        real_tokens, images = local.pop(REAL_TOKENS, None), taken_places(local, whole_batch, layout, mesh)
-        if images is not None:
-            sharding = replace(sharding, images=images)
+        real_tokens, kind = local.pop(REAL_TOKENS, None), self.needs.whole
+        taken = None if kind is None else kind.take_columns(local, whole_batch, layout, mesh)
+        if taken is not None:
+            sharding = replace(sharding, whole=taken)
         if padded and real_tokens is not None:
             sharding = replace(sharding, real_tokens=real_tokens)
         return local, sharding

@@ -21,18 +21,13 @@ from ds_ring.integrations.transformers import attention as _  # noqa: F401  regi
 from ds_ring.integrations.transformers import checks
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.checks import UNMODIFIED
-from ds_ring.integrations.transformers.images import (
-    attention_of_parts,
-    image_encoders,
-    refuse_unknown_encoder,
-)
 from ds_ring.integrations.transformers.model import CONFIG, MODEL
 from ds_ring.integrations.transformers.model_adapter import (
     ModelAdapter,
     own_implementation,
     set_implementations,
 )
-from ds_ring.integrations.transformers.variants import variants
+from ds_ring.integrations.transformers.variants import attention_names, own_attention, variants
 from ds_ring.integrations.transformers.variants.variant import Request
 
 log = logging.getLogger(__name__)
@@ -48,13 +43,13 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
     checks.check_adapters(model)
     for outer in outermost:
         if config.attention == "ring" and not _keeps_its_own(config, outer):
-            refuse_unknown_encoder(outer)
-    keep = {id(encoder) for outer in outermost for encoder in image_encoders(outer)}
+            _refuse_unknown_encoder(outer)
+    keep = {id(encoder) for outer in outermost for encoder in own_attention(outer)}
     for part in _pretrained(model):
         implementation = part.config._attn_implementation
         if id(part) in keep or (_keeps_its_own(config, part) and implementation != NAME):
             continue  # nothing to do for a ring
-        if image_encoders(part) and config.attention == "ring":
+        if own_attention(part) and config.attention == "ring":
             continue  # it joins image encoders and a language part, which is looked at by itself
         as_is = config.attention == "as_is" and implementation == UNMODIFIED
         checks.check_class(part, Request(config, as_is, part in outermost))
@@ -81,6 +76,22 @@ def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
     # JSON asks: only with attn_implementation="ds_ring".
     is_plain_causal = config.pattern == PatternConfig()
     return not config.long_sequence.any and config.sequence_parallel_size == 1 and is_plain_causal
+
+
+def _refuse_unknown_encoder(model: PreTrainedModel) -> None:
+    """Refuse a model with an image encoder of whose images it is not known that a ring computes them exactly.
+
+    Raises:
+        RingConfigError: no variant knows its type.
+    """
+    kind = type(getattr(model.config, "vision_config", None))
+    has_one = any(type(part.config) is kind for part in _pretrained(model))
+    if has_one and hasattr(model.base_model, "get_image_features") and not own_attention(model):
+        types = ", ".join(name for variant in variants() for name in variant.encoder_types)
+        known = f", or one of the model types {types}" if types else ""
+        raise checks.cannot_run(
+            model, f"no test compares its images with one process; use its language part alone{known}"
+        )
 
 
 def _refuse_as_is(part: PreTrainedModel, config: RingConfig) -> None:
@@ -148,7 +159,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
     if all(map(checks.bypasses_interface, parts)):
         log.info("%s: attn_implementation=%r became %r", type(model).__name__, before, NAME)
         return
-    names = attention_of_parts(model, NAME)
+    names = attention_names(model, NAME)
 
     @_sets_attention
     def switch_all() -> Callable[[], None]:
@@ -157,7 +168,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
         return lambda: set_implementations(earlier)
 
     try:
-        known = checks.uses_interface(type(model)) or not image_encoders(model)
+        known = checks.uses_interface(type(model)) or not own_attention(model)
         if model._can_set_attn_implementation() and known:
             apply(switch_all, session=session, model=model)
         else:  # a model without softmax attention, or one that leaves attention to the models inside it
@@ -166,7 +177,7 @@ def _switch(model: PreTrainedModel, session: RingSession) -> None:
         raise RingConfigError(
             f"{type(model).__name__}: expected a model that takes '{NAME}', got {before!r} and {error}"
         ) from error
-    keep = image_encoders(model)
+    keep = own_attention(model)
     for part in _pretrained(model):
         if part not in keep and part.config._attn_implementation != NAME:
             raise RingConfigError(

@@ -41,7 +41,6 @@ from ds_ring.integrations.deepspeed.batch import cache_in, cache_name
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding, RowsAttention
 from ds_ring.integrations.deepspeed.packing import PADDING, RowGroup, group_rows
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.transformers.images import OF_IMAGES, images_of_prompt
 from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.model import GENERATOR, MODEL
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
@@ -283,12 +282,13 @@ class Generation(ModelPart):
         groups = self._groups(tokens)
         layout = session.layout_for(tokens, mesh, groups)
         cache.begin(tokens, layout)
-        images = images_of_prompt(given, session.needs.images, layout, mesh)
+        kind = session.needs.whole
+        whole = None if kind is None else kind.of_prompt(given, layout, mesh)
         if real_tokens is not None:
             real_tokens = shard_sequence(real_tokens, layout, mesh=mesh, dim=1)
         self.sharding = BatchSharding(
             session.config, layout, mesh, session.patterns, groups, longest,
-            images=images, real_tokens=real_tokens, masks_padding=True,
+            whole=whole, real_tokens=real_tokens, masks_padding=True,
         )  # fmt: skip
         session.batches.work_on(self.sharding)
         owner, self._last = divmod(int(layout.slots_by_position()[-1]), layout.local_tokens)
@@ -296,7 +296,7 @@ class Generation(ModelPart):
         local = dict(given)
         for key, value in given.items():
             is_of_tokens = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == tokens
-            if is_of_tokens and key not in OF_IMAGES:
+            if is_of_tokens and (kind is None or key not in kind.names):
                 local[key] = shard_sequence(value, layout, mesh=mesh, dim=1)
         if "logits_to_keep" in self.signature.parameters:
             local["logits_to_keep"] = torch.tensor([self._last], device=longest.device)

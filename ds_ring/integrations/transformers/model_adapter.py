@@ -27,7 +27,6 @@ from ds_ring.integrations.transformers.families import (
     pools_the_last_token,
     router_loss,
 )
-from ds_ring.integrations.transformers.images import image_encoders, images_hook
 from ds_ring.integrations.transformers.model import CONFIG, MODEL
 from ds_ring.integrations.transformers.model_call import ModelCall
 from ds_ring.integrations.transformers.model_part import ModelPart, model_parts
@@ -38,7 +37,7 @@ from ds_ring.integrations.transformers.positions import (
     numbering_of,
     rotary_length,
 )
-from ds_ring.integrations.transformers.variants import variants
+from ds_ring.integrations.transformers.variants import own_attention, variants
 
 _guards_loss = patch(
     MODEL, "loss_function", stage="around_loss", kind="replaced", feature="loss guard",
@@ -142,13 +141,12 @@ class ModelAdapter:
         kind = next(filter(None, (variant.model_call(model) for variant in variants())), ModelCall)
         self.call = kind(self, guard)
         # Image encoders number patches of their own.
-        known = self.call.one_sequence and not image_encoders(model)
+        known = self.call.one_sequence and not own_attention(model)
         numbering = numbering_check(model, session.mesh) if known else None
         patches = [
             *(one for part in parts for one in part.patches(loss)),
             _guards_loss.to(guard),
             *([] if numbering is None else numbering.model),
-            images_hook(model, session),
             router_loss(model, guard, session),
             *(pooled_token(model, session) if pools else []),
             *self.call.hooks(),

@@ -18,6 +18,8 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.contrib import ring_flash_attn
 from ds_ring.contrib.encoder_decoder.batch import Pairs
+from ds_ring.contrib.images import model as images
+from ds_ring.contrib.images.batch import Images
 from ds_ring.errors import (
     RingConfigError,
     RingError,
@@ -34,7 +36,6 @@ from ds_ring.integrations.transformers import (
     checks,
     families,
     generation,
-    images,
     layer_masks,
     offloaded_checkpoints,
     positions,
@@ -45,12 +46,12 @@ from ds_ring.integrations.transformers.attach import attach
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.tiles import head, layers
 from ds_ring.masks.catalog import Causal
-from tests.dist import test_images
+from tests.dist.contrib.images import test_images
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
 from tests.unit.integrations.transformers.test_attention import session_of
 
 Given = Any
-IMAGES = batch.ImageNeeds(3, frozenset(), None)
+IMAGES = Images(3)
 
 
 def compiled(**given: Any) -> Any:
@@ -119,14 +120,12 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
         "expected one for each token, got one for each sample",
     ),
     "images without ids": (
-        lambda _: batch.add_places({"inputs_embeds": torch.ones(2, 4, 8)}, {}, IMAGES),
+        lambda _: IMAGES.add_columns({"inputs_embeds": torch.ones(2, 4, 8)}, {}),
         RingShapeError,
         "expected input_ids with images",
     ),
     "images in documents": (
-        lambda _: batch.add_places(
-            {"input_ids": IDS, DOCUMENT_IDS: IDS}, {}, IMAGES._replace(number_axes=lambda x: IDS)
-        ),
+        lambda _: Images(3, lambda x: IDS).add_columns({"input_ids": IDS, DOCUMENT_IDS: IDS}, {}),
         RingConfigError,
         "expected images without documents",
     ),
@@ -463,3 +462,16 @@ def test_a_package_that_mpi4py_lacks_is_named(tmp_path: Path, monkeypatch: pytes
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
         initialize.init_distributed()
+
+
+def test_a_model_with_an_image_encoder_is_refused_without_the_row_of_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ds_ring.integrations.transformers import attach as attaching
+    from ds_ring.integrations.transformers import variants as table
+
+    others = tuple(one for one in table.variants() if not one.encoder_types)
+    for module in (attaching, table):
+        monkeypatch.setattr(module, "variants", lambda: others)
+    with pytest.raises(RingConfigError, match=r"no test compares its images.*use its language part alone$"):
+        attach(test_images.build("llava"), windowed())

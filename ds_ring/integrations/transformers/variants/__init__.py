@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
     from ds_ring.integrations.transformers.variants.variant import Variant
 
 _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
+    "ds_ring.contrib.images.model.ImageModels",
     "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
     "eager_attention.layers.EagerAttention",
     "recurrent.layers.Recurrent",
@@ -34,3 +38,14 @@ def variants() -> tuple[Variant, ...]:
     """Return one instance of each row. Imports their files, which import transformers."""
     homes = (row if row.startswith("ds_ring.") else f"{_HERE}.{row}" for row in TABLE)
     return tuple(pkgutil.resolve_name(home)() for home in homes)
+
+
+def own_attention(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the models inside a model that keep their own attention."""
+    return [part for variant in variants() for part in variant.own_attention(model)]
+
+
+def attention_names(model: Any, name: str) -> str | dict[str, str]:
+    """Return what to set as a model's attention, so that all of it but `own_attention` gets `name`."""
+    found = (variant.attention_names(model, name) for variant in variants())
+    return next((names for names in found if names is not None), name)

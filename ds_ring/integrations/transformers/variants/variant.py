@@ -45,7 +45,13 @@ class Request:
 
 
 class Variant:
-    """One way in which layers read other tokens; the methods of this class change nothing."""
+    """One way in which layers read other tokens; the methods of this class change nothing.
+
+    Attributes:
+        encoder_types: types of models whose encoders of other inputs (images) are known to be exact.
+    """
+
+    encoder_types: tuple[str, ...] = ()
 
     def matches(self, module: nn.Module) -> bool:
         """Return whether a module is a layer of this variant."""
@@ -75,6 +81,16 @@ class Variant:
     def makes_full_masks(self, model_type: str) -> bool:
         """Return whether a model makes an attention_mask of its own that hides nothing."""
         return False
+
+    def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
+        """Return the models inside a model that keep their own attention."""
+        return []
+
+    def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
+        """Return what to set as attention of a model's parts, so that all get `name` but those of
+        `own_attention`; None where all of them get it.
+        """
+        return None
 
     # When a model is attached.
 

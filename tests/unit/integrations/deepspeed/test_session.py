@@ -11,7 +11,7 @@ from torch import Tensor
 from ds_ring import RingConfig, RingMesh
 from ds_ring.config.section import pattern_from_config
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.integrations.deepspeed.batch import ImageNeeds
+from ds_ring.integrations.deepspeed.batch import WholeTensors
 from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.integrations.deepspeed.packing import DocumentPart
 from ds_ring.integrations.deepspeed.session import PREEMPTED, RingSession
@@ -63,7 +63,7 @@ def test_a_stream_is_no_data_set_of_a_loader() -> None:
 
 def test_images_do_not_go_with_dynamic_rings() -> None:
     one = session(dynamic_ring=True)
-    one.needs.images = ImageNeeds(3, frozenset({"pixel_values"}), None)
+    one.needs.whole = WholeTensors()
     with pytest.raises(RingConfigError, match="expected no dynamic_ring with images"):
         one.loader(Sliced(8), 1)
 

@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.contrib.images.batch import ENCODED, OF_IMAGES, Images, ImageTokens, has_images
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.adapter import patch
-from ds_ring.integrations.deepspeed.batch import Batch, ImageNeeds, ImageTokens, places_of
+from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import PRETRAINED, TABLE
-from ds_ring.ops.shard import shard_sequence
-from ds_ring.schedule.layout import Layout
+from ds_ring.integrations.transformers.model_part import Loss, ModelPart
+from ds_ring.integrations.transformers.variants.variant import Variant
 
 # By model_type, those that tests compare with one process. Each takes in its forward pass what
 # `get_image_features` returns, and puts one feature in the place of each image token. Gemma 3 and PaliGemma
@@ -44,18 +45,30 @@ EXACT = tuple(
     qwen3_vl_moe qwen4_exp smolvlm vipllava
     """.split()  # noqa: SIM905
 )
-OF_IMAGES = (
-    "pixel_values",
-    "image_sizes",
-    "image_grid_thw",
-    "image_position_ids",
-    "spatial_shapes",
-    "pixel_attention_mask",
-)
 # What `get_image_features` returns for each image token: of most models, and of layers of the language part.
 _FEATURES, _OF_LAYERS = ("pooler_output", "last_hidden_state"), "deepstack_features"
-_ENCODED = "mm_encoder_outputs"  # by modality, what `generate` has of images before its first forward pass
 _REFUSED = ("pixel_values_videos", "video_grid_thw", "input_features", "audio_values")
+
+
+class ImageModels(Variant):
+    """Models with image encoders, which keep their own attention."""
+
+    encoder_types = EXACT
+
+    def own_attention(self, model: nn.Module) -> list[PreTrainedModel]:
+        return image_encoders(model)
+
+    def attention_names(self, model: PreTrainedModel, name: str) -> dict[str, str] | None:
+        return attention_of_parts(model, name)
+
+
+class ImagePart(ModelPart):
+    """Give a model the image features of its own tokens."""
+
+    def patches(self, loss: Loss) -> list[Any]:
+        """Return the hook that makes the model take images, or refuse them."""
+        hook = images_hook(self.model, self.session)
+        return [] if hook is None else [hook]
 
 
 def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
@@ -70,25 +83,10 @@ def image_encoders(model: nn.Module) -> list[PreTrainedModel]:
     return list(found.values())
 
 
-def refuse_unknown_encoder(model: PreTrainedModel) -> None:
-    """Refuse a model with an image encoder of whose images it is not known that a ring computes them exactly.
-
-    Raises:
-        RingConfigError: its type is not in `EXACT`.
-    """
-    kind = type(getattr(model.config, "vision_config", None))
-    has_one = any(isinstance(part, PreTrainedModel) and type(part.config) is kind for part in model.modules())
-    if has_one and hasattr(model.base_model, "get_image_features") and not image_encoders(model):
-        raise RingConfigError(
-            f"{type(model).__name__} cannot run on a ring: no test compares its images with one process; use"
-            f" its language part alone, or one of the model types {', '.join(EXACT)}"
-        )
-
-
-def attention_of_parts(model: Any, name: str) -> str | dict[str, str]:
+def attention_of_parts(model: Any, name: str) -> dict[str, str] | None:
     """Return what to set as a model's attention so that all of it but its image encoders gets `name`."""
     if not image_encoders(model):
-        return name
+        return None
     own = {
         key: part._attn_implementation
         for key in model.config.sub_configs
@@ -115,7 +113,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         return None
     if image_encoders(model):
         number = _axes_of(base) if hasattr(base, "get_rope_index") else None
-        session.needs.images = ImageNeeds(int(model.config.image_token_id), frozenset(OF_IMAGES), number)
+        session.needs.whole = Images(int(model.config.image_token_id), number)
     signature = inspect.signature(base.forward)
 
     @_gives_features
@@ -124,16 +122,16 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(signature.bind_partial(*args).arguments) | kwargs
         _check_given(model, given)
-        if not _has_images(given):
+        if not has_images(given):
             return None
-        images = session.batches.current.images
+        images = session.batches.current.whole
         if images is None:
             raise RingShapeError(
                 f"{type(model).__name__}: expected images that were in the batch of engine.ring.shard_batch,"
                 " got others; add them to the batch, where their tokens are counted before it is cut"
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
-        given[_ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
+        given[ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
         if images.axes_BSA is not None:
             given["position_ids"] = images.axes_BSA.permute(2, 0, 1)
         return (), given
@@ -141,22 +139,18 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
     return before
 
 
-def _has_images(given: dict[str, Any]) -> bool:
-    return given.get("pixel_values") is not None or "image" in (given.get(_ENCODED) or {})
-
-
 def _check_given(model: PreTrainedModel, given: dict[str, Any]) -> None:
     name = type(model).__name__
     refused = [key for key in _REFUSED if given.get(key) is not None]
-    refused += [key for key in given.get(_ENCODED) or {} if key != "image"]
-    if _has_images(given) and not image_encoders(model):
+    refused += [key for key in given.get(ENCODED) or {} if key != "image"]
+    if has_images(given) and not image_encoders(model):
         refused.append("images")
     if refused:
         raise RingConfigError(
             f"{name}: expected texts, got {', '.join(refused)}; images are exact with the model types"
             f" {', '.join(EXACT)}: leave them out, or pass inputs_embeds through engine.ring.shard_batch"
         )
-    if _has_images(given) and torch.compiler.is_compiling():
+    if has_images(given) and torch.compiler.is_compiling():
         raise RingConfigError.wrong(name, "no compiled model with images", "one", "do not compile it")
 
 
@@ -174,7 +168,7 @@ def _local_features(
 
     Takes the images out of `given`.
     """
-    found = (given.get(_ENCODED) or {}).get("image")
+    found = (given.get(ENCODED) or {}).get("image")
     shared, is_used = False, True
     if found is None:
         takes = inspect.signature(base.get_image_features).parameters
@@ -341,13 +335,3 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
         return positions_3BT.permute(1, 2, 0).contiguous()
 
     return number
-
-
-def images_of_prompt(
-    given: dict[str, Any], needs: ImageNeeds | None, layout: Layout, mesh: RingMesh
-) -> ImageTokens | None:
-    """Return which image features the local tokens of a prompt take."""
-    if needs is None or not _has_images(given) or given.get("input_ids") is None:
-        return None
-    places_BT = places_of(given["input_ids"], needs)
-    return ImageTokens(shard_sequence(places_BT, layout, mesh=mesh, dim=1), int(places_BT.max()), None)

@@ -210,7 +210,7 @@ def test_each_image_is_encoded_once(rank_pool: Pool, name: str) -> None:
 
 def test_images_that_fill_up_a_sample_are_encoded_by_nobody() -> None:
     """Idefics: a sample with fewer images than another one has zeros."""
-    from ds_ring.integrations.transformers.images import _share
+    from ds_ring.contrib.images.model import _share
 
     values, mask = torch.randn(2, 2, 3, 4, 4), torch.ones(2, 2, 4, 4)
     values[0, 1] = 0
