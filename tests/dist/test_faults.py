@@ -52,7 +52,7 @@ def test_every_survivor_names_the_culprit_in_time(zygote: Zygote, kind: str) -> 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.day("kill in a small hop", "exception")
+@pytest.mark.day("kill in a small hop")
 def test_one_sided_pulls_as_well(zygote: Zygote, kind: str) -> None:
     verdict = play(zygote, kind, "attention", 0, transport="pull")
     assert not verdict.wrong, verdict.wrong
@@ -86,7 +86,7 @@ def test_a_rank_that_fails_outside_the_ring_is_named(zygote: Zygote, kind: str, 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", LATE)
-@pytest.mark.day("sleep in the data set", "exit(0) before the step")
+@pytest.mark.day("sleep in the data set")
 def test_a_rank_that_is_late_or_leaves_outside_of_a_pass_is_named(zygote: Zygote, kind: str) -> None:
     """The others waited for half an hour, for a key that no document named."""
     verdict = play(zygote, kind, "late", 1)

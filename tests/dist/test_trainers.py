@@ -506,7 +506,7 @@ OF_ONE_PROCESS: dict[str, Logs] = {}
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ring", [1, 2, 4])
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.day("3-2-GRPO")  # with rollouts, log-probabilities and a reference model
+@pytest.mark.day("2-2-DPO")  # with log-probabilities and a reference model; rollouts are sampled at night
 def test_trl_is_the_same_as_on_one_process(
     rank_pool: Any, tmp_path: Path, method: str, ring: int, stage: int
 ) -> None:

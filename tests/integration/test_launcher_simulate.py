@@ -99,6 +99,7 @@ def test_bad_arguments_end_with_status_2(
     assert words in printed.err
 
 
+@pytest.mark.night  # by day while a command imports, in test_launcher_tune.py
 def test_ctrl_c_is_one_line_and_status_130() -> None:
     """In the middle of the work: what was done was said, no traceback follows."""
     many = ["--tokens", "8192", "--ring-sizes", "1", "1024"]  # a million hops

@@ -12,6 +12,7 @@ from simulated_cluster.store import serve
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.night  # by day a host of two is gone, in test_relaunch.py
 def test_a_host_is_gone_and_half_of_the_ranks_go_on(tmp_path: Path) -> None:
     setting = ClusterSetting(ranks=32, hosts=4, heartbeat_s=10.0, deadline_s=60.0)
     store = serve()
