@@ -2,7 +2,8 @@
 
 `removed` deletes a capability's files and its tests from a copy of the tree, and its rows: lines of
 `__init__.pyi` and of pyproject.toml, and entries of registry.py's tables that name one of its modules.
-Nothing else is changed. tests/integration/test_removals.py runs what is left.
+Nothing else is changed. tests/integration/test_removals.py runs what is left. `python -m tests.removals`
+prints the table: files and lines of each capability, the files of its tests, lines of the core that name it.
 """
 
 from __future__ import annotations
@@ -275,8 +276,8 @@ def removed(name: str, folder: Path) -> Path:
     for place in places:
         path = folder / "ds_ring" / place.replace(".", "/")
         _delete(path if path.is_dir() else path.with_suffix(".py"))
-    for file in {file.relative_to(ROOT) for part in whole(name) for file in own_tests_of(part)}:
-        _delete(folder / file)
+    for test in {test.relative_to(ROOT) for part in whole(name) for test in own_tests_of(part)}:
+        _delete(folder / test)
     _remove_rows(folder, places)
     (folder / "sitecustomize.py").write_text(_SITE)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
@@ -285,7 +286,7 @@ def removed(name: str, folder: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
@@ -311,3 +312,22 @@ def _remove_rows(folder: Path, places: tuple[str, ...]) -> None:
                     for number in range(key.lineno - 1, value.end_lineno or value.lineno):
                         lines[number] = ""
     registry.write_text("\n".join(lines) + "\n")
+
+
+def table() -> str:
+    """Return a row for each capability: files, their lines, files of tests, and lines of the core."""
+    rows = ["| capability | files | lines | files of tests | goes with it | named by the core |"]
+    rows += ["|---|---|---|---|---|---|"]
+    for name, one in CAPABILITIES.items():
+        lines = sum(len(path.read_text().splitlines()) for path in files_of(name))
+        tests = set()
+        for path in own_tests_of(name):
+            tests |= {path} if path.is_file() else set(path.rglob("test_*.py"))
+        others = ", ".join(other for other in whole(name) if other != name)
+        named = str(len(core_lines(name))) + (f" ({one.why})" if one.why else "")
+        rows.append(f"| {name} | {len(files_of(name))} | {lines:,} | {len(tests)} | {others} | {named} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

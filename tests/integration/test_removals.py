@@ -29,6 +29,7 @@ from tests.removals import (
     own_tests_of,
     removed,
     still_needing,
+    table,
 )
 
 CORES_TESTS = (
@@ -168,3 +169,9 @@ def test_no_file_of_the_adapter_names_a_variant() -> None:
         found |= {name for name in classes if re.search(rf"\b{name}\b", text)} if not own else set()
         found |= (names & set(re.findall(r"\b(\w+)\.py\b", text))) - {own}
         assert not found, f"{path.relative_to(ROOT)} names {sorted(found)}"
+
+
+def test_the_table_has_a_row_for_each_capability() -> None:
+    rows = [row.split(" | ") for row in table().splitlines()[2:]]
+    assert [row[0].removeprefix("| ") for row in rows] == list(CAPABILITIES)
+    assert all(int(row[1]) and int(row[2].replace(",", "")) for row in rows), "a capability without files"
