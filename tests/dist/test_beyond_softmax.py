@@ -242,11 +242,13 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
     given = inputs(16, 16, torch.float32)
     q, k, v = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in given[:3])
     sinks: Any = given[3]
-    if rank == 1:
+    if rank == 0 and which == "none on the first":
+        sinks = None
+    elif rank == 1:
         sinks = {
             "of one rank's heads": sinks[:4], "of two dimensions": sinks[None], "integers": sinks.long(),
             "a list": [0.0] * HEADS, "none": None, "bfloat16": sinks.bfloat16(),
-        }[which]  # fmt: skip
+        }.get(which, sinks)  # fmt: skip
     try:
         ring_attention(q, k, v, pattern=Causal(), layout=layout, mesh=mesh, sinks=sinks)
     except Exception as error:
@@ -257,10 +259,20 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "which", ["of one rank's heads", "of two dimensions", "integers", "a list", "none", "bfloat16"]
+    "which",
+    [
+        "of one rank's heads",
+        "of two dimensions",
+        "integers",
+        "a list",
+        "none",
+        "none on the first",
+        "bfloat16",
+    ],  # fmt: skip
 )
 def test_wrong_sinks_raise_on_every_rank(rank_pool: Pool, which: str) -> None:
     found = rank_pool(4).run(wrong_sinks, which)
-    own = "RingMismatchError" if which in ("none", "bfloat16") else "RingShapeError"
+    refused = which in ("of one rank's heads", "of two dimensions", "integers", "a list")
+    own = "RingShapeError" if refused else "RingMismatchError"
     assert [name for name, _ in found] == ["RingMismatchError", own, *["RingMismatchError"] * 2]
     assert all("sinks" in text for _, text in found), found
