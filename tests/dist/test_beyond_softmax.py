@@ -268,7 +268,7 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
         "none",
         "none on the first",
         "bfloat16",
-    ],  # fmt: skip
+    ],
 )
 def test_wrong_sinks_raise_on_every_rank(rank_pool: Pool, which: str) -> None:
     found = rank_pool(4).run(wrong_sinks, which)

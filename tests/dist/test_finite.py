@@ -23,6 +23,9 @@ def attend(
     q, k, v, grad = (torch.randn(1, 2, 8, 4) for _ in range(4))
     if rank == 1 and where in "qkv":
         {"q": q, "k": k, "v": v}[where][0, 1, 3, 2] = float("nan")
+    sinks = torch.zeros(2)
+    if rank == 1 and where == "sinks":
+        sinks[1] = float("nan")
     if rank == 1 and where == "grad_out":
         grad[0, 0, 0, 0] = float("inf")
     if rank == 1 and where == "overflow":
@@ -33,8 +36,9 @@ def attend(
     pattern = Full() if queries == "replicated" else Causal()
     try:
         out = calls.attend(
-            q, k, v, pattern=pattern, layout="contiguous", mesh=mesh, check_finite=check, queries=queries
-        )
+            q, k, v, pattern=pattern, layout="contiguous", mesh=mesh, sinks=sinks, check_finite=check,
+            queries=queries,
+        )  # fmt: skip
         out.backward(grad)
     except RingError as error:
         return type(error).__name__, str(error), False
@@ -45,11 +49,12 @@ def outcomes(where: str, check: bool, *more: str) -> list[RankOutcome]:
     return run_ranks_collect(attend, 2, where, check, *more, timeout_s=60)
 
 
-@pytest.mark.parametrize("where", ["q", "k", "v", "grad_out"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "sinks", "grad_out"])
 def test_inputs_are_named_before_anything_is_sent(rank_pool: Pool, where: str) -> None:
     other, culprit = rank_pool(2).run(attend, where, True)
     assert culprit[0] == "RingFiniteError", culprit
-    assert f"in {where} of ring rank 1 before the first hop, got 1 of 64" in culprit[1]
+    count = 2 if where == "sinks" else 64
+    assert f"in {where} of ring rank 1 before the first hop, got 1 of {count}" in culprit[1]
     assert other[0] == "RingMismatchError" and f"in {where} of ring rank 1" in other[1], other
 
 

@@ -372,7 +372,7 @@ WRONG = {
     "latents of several heads": Wrong(
         latents(k=lambda x: x.expand(-1, 2, -1, -1), v=lambda x: x.expand(-1, 2, -1, -1)),
         TYPED,
-        ("latent: expected [batch, 1, tokens, L]", "(2, 2, 32, 16)", "unsqueeze(1)"),
+        ("latent: expected [batch, 1, tokens, L], got several heads", "unsqueeze(1)"),
     ),
     "rotary key wider than queries": Wrong(
         latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ds_ring.api import RingAttention
+from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
-from ds_ring.layers.latents.kernel import check_latent, latent_value_dim
+from ds_ring.layers.latents.kernel import check_one_head, check_transport, latent_value_dim
 from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
@@ -22,7 +23,7 @@ from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
 from ds_ring.ops.graph_calls import handle_of
 from ds_ring.ops.passes import ExtraOperand
-from ds_ring.ops.refusal import Refusal, refused_results
+from ds_ring.ops.refusal import Refusal, refusal_from, refused_results
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
 from ds_ring.schedule.layout import Layout
 
@@ -86,7 +87,7 @@ class _Latents(ExtraOperand):
     def __init__(self) -> None: ...
 
     def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
-        check_latent(context, k, parts)
+        check_transport(context)
 
 
 def _check_latents(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
@@ -106,6 +107,9 @@ def attend(
 ) -> Any:  # fmt: skip
     """Return out [B, H, S, E]; with `return_lse` (out, lse). Eager."""
     check_eager(context, return_lse, _NAMES, q, latent, rope, up, sinks)
+    if context.mesh.ulysses_size > 1:
+        with collective(context.mesh, "attention"):
+            check_one_head(latent, rope)
     return _attend(q, latent, rope, up, context.handle, context.mesh, sinks, return_lse)
 
 
@@ -115,10 +119,10 @@ def attend_compiled(
 ) -> Any:  # fmt: skip
     """Do what `attend` does, in a function that torch.compile traces."""
     check_traced(mesh, return_lse, _NAMES, q, latent, rope, up, sinks)
-    found = differentiable(handle)
+    found = refusal_from(check_one_head, latent, rope) or differentiable(handle)
     if isinstance(found, tuple):
-        width = latent_value_dim(q, rope, up, q.shape[1] * mesh.ulysses_size)
-        out, lse = refused_results(q, width, found, mesh)
+        width = latent_value_dim(q, rope, up, q.shape[1])  # q has all heads here
+        out, lse = refused_results(q, max(width, 1), found, mesh)
         return (out, lse) if return_lse else out
     return _attend(q, latent, rope, up, found, mesh, sinks, return_lse)
 
@@ -131,6 +135,6 @@ def _attend(
         return latent_attention_op(q, latent, rope, up, handle, sinks)
 
     size = mesh.ulysses_size
-    if size > 1:  # what is no latent is refused by the all-to-all
-        latent, rope = (x.expand(-1, size, -1, -1) if x.shape[1:-2] == (1,) else x for x in (latent, rope))
+    if size > 1:
+        latent, rope = (x.expand(-1, size, -1, -1) for x in (latent, rope))
     return with_ulysses(run, q, latent, rope, handle, size, return_lse, _ALL_TO_ALL)

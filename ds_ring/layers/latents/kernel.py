@@ -59,13 +59,20 @@ def latent_value_dim(q: Tensor, rope: Tensor, up: Tensor, query_heads: int) -> i
     return up.shape[0] // query_heads - (q.shape[-1] - rope.shape[-1])
 
 
-def check_latent(context: RingContext, latent: Tensor, parts: int) -> None:
-    """Raise RingError for what is no latent of one head (one a part), or a transport that takes none."""
-    if latent.shape[1] != parts:
-        raise RingShapeError(
-            f"latent: expected [batch, 1, tokens, L], got shape {tuple(latent.shape)}; pass what the layer's"
-            " up-projection takes, with unsqueeze(1)"
-        )
+def check_one_head(latent: Tensor, rope: Tensor) -> None:
+    """Raise RingShapeError for latents or rotary keys that are not [B, 1, S, width]."""
+    for name, x, width in (("latent", latent, "L"), ("rope", rope, "R")):
+        if x.dim() != 4 or x.shape[1] != 1:
+            # no sizes: in a traced call they may be symbols, which are no constant text
+            got = "several heads" if x.dim() == 4 else f"{x.dim()} dimensions"
+            raise RingShapeError(
+                f"{name}: expected [batch, 1, tokens, {width}], got {got}; pass what all heads share, with"
+                " unsqueeze(1)"
+            )
+
+
+def check_transport(context: RingContext) -> None:
+    """Raise RingConfigError for a transport that takes no latents."""
     why = context.options.row.no_hop_sums
     if why is not None:
         raise RingConfigError(
@@ -110,7 +117,8 @@ class UpProjection(ExtraOperand):
     expands_keys: ClassVar[bool] = True
 
     def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
-        check_latent(context, k, parts)
+        check_one_head(k, v)
+        check_transport(context)
         check_up_projection(self.tensor, q, k, v, q.shape[1] * context.mesh.ulysses_size // parts)
 
     def fields(self, k: Tensor) -> dict[str, object]:

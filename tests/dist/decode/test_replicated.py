@@ -337,6 +337,7 @@ def call(case: Case, mesh: RingMesh, **changes: Any) -> Tensor:
     k, v = (shard_sequence(x, layout, ring_rank=mesh.ring_rank, dim=2) for x in (k, v))
     given = {"q": q, "k": k, "v": v, "pattern": case.pattern, "layout": layout, "queries": "replicated"}
     given |= {"mesh": mesh} | changes
+    given.setdefault("sinks", torch.zeros(given["q"].shape[1]))
     return calls.attend(given.pop("q"), given.pop("k"), given.pop("v"), **given)
 
 
@@ -381,6 +382,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.randn(1, 2, 3, 32)}, "query heads: ring rank 0 has 4, ring rank 1 has 2"),
     ({"positions": [1, 2, 3]}, "positions of the queries: ring rank . has checksum"),
     ({"scale": 2.0}, "scale: ring rank 0 has None, ring rank 1 has 2.0"),
+    ({"sinks": torch.ones(4)}, "values of sinks: ring rank 0 has checksum"),
     ({"positions": [1, 2, 99]}, "refused its own input"),
 ]
 

@@ -22,9 +22,11 @@ from ds_ring import (
     Causal,
     Documents,
     RingConfigError,
+    RingError,
     RingMesh,
     SlidingWindow,
     gather_sequence,
+    latent_attention,
     make_layout,
     shard_sequence,
 )
@@ -307,6 +309,44 @@ def test_latents_that_cannot_travel_are_refused(rank_pool: Pool) -> None:
 
 HEADS, SIZES = 128, {"nope": 128, "rope": 64, "value": 128, "latent": 512}
 FEW = 8  # tokens
+
+
+def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple[str, str]:
+    """The error of this rank, of two that share the heads, if rank 1 passes what is no latent."""
+    mesh = RingMesh.from_world(1, world_size)
+    layout = make_layout("contiguous", tokens=T, ring_size=1, multiple_of=world_size)
+    q, latent, rope, up, _ = inputs()
+    q, latent, rope = (shard_sequence(x, layout, mesh=mesh, dim=2) for x in (q, latent, rope))
+    if rank == 1:
+        latent = latent.expand(-1, 2, -1, -1) if what == "heads" else latent
+        rope = rope.expand(-1, 2, -1, -1) if what == "heads" else rope
+        latent = latent[0] if what == "dimensions" else latent
+        q = q[:, :-1] if what == "queries" else q
+    place = {"pattern": PATTERNS["causal"], "layout": layout, "mesh": mesh}
+    attend = lambda *given: latent_attention(*given, **place)  # noqa: E731
+    try:
+        (torch.compile(attend, fullgraph=True, backend="eager") if compiled else attend)(q, latent, rope, up)
+    except RingError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("heads", "latent: expected [batch, 1, tokens, L], got several heads"),
+        ("dimensions", "latent: expected [batch, 1, tokens, L], got 3 dimensions"),
+        ("queries", "a multiple of K/V heads: got 3 and 2"),
+    ],
+)
+def test_what_is_no_latent_is_refused_beside_ulysses(
+    rank_pool: Pool, what: str, words: str, compiled: bool
+) -> None:
+    """A latent of two heads would be taken for two copies."""
+    other, own = rank_pool(2).run(wrong_shapes, what, compiled)
+    assert own[0] == "RingShapeError" and words in own[1], own
+    assert other[0] == "RingMismatchError" and words in other[1], other
 
 
 def bytes_of_deepseek(rank: int, world_size: int) -> tuple[list[int], list[int], dict[str, float]]:
