@@ -33,6 +33,7 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
     ("more", "words"),
     [
         (["--processes", "0"], ["processes: expected a number of at least 1, got 0"]),
+        (["--layers", "0"], ["--layers: expected a number of at least 1, got 0"]),
         (["--processes", "-2"], ["processes: expected", "got -2"]),
         (["--tokens", "0"], ["tokens: expected", "got 0"]),
         (

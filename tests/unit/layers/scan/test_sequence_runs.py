@@ -27,8 +27,8 @@ def test_blocks_lie_where_their_tokens_do(name: str, tokens: int, size: int, rin
 @pytest.mark.parametrize(
     ("name", "tokens", "said"),
     [
-        ("zigzag", 60, "ring rank 0 from 0 to 14; pad the sequence to a multiple of 16 tokens"),
-        ("contiguous", 62, "ring rank 0 from 0 to 30; pad the sequence to a multiple of 8 tokens"),
+        ("zigzag", 60, "got 0 to 14 on ring rank 0; pad the sequence to a multiple of 16 tokens"),
+        ("contiguous", 62, "got 0 to 30 on ring rank 0; pad the sequence to a multiple of 8 tokens"),
         ("striped", 64, "expected shards of consecutive positions"),
     ],
 )
