@@ -174,7 +174,7 @@ def test_tables_for_people(capsys):
             [*SIZES, "--tokens", "64", "--devices", "4", "--ulysses-size", "4"],
             "divisor of 2 K/V heads",
         ),
-        ([*SIZES, "--hf-config", "x.json", "--tokens", "64"], "expected no sizes beside it, got --layers"),
+        ([*SIZES, "--hf-config", "x.json", "--tokens", "64"], "expected no sizes with it, got --layers"),
         (["--hf-config", "/no/such.json", "--tokens", "64"], "does not exist"),
         (
             ["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],

@@ -78,7 +78,7 @@ def test_packages_that_are_not_installed_are_named(
 ) -> None:
     monkeypatch.setattr(parsers, "find_spec", lambda name: None)
     assert cli.main(["demo"]) == 2
-    assert "demo: expected transformers and matplotlib, got no transformers and no matplotlib" in (
+    assert "demo: expected transformers and matplotlib, got no transformers, matplotlib" in (
         capsys.readouterr().err
     )
 
