@@ -67,7 +67,7 @@ def two_ranks_attend(copy: Path, folder: Path) -> list[str]:
         for rank in range(2)
     ]  # fmt: skip
     try:
-        printed = [rank.communicate(timeout=180)[0] for rank in ranks]
+        printed = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
