@@ -140,7 +140,7 @@ class RingContext:
             self.exchange = make(self.mesh, self.options.hop_timeout_seconds)
         self.make_pass = load(self.options.row.home)
         self.saved = SavedTensors()
-        if self.options.offload_attention is not False:
+        if self.options.offload_attention is not False and "offload_attention" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
         if self.options.recompute_fraction < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)

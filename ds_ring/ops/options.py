@@ -96,6 +96,10 @@ class Options(PassOptions):
 
     def offload_on(self, device_type: str, local_tokens: int) -> bool:
         """Return whether attention's tensors are kept on the host; see `head_chunks.heads_on_host`."""
+        if "offload_attention" not in SAVED_TENSORS:
+            if self.offload_attention is True:
+                raise RingConfigError.wrong("offload_attention", "false", "true", "it is not installed")
+            return False
         return self.row.no_offload is None and heads_on_host(
             self.offload_attention, device_type, local_tokens
         )
@@ -103,10 +107,6 @@ class Options(PassOptions):
     @field_validator("offload_attention")
     @classmethod
     def _is_of_the_message_ring(cls, value: Any, info: ValidationInfo) -> Any:
-        if "offload_attention" not in SAVED_TENSORS:
-            if value is True:
-                raise Refused(sentence("false", "true", "this ds_ring was installed without it"))
-            return False
         transport = info.data.get("transport", "ring")
         why = PASSES[transport].no_offload
         if value is True and why is not None:

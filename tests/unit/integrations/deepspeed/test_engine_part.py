@@ -40,8 +40,8 @@ def test_a_key_without_its_row_is_refused(key: str) -> None:
 
 
 def test_attention_is_not_kept_on_the_host_without_its_row() -> None:
-    assert Options(offload_attention="auto").offload_attention == "auto"
+    assert Options(offload_attention="auto").offload_on("cuda", 1 << 20)
     with mock.patch.dict(SAVED_TENSORS, clear=True):
-        assert Options(offload_attention="auto").offload_attention is False
+        assert not Options(offload_attention="auto").offload_on("cuda", 1 << 20)
         with pytest.raises(RingConfigError, match="offload_attention: expected false, got true"):
-            Options(offload_attention=True)
+            Options(offload_attention=True).offload_on("cpu", 64)
