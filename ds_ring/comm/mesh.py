@@ -27,7 +27,7 @@ from ds_ring.comm.groups import (
     sequences_of,
     world_size_for,
 )
-from ds_ring.errors import RingMeshError, RingPeerError
+from ds_ring.errors import RingMeshError, RingPeerError, shown
 from ds_ring.health.client import DetectorClient, call_guarded
 from ds_ring.health.joining import join_detector, leave_on_error
 from ds_ring.limits import Limit, Timeouts
@@ -443,5 +443,5 @@ class RingMesh(MeshCoordinates):
 def check_mesh(mesh: object) -> None:
     """Raise RingMeshError unless `mesh` is a RingMesh that can still be used."""
     if not isinstance(mesh, RingMesh):
-        raise RingMeshError.wrong("mesh", "a RingMesh", mesh, "use RingMesh.from_world(ring_size=...)")
+        raise RingMeshError.wrong("mesh", "a RingMesh", shown(mesh), "use RingMesh.from_world(ring_size=...)")
     mesh.state.check()

@@ -57,11 +57,11 @@ def get_kernel(
             )
         name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
-        raise RingConfigError(f"unknown kernel {name!r}: expected one of auto, {', '.join(sorted(KERNELS))}")
+        raise RingConfigError(f"kernel: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}")
     row = KERNELS[name]
     if not row.runs_on(device_type):
         raise RingConfigError(
-            f'kernel "{name}": expected other tensors, got {device_type}; use "auto" or "reference" there'
+            f'kernel "{name}": expected tensors on {row.device}, got {device_type}; use "auto" there'
         )
     refusal = load(row.refuses)(asked) if row.refuses is not None and asked is not None else None
     if refusal is not None:

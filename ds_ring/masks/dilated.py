@@ -86,9 +86,8 @@ class Dilated(Pattern):
             )
         true_or_false(self.causal, "Dilated: causal", RingPatternError)
         if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
-            raise RingPatternError(
-                f"Dilated: head_offsets: expected {' or '.join(HEAD_OFFSETS)}, got {shown(self.head_offsets)}"
-            )
+            names, got = ", ".join(HEAD_OFFSETS), shown(self.head_offsets)
+            raise RingPatternError(f"Dilated: head_offsets: expected one of {names}, got {got}")
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED

@@ -243,7 +243,7 @@ def make_striped(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Lay
 def check_layout_name(name: str) -> None:
     """Raise RingLayoutError for a name that `make_layout` does not know."""
     if not isinstance(name, str) or name not in LAYOUTS:
-        raise RingLayoutError(f"unknown layout {shown(name)}: expected one of {', '.join(LAYOUTS)}")
+        raise RingLayoutError(f"layout: expected one of {', '.join(LAYOUTS)}, got {shown(name)}")
 
 
 def make_layout(

@@ -232,9 +232,9 @@ def build_plan(
         RingPatternError: the pattern is for sequences of another length.
     """
     if not isinstance(pattern, Pattern):
-        raise RingPatternError.wrong("build_plan: pattern", "a pattern", pattern, "use ds_ring.Causal()")
+        raise RingPatternError.wrong("build_plan: pattern", "a pattern", shown(pattern), "use Causal()")
     if not isinstance(layout, Layout):
-        raise RingLayoutError.wrong("build_plan: layout", "a layout", layout, "use make_layout(...)")
+        raise RingLayoutError.wrong("build_plan: layout", "a layout", shown(layout), "use make_layout(...)")
     check_length(pattern, layout)
     query_heads = whole_number(query_heads, "build_plan: query_heads", RingLayoutError, MAX_HEADS)
     kv_heads = whole_number(kv_heads, "build_plan: kv_heads", RingLayoutError, MAX_HEADS)

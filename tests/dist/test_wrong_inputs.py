@@ -292,7 +292,7 @@ WRONG = {
         ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)"),
     ),
     "layout unknown": Wrong(
-        put(layout="zigzack"), "RingLayoutError", ("unknown layout 'zigzack'", "contiguous, zigzag, striped")
+        put(layout="zigzack"), "RingLayoutError", ("contiguous, zigzag, striped", "got 'zigzack'")
     ),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
     "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),

@@ -321,6 +321,7 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         "top_k on rank 1": {"top_k": 2 + rank},
         "nsa cut": {"layout": make_layout("zigzag", tokens=60, ring_size=mesh.ring_size)},
         "nsa stride": {"sizes": NsaSizes(8, 3, 8, top_k=3, window=5)},
+        "nsa zero": {"sizes": NsaSizes(8, 4, 0, top_k=3, window=5)},
         "nsa size": {"sizes": NsaSizes(12, 4, 8, top_k=3, window=5)},
         "nsa few": {"sizes": NsaSizes(8, 4, 8, top_k=2, window=5)},
         "nsa gates": {"gates": torch.ones(1, 4, slots, 2)},
@@ -354,6 +355,7 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         ("top_k on rank 1", "RingMismatchError", "the ranks of this"),
         ("nsa cut", "RingLayoutError", "expected runs of whole blocks of 8 tokens"),
         ("nsa stride", "RingConfigError", "expected compressed_size <= block_size, multiples of stride"),
+        ("nsa zero", "RingConfigError", "nsa_attention: block_size: expected a positive integer, got 0"),
         ("nsa size", "RingConfigError", "multiples of stride, got 12, 8 and 4"),
         (
             "nsa few",

@@ -229,7 +229,7 @@ def test_tiles_do_not_grow_with_the_segments() -> None:
         (((4, "8"), (1, 2)), r"segment_lengths: .* got \[4, '8'\]"),
         (((8, 4), (1, 2)), r"segment_lengths: expected strictly increasing numbers, got \[8, 4\]"),
         (((4, 8), (2, 2)), r"dilation_rates: expected strictly increasing numbers, got \[2, 2\]"),
-        (((4, 8), (1, 2, 4)), r"got 2 lengths and 3 rates"),
+        (((4, 8), (1, 2, 4)), r"expected 2 dilation rates, got 3"),
         (((4, 8), (1, 2), True, "papers"), r"head_offsets: expected one of paper, .* got 'papers'"),
     ],
 )

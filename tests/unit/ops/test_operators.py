@@ -56,5 +56,5 @@ def test_a_placement_is_for_one_number_of_samples() -> None:
 
     assert torch.equal(doubled(x[:3]), 2 * x[:3])
     for rows in (2, 4):
-        with pytest.raises(RingShapeError, match=f"expected the 3 samples of the batch.*got {rows}"):
+        with pytest.raises(RingShapeError, match=f"expected the batch's 3 samples.*got {rows}"):
             doubled(x[:rows])

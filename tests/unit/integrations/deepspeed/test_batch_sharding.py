@@ -15,6 +15,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
     RowsAttention,
 )
 from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.layers.latents.attention import LatentAttention
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
@@ -85,7 +86,8 @@ def test_what_is_kept_goes_by_all_that_it_depends_on():
     patterns = LayerPatterns(Causal(), {})
     config, mesh = RingConfig(ring_size=1), RingMesh.single()
     batch = BatchSharding(config, layout, mesh, patterns)
-    asked = [(), (0.5,), (0.25,), (None, Full()), (None, None, bias_of_positions)]
+    latents = (None, None, None, LatentAttention)  # the module that attends
+    asked = [(), (0.5,), (0.25,), (None, Full()), (None, None, bias_of_positions), latents]
     found = [batch.attention(*arguments) for arguments in asked]
     assert len(set(map(id, found))) == len(asked)
     assert [batch.attention(*arguments) for arguments in asked] == found

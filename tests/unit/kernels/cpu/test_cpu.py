@@ -110,8 +110,8 @@ def test_low_precision_results_are_partial_sums_in_float32() -> None:
     [
         ((("blok", 3),), "blok"),
         ((("block", 64), ("triangle", 128)), "triangle: expected at most block 64, got 128"),
-        ((("triangle", 0),), "triangle: expected .* at least 1, got 0"),
-        ((("block", 64.0),), "block: expected .* at least 1, got 64.0"),
+        ((("triangle", 0),), "triangle: expected 1 token or more, got 0"),
+        ((("block", 64.0),), "block: expected 1 token or more, got 64.0"),
     ],
 )
 def test_options_that_are_refused(options: tuple[tuple[str, int], ...], message: str) -> None:
@@ -120,7 +120,7 @@ def test_options_that_are_refused(options: tuple[tuple[str, int], ...], message:
 
 
 def test_it_is_for_the_cpu_alone() -> None:
-    with pytest.raises(RingConfigError, match="got cuda tensors"):
+    with pytest.raises(RingConfigError, match="expected tensors on cpu, got cuda"):
         get_kernel("cpu", "cuda")
 
 

@@ -282,7 +282,7 @@ def test_labels_of_several_branches_are_one_compilation_on_all_ranks() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(RingConfigError, match="unknown option 'BLOK_M'"):
         FlexKernel(BLOK_M=64)
-    with pytest.raises(RingConfigError, match='"flex" got cpu tensors'):
+    with pytest.raises(RingConfigError, match='"flex": expected tensors on cuda, got cpu'):
         get_kernel("flex", "cpu")
     FlexKernel(bwd_BLOCK_M1=64, num_warps=4)
     assert get_kernel("auto", "cpu").name == "cpu" and get_kernel("auto", "cuda").name == "flex"

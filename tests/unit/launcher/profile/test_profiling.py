@@ -151,7 +151,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     ("job", "words"),
     [
         (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token for each of 4 ranks, got 3"),
-        (ProfileJob(SIZES, Causal(), "zigzig"), "unknown layout 'zigzig'"),
+        (ProfileJob(SIZES, Causal(), "zigzig"), "got 'zigzig'"),
         (ProfileJob(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
         (ProfileJob(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
     ],

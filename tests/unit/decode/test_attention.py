@@ -1,0 +1,23 @@
+"""What `decode_attention` takes where nothing is said: the last positions of the layout, causally."""
+
+from __future__ import annotations
+
+import torch
+
+import ds_ring
+from ds_ring import Causal, Full, RingMesh
+
+KEYS, QUERIES = 12, 4
+LAYOUT = ds_ring.make_layout("contiguous", tokens=KEYS, ring_size=1)
+
+
+def test_the_default_is_causal_from_the_last_positions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=generator) for n in (QUERIES, KEYS, KEYS))
+    place = {"layout": LAYOUT, "mesh": RingMesh.single()}
+    default = ds_ring.decode_attention(q, k, v, **place)  # type: ignore[arg-type]
+    last = range(KEYS - QUERIES, KEYS)
+    same = ds_ring.decode_attention(q, k, v, **place, pattern=Causal(), positions=last)  # type: ignore[arg-type]
+    assert torch.equal(default, same)
+    full = ds_ring.decode_attention(q, k, v, **place, pattern=Full())  # type: ignore[arg-type]
+    assert torch.equal(default[:, :, -1:], full[:, :, -1:]) and not torch.equal(default, full)
