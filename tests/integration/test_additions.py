@@ -1,4 +1,4 @@
-"""What a new pattern, layout, kernel or model integration touches: a file and a row, and a file alone.
+"""What a new pattern, layout, kernel, transport or layer touches: a file and a row; an integration: a file.
 
 A copy of the package gets one of each (`additions/`), and nothing else. Two real ranks of the copy then run a
 model by the names in the JSON, against float64; the copy's own architecture tests are run on the new files.
@@ -40,6 +40,22 @@ TOUCHED: dict[str, tuple[str, tuple[str, str, str] | None]] = {
             '    "double": KernelRow("ds_ring.kernels.double.DoubleKernel"),',
         ),
     ),
+    "transport": (
+        "transports/counted.py",
+        (
+            "registry.py",
+            '    "ring": PassRow',
+            '    "counted": PassRow("ds_ring.transports.counted.make_pass"),',
+        ),
+    ),
+    "layer": (
+        "layers/neighbour_mean.py",
+        (
+            "__init__.pyi",
+            "from ds_ring.layers.scan.halo import halo",
+            "from ds_ring.layers.neighbour_mean import neighbour_mean as neighbour_mean",
+        ),
+    ),
     "model integration": ("integrations/multihead.py", None),
 }
 
@@ -74,7 +90,7 @@ def test_a_file_and_a_row_are_all(copy: Path) -> None:
     differing = {
         name: len(after[name]) - len(lines) for name, lines in before.items() if lines != after[name]
     }
-    assert differing == {"__init__.pyi": 1, "registry.py": 2}  # a pattern; a layout and a kernel
+    assert differing == {"__init__.pyi": 2, "registry.py": 3}  # a row each
 
 
 @pytest.mark.night
@@ -98,7 +114,8 @@ def test_two_ranks_run_all_of_them_by_their_names(copy: Path, tmp_path: Path) ->
         assert max(report["errors"]) < 1e-5, report
         assert report["first position"] == 32 * (1 - rank)
         assert report["passes of the kernel"] >= 2 * 2  # layers, forward and backward
-        assert report["public"] == "ds_ring.masks.block_causal"
+        assert report["passes of the transport"] == 2 * 2
+        assert report["public"] == ["ds_ring.masks.block_causal", "ds_ring.layers.neighbour_mean"]
 
 
 @pytest.mark.night

@@ -17,9 +17,10 @@ from ds_ring import RingConfig, RingMesh, gather_sequence, make_layout, shard_se
 from ds_ring.config.section import pattern_from_config
 from ds_ring.integrations.multihead import equip  # type: ignore[import-not-found]
 from ds_ring.kernels.double import DoubleKernel  # type: ignore[import-not-found]
+from ds_ring.transports.counted import CountedPass  # type: ignore[import-not-found]
 
 TOKENS, WIDTH, HEADS, BLOCK = 64, 32, 4, 10
-SECTION = {"layout": "mirrored", "kernel": "double", "pattern": {"block": BLOCK}}
+SECTION = {"layout": "mirrored", "kernel": "double", "transport": "counted", "pattern": {"block": BLOCK}}
 
 
 class Model(torch.nn.Module):
@@ -61,11 +62,16 @@ def main(rank: int, store: str, report: str) -> None:
         assert own.grad is not None and exact.grad is not None
         dist.all_reduce(own.grad)
         errors.append(((own.grad - exact.grad).abs().max() / exact.grad.abs().max()).item())
+    local = shard_sequence(x, layout, mesh=mesh, dim=1)
+    means = ds_ring.neighbour_mean(local, layout=layout, mesh=mesh)
+    exact_means = (x + torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]) / 2
+    errors.append((gather_sequence(means, layout, mesh=mesh, dim=1) - exact_means).abs().max().item())
     found = {
         "errors": errors,
         "first position": int(layout.positions(rank)[0]),
         "passes of the kernel": DoubleKernel.passes,
-        "public": ds_ring.BlockCausal.__module__,
+        "passes of the transport": CountedPass.passes,
+        "public": [ds_ring.BlockCausal.__module__, ds_ring.neighbour_mean.__module__],
         "file": ds_ring.__file__,
     }
     with open(report, "w") as file:
