@@ -145,7 +145,9 @@ def test_a_file_that_its_leader_sees_otherwise_is_not_sealed(tmp_path: Path) -> 
     for seen in (b"123", None):
         path.write_bytes(seen) if seen else path.unlink()
         got = "3 bytes" if seen else "no such file"
-        with pytest.raises(RingCheckpointError, match=f"rank 1 wrote 5 bytes, rank 0 sees {got}; save into"):
+        with pytest.raises(
+            RingCheckpointError, match=f"expected 5 bytes of rank 1, got {got} on rank 0; share"
+        ):
             _seal(tmp_path, Storage((0, 1), 0), reports, 1)
     assert not (tmp_path / MANIFEST).exists()
 

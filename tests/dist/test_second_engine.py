@@ -122,10 +122,10 @@ def losses_alone() -> list[float]:
 @pytest.mark.day("later engine-True", "failed start-True", "destroy-False")
 def test_a_second_engine_trains_as_the_first(rank_pool: Any, ending: str, whole: bool) -> None:
     words = {
-        "later engine": "whose ring has ended: its model was given to a later engine",
-        "destroy": "whose ring has ended: engine.destroy() was called",
-        "compiled": "whose ring has ended: engine.destroy() was called",
-        "failed start": "whose ring has ended: engine.destroy() was called",
+        "later engine": "a ring, got one that ended: its model was given to a later engine",
+        "destroy": "a ring, got one that ended: engine.destroy() was called",
+        "compiled": "a ring, got one that ended: engine.destroy() was called",
+        "failed start": "a ring, got one that ended: engine.destroy() was called",
     }
     for found in rank_pool(2).run(two_engines, ending, whole):
         assert found["losses"] == pytest.approx(losses_alone(), rel=1e-5)

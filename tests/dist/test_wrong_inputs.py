@@ -615,7 +615,7 @@ CALLS = {
         module_of(kernel="flesh"), CONFIG, ('expected one of "auto", "reference"', 'got "flesh"')
     ),
     "kernel of another device": WrongCall(
-        module_of(kernel="flex"), CONFIG, ('kernel "flex"', "got cpu", 'use "auto" or "reference"')
+        module_of(kernel="flex"), CONFIG, ('kernel "flex"', "got cpu", 'use "auto"')
     ),
     "kernel option unknown": WrongCall(
         module_of(options={"blok": 64}),

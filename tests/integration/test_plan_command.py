@@ -181,7 +181,7 @@ def test_tables_for_people(capsys):
             "num_hidden_layers: expected a whole number",
         ),
         (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON at line 1"),
-        ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of heads 3, got 256"),
+        ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of 3 heads, got 256"),
         ([*SIZES, "--config", "/no/such.json", "--tokens", "64"], "does not exist"),
         ([*SIZES, "--tokens", "64", "--devices", "2", "--", "more"], "expected nothing after --, got more"),
     ],
