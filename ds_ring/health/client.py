@@ -349,6 +349,7 @@ def _forget_in_child() -> None:
         detector.is_open = False
         detector._connection.close()
     _clients_of_process.clear()
+    _in_stuck_waits.clear()  # no thread of a child waits
 
 
 def _say_goodbye_in_child(_: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import socket
 import threading
 import time
@@ -200,3 +201,15 @@ def test_an_error_is_of_a_collective_by_who_called_it() -> None:
     assert not is_of_distributed(raised_in("torch.distributedly", compiled))
     assert is_of_distributed(dist.DistBackendError("anything"))
     assert not is_of_distributed(RingPeerError(0, None, None, "gloo")) and not is_of_distributed(OSError())
+
+
+def test_a_forked_child_does_not_end_for_the_stuck_wait_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a data loader's worker: the thread that waits is not in it."""
+    monkeypatch.setattr(client_module, "_in_stuck_waits", [])
+    client_module.keep_for_ever(object())
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    child.start()
+    child.join(10.0)
+    assert child.exitcode == 0
