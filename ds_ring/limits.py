@@ -5,6 +5,7 @@ Each limit is defined here once. Owns numbers; the code that reads a value check
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 MAX_TOKENS = 1 << 53  # positions, their products with small numbers, and their differences fit into int64
@@ -40,3 +41,9 @@ class Timeouts(NamedTuple):
     def limit(self, name: str) -> Limit:
         """Return one of them with its key."""
         return Limit(getattr(self, name), f"{name}_timeout_seconds")
+
+
+def divisors(number: int) -> list[int]:
+    """Return divisors in rising order, by pairs up to the square root: a typing error must not hang."""
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 from collections.abc import Callable
 from dataclasses import fields
 from functools import lru_cache, reduce
@@ -36,7 +35,7 @@ from ds_ring.config.messages import (
 from ds_ring.config.pass_options import PassOptions, refuse_without_hops
 from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
-from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts
+from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts, divisors
 from ds_ring.masks.catalog import Causal, DilatedWindow, Full, Sinks, SlidingWindow
 from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.pattern import Pattern
@@ -251,7 +250,7 @@ class RingConfig(PassOptions, RingKeys):
         whole, ulysses = self.sequence_parallel_size, self.ulysses_size
         if world_size % whole == 0:
             return
-        fits = [size for size in _divisors(world_size) if size % ulysses == 0]
+        fits = [size for size in divisors(world_size) if size % ulysses == 0]
         advice = f"use {listed(fits)}" if fits else f"no multiple of ulysses_size {ulysses} does: change that"
         if world_size < whole:  # a script that was started without a launcher, say
             start = f"deepspeed --num_gpus {whole} SCRIPT.py, or ds-ring launch"
@@ -297,7 +296,7 @@ class RingConfig(PassOptions, RingKeys):
             raise Refused(sentence(ONE_UP, f'"auto" and no {SP_KEY}', advice))
         if whole % ulysses:
             expected, got = f'"auto" = {SP_KEY} / ulysses_size to be whole', f"{whole} / {ulysses}"
-            raise Refused(sentence(expected, got, f"use ulysses_size {listed(_divisors(whole))}"))
+            raise Refused(sentence(expected, got, f"use ulysses_size {listed(divisors(whole))}"))
         return whole // ulysses
 
     @field_validator("ring_size")
@@ -361,12 +360,6 @@ def strip_section(source: JsonSource) -> Json:
     config, whole = resolve(source, RingConfig)
     rest = {key: copy.deepcopy(value) for key, value in whole.items() if key != SECTION}
     return rest | {SP_KEY: config.sequence_parallel_size}
-
-
-def _divisors(number: int) -> list[int]:
-    """Return divisors in rising order, by pairs up to the square root: a typing error must not hang."""
-    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def pattern_from_config(config: RingConfig) -> Pattern:

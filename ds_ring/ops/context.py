@@ -374,8 +374,9 @@ class RingContext:
     def _check_finite_operands(
         self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, extras: Sequence[ExtraOperand]
     ) -> None:
-        more = {one.name: one.tensor for one in extras}
-        self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, **more)
+        if self.options.check_finite:
+            more = {one.name: one.tensor for one in extras}
+            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, **more)
 
     def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
         """Check for NaN and Inf (`ops/context.py`), if the options ask for it."""

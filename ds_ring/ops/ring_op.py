@@ -45,8 +45,10 @@ def pass_of(
 ) -> Pass:  # fmt: skip
     """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
     found, finish_header_check = context.prepare(call, q, k, v, grad_out, has_grad_lse, extras)
+    kernel = found.kernel
     for one in extras:
-        kernel = one.bound(found.kernel, context, q, backward=grad_out is not None)
+        kernel = one.bound(kernel, context, q, backward=grad_out is not None)
+    if kernel is not found.kernel:
         found = found._replace(kernel=kernel)
     return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), finish_header_check)
 

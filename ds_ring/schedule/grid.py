@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ds_ring.errors import RingMeshError, shown, whole_number
-from ds_ring.limits import MAX_RANKS
+from ds_ring.limits import MAX_RANKS, divisors
 
 
 class Coordinates(NamedTuple):
@@ -23,11 +23,6 @@ class Coordinates(NamedTuple):
     data: int
     ring: int
     ulysses: int
-
-
-def divisors(number: int) -> list[int]:
-    """Return all positive divisors of `number`, ascending."""
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from ds_ring.comm.groups import NO_LIMIT, make_groups
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError
 from ds_ring.health.client import call_guarded
+from ds_ring.limits import divisors
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.schedule.grid import Grid, divisors
+from ds_ring.schedule.grid import Grid
 
 _FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
 
