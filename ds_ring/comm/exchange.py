@@ -1,8 +1,8 @@
 """Send and receive the tensors of attention. No other file does.
 
-Owns the point-to-point messages of a hop and of headers, the all-gather (offered as a reference to measure
-the ring against), the Ulysses all-to-all, the deadlines on all of these, and the count of bytes sent. Knows
-nothing of attention. `collective.py` has the comparison of ranks before the first payload of a call.
+Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
+Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Knows nothing of attention.
+`collective.py` decides when ranks compare their headers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Route(NamedTuple):
     Attributes:
         receives, sends: the group rank of the peer of each message, in order.
         peers: for each message a tuple with the world rank of its peer.
-        all_peers: one tuple with all peers, for the case that one Work covers the whole batch (NCCL).
-        sizes: what a batch adds to the counters.
+        all_peers: one tuple with all peers, used if one Work covers the whole batch (NCCL).
+        sizes: the numbers that a batch adds to `Exchange.counters`.
         group: the process group that carries the messages; None for the world.
-        streams: the streams that wait for the works; None if the host waits.
+        streams: CUDA streams that wait for the messages; None if the host waits for them.
         places: of transport "pull" (`signals.py`): offsets of the received messages in their senders' memory.
-        begin: starts the messages instead of `start_batch`; as that one it returns one Work each, or fewer.
+        begin: a function that replaces `start_batch`, with the same arguments and result.
     """
 
     receives: tuple[int, ...]
@@ -74,7 +74,7 @@ class Exchange:
     Args:
         mesh: the ranks and process groups.
         hop_timeout_s: seconds that one hop (or one collective) may take.
-        outside: of an operation that is not a pass: its name, and the JSON key of its time limit.
+        outside: None for passes; for another operation, its name and the JSON key of its time limit.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Exchange:
     def _finish(
         self, work: dist.Work | None, group: ProcessGroup, sent: list[Tensor], got: list[Tensor]
     ) -> None:
-        """Wait for one of torch's own collectives."""
+        """Wait for a collective of torch.distributed."""
         assert work is not None
         peers = [tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.mesh.global_rank)]
         streams, site = self._streams_that_wait(got[0], group), CallSite(self.call, None, self._outside)

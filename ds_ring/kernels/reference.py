@@ -1,4 +1,4 @@
-"""Compute the oracle: plain dense mathematics, any floating dtype, any device. Slow and obvious.
+"""The reference kernel: dense attention of each tile, for any floating dtype and device. Slow and obvious.
 
 Every other kernel is tested against this one, and this one against a dense softmax in float64.
 """
@@ -16,7 +16,7 @@ from ds_ring.masks.tiles import Tiles
 
 
 def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
-    """Return exp(scores - lse); 0 where a row sees nothing at all."""
+    """Return exp(scores - lse); 0 in rows without keys."""
     # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
@@ -58,7 +58,7 @@ class ReferenceKernel:
             if self._scores_of is not None:
                 positions = tile.positions(q.device)
                 dscores = self._scores_of.of(heads).gradient(products, *positions, dscores)
-                # the derivative of a pair that is hidden may be infinite, or NaN
+                # the derivative of a masked score may be infinite or NaN
                 dscores = dscores.masked_fill(scores == float("-inf"), 0)
             dscores = dscores * scale
             dk, dv = (x.unflatten(1, (groups, -1)).sum(2) for x in (dscores.mT @ q_t, weights.mT @ grad_t))
@@ -70,7 +70,7 @@ class ReferenceKernel:
     def _scores(
         self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float, heads: slice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return scores [B, heads, queries, keys], the same changed and masked, and expanded keys, values."""
+        """Return q k^T * scale [B, heads, queries, keys], the masked scores, and k, v of each query head."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
         # Query head h meets K/V head h // (H / G).
@@ -78,7 +78,8 @@ class ReferenceKernel:
             tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         visible = tile.visible(len(q), q.device)
-        # log m: the part that is constant in the tile here, the part that varies by pair below.
+        # A pair that m branches contain has log m added to its score: `tile.bias` is the constant part of it,
+        # `tile.inside.bias` the part that differs by pair.
         products = q_t @ k_t.mT * scale
         scores = products
         if self._scores_of is not None:

@@ -1,7 +1,7 @@
 """The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is a class here.
 
-Documents and trees (`documents.py`), slices, dilated attention, and masks that are a function of single pairs
-(`mask_mod.py`) have files of their own.
+Documents and trees (`documents.py`), slices, dilated attention and mask functions (`mask_mod.py`) have files
+of their own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Causal(Pattern):
 
 @dataclass(frozen=True)
 class Before(Pattern):
-    """Attend to what came at least `apart` tokens before the query: without the query itself by default."""
+    """Attend to keys at least `apart` tokens before the query; with 1, to all but the query itself."""
 
     apart: int = 1
 
@@ -43,7 +43,7 @@ class Before(Pattern):
 
 
 class _NumbersOfTokens:
-    """Check patterns whose fields are positive integers, and perhaps `causal`."""
+    """Check the fields of a pattern: `causal`, if it has one, is a bool, all others positive integers."""
 
     def __post_init__(self) -> None:
         check_numbers(self, *(name for name in vars(self) if name != "causal"))
@@ -55,8 +55,8 @@ class SlidingWindow(_NumbersOfTokens, Pattern):
     """Attend to the `window` positions that end with the query itself (Beltagy et al. 2020, Longformer).
 
     Attributes:
-        window: number of positions seen, itself included, as in Mistral and FlashAttention's
-            window_size = (window - 1, 0).
+        window: number of positions that a query sees, its own included, as in Mistral; FlashAttention's
+            window_size is (window - 1, 0).
         causal: False sees window - 1 positions on either side as well.
 
     Raises:
@@ -75,8 +75,9 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
     """Attend to `window` positions `rate` apart that end with the query itself (Longformer's dilated window).
 
     Attributes:
-        window: number of positions seen, itself included; they reach back (window - 1) x rate tokens.
-        rate: distance of one position seen to the next; 1 is `SlidingWindow`.
+        window: number of positions that a query sees, its own included; the first of them is
+            (window - 1) x rate tokens before the query.
+        rate: distance between consecutive positions that a query sees; with 1 it is `SlidingWindow`.
         causal: False sees window - 1 positions on either side as well.
 
     Raises:
@@ -95,11 +96,11 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
 
 @dataclass(frozen=True)
 class Sinks(_NumbersOfTokens, Pattern):
-    """Attend to the first `sinks` tokens (Xiao et al. 2023, StreamingLLM): `SlidingWindow(w) | Sinks(n)`.
+    """Attend to the first `sinks` tokens. StreamingLLM (Xiao et al. 2023) is `SlidingWindow(w) | Sinks(n)`.
 
     Attributes:
-        sinks: number of tokens that all see.
-        causal: a query among them sees none after itself.
+        sinks: number of tokens that all queries see.
+        causal: True hides the sinks after the query, if the query is a sink itself.
 
     Raises:
         RingPatternError: the number of sinks is not a positive integer.
@@ -143,6 +144,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
+    # the dict: keys that conflict with "prefix", and how the refusal goes on after "which"
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways; all others are causal",
@@ -163,11 +165,11 @@ class PrefixLM(_NumbersOfTokens, Pattern):
 
 @dataclass(frozen=True)
 class HeadShard(Pattern):
-    """The pattern of the heads that a Ulysses rank has, numbered from 0 there.
+    """The pattern of the heads of one Ulysses rank.
 
     [Note: numbers of heads]
-    The offsets of a dilated pattern depend on the number of a query head among all heads of the model. A
-    Ulysses rank has a part of the heads, and uses the same numbers.
+    The offsets of a dilated pattern depend on the index of a query head among all heads of the model. A
+    Ulysses rank numbers its heads from 0; this class adds the number of heads before them.
 
     Attributes:
         whole: the pattern of all heads.

@@ -1,18 +1,14 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
-Owns the registration with torch.library and nothing else: for torch.compile the whole pass is one
-opaque node, so a compiled graph has no break and does not grow with the number of ranks. Why opaque: a
-ring traced as functional collectives silently loses O(T/P), since the partitioner saves every rotated
-shard.
+Owns the registration with torch.library, and the choice between the operator and a plain autograd function.
 Saved for backward: local q, k, v, out, lse, or their copies on the host. Nothing else.
 
 [Note: an opaque operator]
-If torch.compile traced the collectives, the partitioner could save every rotated shard, and Inductor could
-reorder the sends. Under the backend "ds_ring" one graph serves all batches of a length, so the layout is
-data: the graph asks for the number of the batch's layout in each run ([Note: placements in compiled code]).
-
-A gradient of the lse is subtracted from the row sums of out x grad_out, in every kernel (aten's operator for
-the CPU gets it as a column).
+For torch.compile the whole pass is one opaque node, so a compiled graph has no break and does not grow with
+the number of ranks. If the collectives were traced, the partitioner could save every shard that arrives,
+which loses O(T/P) memory, and Inductor could reorder the sends. Under the backend "ds_ring" one graph serves
+all batches of a length, whatever their layouts: the graph computes the handle of the context in each run
+([Note: placements in compiled code]).
 """
 
 from __future__ import annotations
@@ -80,7 +76,7 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) of a pass, sinks included, or those that a checkpointed region has kept."""
+    """Return (out, lse), sinks included, of a pass, or of its first run in a checkpointed region."""
     given = extras if sinks is None else (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
@@ -100,7 +96,7 @@ def run_backward(
     is_fake = isinstance(q, FakeTensor)
     with collective(context.mesh, "attention backward", context.exchange, is_fake) as call:
         q_here, k_here, v_here = q, k, v
-        if q.device != grad_out.device:  # shapes and dtypes, where they take no memory
+        if q.device != grad_out.device:  # on the host: pass on shapes and dtypes only
             q_here, k_here, v_here = (
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
@@ -126,7 +122,7 @@ def fake_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
 
 
-# The backward pass is an operator, too, so that the backward graph also has one opaque node for the pass.
+# The backward pass is an operator, too: one opaque node of the backward graph.
 @operator("ds_ring::ring_attention_backward")
 def ring_attention_backward_op(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int,
@@ -140,7 +136,7 @@ def save(
     ctx: Any, context: RingContext, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor], eager: bool,
     more: tuple[Tensor, ...] = (),
 ) -> None:  # fmt: skip
-    """Save what the gradient of a pass needs, with `more` tensors after the sinks."""
+    """Save the tensors that the backward pass needs; `more` are saved after the sinks."""
     q, k, v, _, sinks = inputs
     ctx.eager = eager
     # Save no hop's K/V: they travel again in the backward pass, which keeps memory at O(T / P).
@@ -188,10 +184,10 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether nothing but autograd looks at these tensors: no transform, mode or subclass."""
+    """Return whether only autograd handles these tensors: no transform, no mode, no tensor subclass."""
     if peek_interpreter_stack() is not None or torch._C._len_torch_dispatch_stack():
         return False
-    # of `is_grads_batched=True`: an operator is called for one gradient after the other
+    # is_grads_batched=True makes legacy batched tensors; only an operator has a rule for them.
     for x in tensors:
         if x is not None and is_legacy_batchedtensor(x):
             return False
@@ -206,8 +202,8 @@ def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
 
 
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
-    """Register fake results and gradients of an operator, and those of the operator for its gradients."""
-    # Fake results are contiguous, whatever the strides of q: they must have the strides of real ones.
+    """Register fake results and gradients of an operator of a pass, and of that of its backward pass."""
+    # Fake results need the strides of real ones, which are contiguous for any strides of q.
     forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
     backward.register_fake(lambda _, q, k, v, *more: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forward.register_autograd(gradients, setup_context=setup)

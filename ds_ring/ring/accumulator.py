@@ -1,6 +1,6 @@
-"""Sum up the partial results of a head chunk: in which memory, and when they are merged or added.
+"""Accumulate the partial results ("parts") of a head chunk.
 
-Owns accumulators, and the parts that wait for one another; `merge.py` owns the formula.
+Decides in which memory, and when parts are merged or added; `merge.py` has the formula.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class FirstParts:
 
     Args:
         slots: number of slots of the accumulator, whose memory is uninitialised.
-        fill: called with `given`, a first slot and an end, to write the neutral element to these slots: 0, or
-            the result of attention over no key.
+        fill: called with the tensors `given`, a first slot and an end; writes the neutral element to these
+            slots: 0, or the result of attention over no key.
 
     Attributes:
-        open: these slots, as pairs of a first slot and an end.
+        open: the slots that are not written yet, as pairs of a first slot and an end.
     """
 
     __slots__ = ("fill", "given", "open", "slots")
@@ -40,10 +40,10 @@ class FirstParts:
         self.slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
-        """Return True if the part is the first on all of its rows, so it is assigned; else it is added.
+        """Return whether a part is the first one on all of its rows; the caller assigns it, else adds it.
 
-        If the rows are not contiguous, belong to some heads only, or are partly written, the unwritten slots
-        are filled with the neutral element here, and the part is added.
+        If the rows are not contiguous, belong to some heads only, or are partly written, this fills the
+        unwritten ones with the neutral element and returns False.
         """
         if not self.open:
             return False
@@ -64,7 +64,7 @@ class FirstParts:
         return False
 
     def write(self, start: int, end: int) -> None:
-        """Take note that slots are written."""
+        """Remove slots from `open`."""
         self.open = [
             piece
             for a, b in self.open
@@ -97,10 +97,10 @@ _Pieces = tuple[tuple[int, int], ...]
 
 @lru_cache(maxsize=4096)
 def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[int, int, bool, _Pieces]]:
-    """Cut slots where a part begins or ends, or a piece that was not written yet.
+    """Cut the slots at both ends of every part, and of every range in `missing` (not written yet).
 
     Returns:
-        (start, end, whether it was written, each part there by its number and the offset in it).
+        for each range: start, end, whether it was written, and the parts that cover it, as (index, offset).
     """
     bounds = [(rows.start, rows.start + rows.length) for rows in parts]
     cuts = {0, slots}.union(*bounds, *missing)
@@ -112,18 +112,19 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 
 
 # [Note: parts that wait]
-# Merging every part at once into a float32 accumulator moves 10 bytes an element of 16 bits (4 and 2 are
-# read, 4 written), and a causal zigzag pass of 8 ranks has 8 such parts. The kernels "flash" and "flex"
-# return few parts, in new tensors (`Kernel.few_parts`). So parts wait until there are several, and one kernel
-# (`merge_triton.py`) reads each of them once. The last merge writes the result itself, rounded, and a pass of
-# at most `ALONE` parts has no accumulator. While the kernel computes, what waits takes no more memory than
-# the accumulator and the result would, and the result is made when the first chunk is done. So a pass needs
-# no more memory than if nothing waited. Results in the accumulators' dtype gain nothing by waiting.
-ALONE, BESIDE = 4, 2  # parts that are merged before the next hop: without and with an accumulator
+# To merge one part of 16 bits into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
+# written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
+# in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until several are
+# merged together: one Triton kernel (`merge_triton.py`) reads each of them once. The last merge writes the
+# rounded result, so a pass of at most `ALONE` parts needs no accumulator. The two limits below bound the
+# memory of the list by that of an accumulator and a result, and the result is allocated only when the first
+# chunk is done. So a pass needs no more memory than if each part were merged immediately. Results in the
+# accumulators' dtype gain nothing by waiting.
+ALONE, BESIDE = 4, 2  # parts in the list that are merged before the next hop, without and with an accumulator
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
-    """Return whether parts of a kernel wait for one another, for results of a dtype."""
+    """Return whether the parts of a kernel wait to be merged together, for results of a dtype."""
     return getattr(kernel, "few_parts", False) and dtype.itemsize < accumulator.itemsize
 
 
@@ -131,16 +132,15 @@ class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: returns the uninitialised targets: a sequence that begins with the result tensors
-            [B, H, S, ...], without lse.
+        results: allocates and returns the result tensors [B, H, S, ...], without lse; more may follow them.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.
-        lse: [B, H, S], uninitialised, of the same dtype: the parts are merged; None: they are added.
-        waits: whether parts wait for one another; parts that do not are merged or added at once.
+        lse: [B, H, S], uninitialised, of the same dtype, if parts are merged; None if they are added.
+        waits: whether parts wait to be merged together; if not, each is merged or added when it arrives.
 
     Attributes:
-        own_bytes: of the accumulators, where they are not the results.
+        own_bytes: memory of the accumulators; 0 if the results themselves are the accumulators.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class Accumulator:
                 self._accumulate()
 
     def _accumulate(self) -> tuple[Tensor, ...]:
-        """Return the accumulators and lse, made at the first call."""
+        """Return the accumulators and lse; the first call allocates them."""
         if self._made is not None:
             return self._made
         if self._targets is None:
@@ -180,15 +180,16 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait, if the next one would make them too many."""
+        """Merge the parts that wait, if there is no room for one more."""
         if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
             self._write(self._accumulate())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
-        """Merge (or add) a part of each, now or later; the caller must not write to it any more."""
+        """Merge (or add) one part of each result, now or later; the caller must not write to them again."""
         made = self._made  # calls of Python are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            if len(self.waiting) == MAX_PARTS - (made is not None):  # all of one hop, or returned
+            # full with parts of one hop, or with gradients that other ranks returned
+            if len(self.waiting) == MAX_PARTS - (made is not None):
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))
             return
@@ -204,7 +205,7 @@ class Accumulator:
             (to.copy_ if first else to.add_)(part)
 
     def so_far(self) -> tuple[Tensor, ...]:
-        """Return the accumulators (and lse) with all parts that have arrived; rows without one are empty."""
+        """Return the accumulators (and lse) with all parts so far, and neutral elements in other rows."""
         made = self._accumulate()
         self.merge()
         self._first.finish()
@@ -229,7 +230,7 @@ class Accumulator:
         self.own_bytes = 0
 
     def whole(self) -> tuple[Tensor, ...] | None:
-        """Return the only part of each, if it waits and has all slots."""
+        """Return the tensors of the only part, if a single part waits and covers all slots; else None."""
         if len(self.waiting) != 1 or self._made is not None:
             return None
         ((rows, parts),) = self.waiting
@@ -241,7 +242,7 @@ class Accumulator:
             self._write(self._accumulate())
 
     def _write(self, targets: tuple[Tensor, ...]) -> None:
-        """Merge what waits, and the accumulators, into the accumulators or, at the end, into the results."""
+        """Merge the waiting parts and the accumulators into `targets`: the accumulators, or the results."""
         made, waiting, first = self._made, self.waiting, self._first
         still_open = []
         rows = tuple([rows for rows, _ in waiting])

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
 
-Part = Sequence[Any]  # output over some keys, and their lse; a gradient and None
-MAX_PARTS = 5  # of one merge, the accumulator among them: the parameters of the Triton kernel
+Part = Sequence[Any]  # (out, lse) over some of the keys; or (gradient, None)
+MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel has as many parameters
 _log = logging.getLogger(__name__)
 
 
 def empty_results(q_BHSD: Tensor, value_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return attention over no key, which other parts are merged into.
+    """Return (out, lse) of attention over no key, for other parts to be merged into.
 
     Args:
         q_BHSD: queries.
@@ -56,8 +56,8 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
     """Merge a partial result into an accumulator, in place; on CUDA in one pass over memory.
 
     Args:
-        out_BHSD: accumulated output, [batch, heads, tokens, head_dim] ([batch, repeats, heads, tokens,
-            head_dim] of `Rows`), any strides, float32 or float64; changed.
+        out_BHSD: accumulated output, [batch, heads, tokens, head_dim], any strides, float32 or float64;
+            changed. It may have a dim of repeats after the first one (`Rows` in `kernels/interface.py`).
         lse_BHS: accumulated natural-log log-sum-exp, the same shape without head_dim, same dtype; changed.
         part_out_BHSD, part_lse_BHS: the part, over keys not seen so far, in any dtype; not changed.
     """
@@ -71,7 +71,7 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
 def merge_by_operators_(
     out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BHS: Tensor
 ) -> None:
-    """Do what `merge_` does by torch's operators, on any device."""
+    """Merge as `merge_` does, by torch's operators on any device."""
     part_lse_BHS = part_lse_BHS.to(lse_BHS.dtype)
     merged_BHS = torch.logaddexp(lse_BHS, part_lse_BHS)
     # Only rows without keys change here: their weights become exp(-inf) = 0.
@@ -86,8 +86,8 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> No
     """Write the merge of several parts; on CUDA in one pass over memory, which reads each part once.
 
     Args:
-        out_BHSD, lse_BHS: results, of any dtype and strides; their old values do not count. They may be one
-            of the parts.
+        out_BHSD, lse_BHS: results, of any dtype and strides; their old values are overwritten. They may be
+            one of the parts.
         parts: at most `MAX_PARTS`, over disjoint keys, of the same shapes.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
@@ -98,17 +98,17 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> No
 
 
 def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
-    """Do what `merge_parts_` or, without lse, `add_parts_` does by torch's operators, on any device."""
-    assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # as the kernel's launch
+    """Merge the parts (without lse: add them) by torch's operators, on any device."""
+    assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # merge_triton.py asserts it, too
     if lse_BHS is None:
         total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
         for part, _ in parts[1:]:
             total.add_(part)
         out_BHSD.copy_(total)
         return
-    # The largest lse is subtracted first, or sums of two would round to what float32 has near them.
+    # Subtract the largest lse first, so that exp does not overflow and the logarithm is exact.
     lses = torch.stack([lse.to(lse_BHS.dtype) for _, lse in parts])
-    base_BHS = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)  # of rows without keys: no NaN
+    base_BHS = lses.amax(dim=0).clamp_min(torch.finfo(lses.dtype).min)  # clamped: no NaN in rows without keys
     weights = torch.exp(lses - base_BHS).unsqueeze(-1)
     sums = weights.sum(dim=0)
     total = parts[0][0].to(lse_BHS.dtype) * weights[0]
@@ -119,7 +119,7 @@ def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: S
 
 
 def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write the sum of at most `MAX_PARTS` parts, which `total` may be one of; see `merge_parts_`."""
+    """Write the sum of at most `MAX_PARTS` parts into `total`, which may be one of them."""
     given = [(part, None) for part in parts]
     if total.is_cuda and not is_fake(total):
         with torch.cuda.device(total.device):

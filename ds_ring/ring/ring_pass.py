@@ -33,7 +33,7 @@ class ForwardChunk:
     """The forward pass of a head chunk: merges the partial results of each hop into out and lse.
 
     Args:
-        total: of out [B, H, S, E] and lse [B, H, S].
+        total: accumulates out [B, H, S, E] and lse [B, H, S].
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ForwardChunk:
         return self.total.own_bytes
 
     def finish(self) -> None:
-        """Write `out`."""
+        """Write the results."""
         self.total.finish()
 
 
@@ -90,12 +90,12 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # Sums of dK and dV, at hop 0 those of the own shard. Only one step computes into each of them, and
-        # nothing is added to it before that step.
+        # `of_keys` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. No other step
+        # computes into the same buffer, and nothing is added to it before this step.
         keys, of_keys = self.buffers.pair(step.buffer), self.home
         of_stage = False
         if step.gradients != RESULTS:
-            # Sums of other ranks will be added to GRADIENTS; the others are this rank's own part.
+            # In a ring (GRADIENTS), sums of other ranks are added to this buffer later; in stages, none are.
             of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), of_stage and self.waits
             there = partial(self.buffers.pair, step.gradients)
@@ -149,8 +149,8 @@ class RingPass:
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
         observer: is called in each stage of each batch; None for no calls.
-        load_heads: brings q, k, v, out and lse of head chunks back, if they were saved elsewhere; None:
-            they are here.
+        load_heads: returns q, k, v, out and lse of head chunks to the device, if they were saved on the
+            host; None: they are on the device.
         finish_header_check: called once before the first payload is posted; raises if the ranks' headers
             differ. None if they were compared before. See [Note: the header while the first hop computes].
         prepared: what earlier passes of the same shapes computed once, such as message routes.
@@ -182,7 +182,7 @@ class RingPass:
             out [B, H, S, E] in q's dtype, contiguous; lse [B, H, S], float32 (float64 for float64 inputs).
         """
         shape = (*q.shape[:-1], value_dim(self.kernel, v))
-        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # when the first chunk needs it
+        out = lru_cache(maxsize=1)(partial(q.new_empty, shape))  # allocated at its first use
         lse = q.new_empty(q.shape[:-1], dtype=accumulator_dtype(q.dtype))
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
 
@@ -219,10 +219,10 @@ class RingPass:
         Returns:
             dq, dk, dv, contiguous, in the dtypes of q, k, v.
         """
-        new = grad_out.new_empty  # the inputs may be elsewhere
+        new = grad_out.new_empty  # q, k and v may be on the host
         dk, dv = new(k.shape, dtype=k.dtype), new(v.shape, dtype=v.dtype)
         waits = parts_wait(self.kernel, q.dtype, lse.dtype)
-        dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # when the first chunk needs it
+        dq = lru_cache(maxsize=1)(partial(new, q.shape, dtype=q.dtype))  # allocated at its first use
         schedule = self._schedule(k, v, backward=True)
         prepared = self.prepared.of(schedule, k, v)
         saved: Saved = (q, k, v, out, lse)
@@ -250,8 +250,8 @@ class RingPass:
         return dq(), dk, dv
 
     def _schedule(self, k: Tensor, v: Tensor, backward: bool) -> Schedule:
-        # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, except where float32
-        # accumulators exist beside the results, or where heads are brought from elsewhere.
+        # head_bytes 0 means one chunk. A ring of one rank gains nothing from chunks, unless there are float32
+        # accumulators apart from the results, or heads are fetched from the host.
         is_wide = k.element_size() >= torch.float32.itemsize
         chunked = self.exchange is not None or not is_wide or self.load_heads is not None
         size = head_bytes(k, v) if chunked else 0
@@ -292,9 +292,9 @@ class RingPass:
                 if sent or received:
                     pending = self._post(*posting)
             elif sent or received:
-                assert self.exchange is not None, "an agreement on a ring of one"
+                assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The messages of this batch carry the keys of `hop`. Meanwhile the hop before is computed.
+            # The messages of this batch carry the keys of `hop`. While they travel, compute hop - 1.
             if note is not None:
                 note("compute", hop - 1, known.posted)
             for index, steps in rounds:
@@ -331,7 +331,7 @@ class RingPass:
     ) -> InFlight | None:
         if not sent and not received:
             return None
-        assert self.exchange is not None, "an agreement on a ring of one"
+        assert self.exchange is not None, "a header check on a ring of one"
         with self.exchange.streams((*sent, *received)[0]).behind(mark):
             return self._post(route, sent, received, hop)
 

@@ -1,8 +1,8 @@
 """Layouts: which token of the sequence is in which slot of which rank.
 
 A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). The real
-tokens of a shard come first; if the length does not divide, the remaining slots are padding at the end of
-the shard: no tile covers them, no query attends to them, and `gather_sequence` strips them.
+tokens of a shard come first. If P does not divide T, the remaining slots are padding at the end of a shard:
+no tile covers them, no query attends to them, and `gather_sequence` strips them.
 `ops/shard.py` applies layouts to tensors.
 
 The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
@@ -60,15 +60,15 @@ class Layout(ABC):
 
     @property
     def local_tokens(self) -> int:
-        """Return the slots of every shard, padding included; the local length S of a sharded tensor."""
+        """Return the number of slots of every shard, padding included: the length S of a sharded tensor."""
         # at least one slot, so that no local tensor is empty
         return -(-max(self.longest_shard, 1) // self.multiple_of) * self.multiple_of
 
     def part_slots(self, parts: int) -> int:
-        """Return the slots of each of `parts` Ulysses ranks that share a shard.
+        """Return the number of slots of each of `parts` Ulysses ranks that share a shard.
 
         Raises:
-            RingShapeError: the shards cannot be split so.
+            RingShapeError: `parts` does not divide the slots of a shard.
         """
         if self.local_tokens % parts:
             raise RingShapeError(
@@ -107,7 +107,7 @@ def expand_runs(runs: IntArray) -> IntArray:
 
 
 def _runs_of_pieces(starts: IntArray, ends: IntArray) -> IntArray:
-    """Return the runs of pieces start .. end - 1, ascending and disjoint; those that touch are one run."""
+    """Return runs for ascending, disjoint pieces start .. end - 1; adjacent pieces become one run."""
     keep = ends > starts
     starts, ends = starts[keep], ends[keep]
     begins = np.append(True, starts[1:] != ends[:-1])[: len(starts)]
@@ -168,7 +168,7 @@ class StripedLayout(Layout):
 
 @dataclass(frozen=True)
 class PieceLayout(Layout):
-    """Cut the sequence at any `boundaries`, each piece given to any rank; pieces of a rank stay ascending."""
+    """Cut the sequence at any `boundaries`; each piece is on any rank, and a rank's pieces are ascending."""
 
     boundaries: tuple[int, ...] = ()  # positions at which pieces begin, and T at the end; ascending
     owners: tuple[int, ...] = ()  # ring rank of each piece
@@ -194,7 +194,7 @@ def in_whole_blocks(layout: Layout, size: int) -> Layout:
     """Return the layout with its borders moved to the nearest multiples of `size`.
 
     Raises:
-        RingLayoutError: a shard is not consecutive positions.
+        RingLayoutError: a shard has runs with a step above 1.
     """
     rows = []
     for ring_rank in range(layout.ring_size):
@@ -215,12 +215,12 @@ def in_whole_blocks(layout: Layout, size: int) -> Layout:
 
 
 def whole_blocks(layout: Layout, size: int) -> Layout:
-    """Return a layout whose runs begin at multiples of `size`, or raise RingLayoutError."""
+    """Return the layout if its runs begin at multiples of `size`, or raise RingLayoutError."""
     moved = in_whole_blocks(layout, size)
     if moved is not layout:
         raise RingLayoutError(
             f"{layout}: expected runs that begin at multiples of {size} tokens (block_size), got others; use"
-            f" ds_ring.schedule.layout.in_whole_blocks(layout, {size}), or a length that the shards divide so"
+            f" ds_ring.schedule.layout.in_whole_blocks(layout, {size}), or another length"
         )
     return layout
 
@@ -264,13 +264,13 @@ def make_layout(
             where both are uneven).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
-        pattern: what will be attended. Where layers differ, how many layers have each pattern:
-            `{SlidingWindow(512): 5, Causal(): 1}`; the layout is chosen for all of them together.
+        pattern: the pattern of all layers, or the number of layers with each pattern:
+            `{SlidingWindow(512): 5, Causal(): 1}`. The layout is chosen for all layers together.
         multiple_of: pad every shard to a multiple of this many slots.
         block_size: side in slots of the blocks in which the kernel computes. Only "auto" uses it, to count
             the pairs that are executed with each layout. Pass the block size of the JSON for "flex", and 1
             for kernels that compute only the attended pairs.
-        speeds: of the ranks, relative to each other, for "auto" and "balanced": work is dealt out by them.
+        speeds: relative speed of each rank, for "auto" and "balanced": a faster rank gets more pairs.
 
     Raises:
         RingLayoutError: unknown name, sizes that are not positive integers, or a pattern that the named
@@ -318,12 +318,12 @@ def _mix_of(pattern: object) -> Mix:
     return tuple(mix)
 
 
-# kept, because a layout made for a pattern takes tiles of the whole sequence
+# cached: a layout for a pattern is computed from the tiles of the whole sequence, which takes time
 @lru_cache(maxsize=256)
 def _made(
     name: str, tokens: int, ring_size: int, mix: Mix, multiple_of: int, block: int, speeds: tuple[float, ...]
 ) -> Layout:
-    more: dict[str, Any] = {"block": block} if block > 1 else {}  # which "auto" alone takes
+    more: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
     more |= {"speeds": speeds} if speeds else {}
     made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, **more)
     return made

@@ -3,29 +3,31 @@
 Pure data. `head_class.py` computes it and explains its terms; `lowering.py` turns it into steps.
 
 [Note: two levels]
-With nodes of R ranks each, the shard of rank l of node n is at hop s = t * R + i at rank l + i of node n + t
-(modulo R and modulo the number of nodes; or downwards). So it travels around a node over the node's fast
-links, and the first rank of a node that receives it sends it to the rank at the same place of the next node,
-in R parts, one for each of the R batches that the message has. Every network adapter of a node then sends
-1 / R of a shard in every batch; in one ring of all ranks, one adapter sends a whole shard and the others
-nothing. Sums of gradients follow the keys inside a node. They leave the node once, directly to the owner of
-the keys, also in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2)
-and as BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025,
-arXiv 2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
+Nodes have R ranks each. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At
+hop s, rank l + i of node n + t computes with this shard (modulo R, modulo the number of nodes; minus for the
+other direction). So the shard goes around one node, over its fast links, before it goes on to the next node.
+The first rank of a node that receives the shard passes it to the rank with the same number in the next node.
+This message takes R batches, one R-th of the shard in each. So each network adapter of a node sends 1 / R of
+a shard in every batch; in one ring of all ranks, one adapter sends a whole shard and the others nothing. Sums
+of gradients follow the keys inside a node. They leave the node once, directly to the owner of the keys, also
+in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as
+BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
+2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
 
 If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
 `build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
 
 [Note: stages]
 In a ring every hop has a partial result to merge, and sums of dK and dV are read and written at every hop. In
-stages, consecutive hops are computed at once: (1, 4, 3) for eight ranks are the own shard, then the keys of
-four ranks, then those of three. Every owner sends its keys directly to each reader, and every reader returns
-its dK and dV directly to the owner, so nothing is relayed. The keys of a stage arrive in token ranges of one
-buffer, while the stage before is computed. Its tiles are one table over that buffer: the kernel is called
-once, and a pass has as many partial results as stages. As many bytes are sent as in a ring. Links between
-neighbours would carry them several times, so stages are for ranks that all have a link to each other, as
-inside a node. Memory grows with the largest two stages, and `stage_sizes` in `plan.py` bounds them. In
-MagiAttention (SandAI 2025) overlap stages are a similar thing; the choice of sizes and the merge are ours.
+stages, consecutive hops are computed at once: with (1, 4, 3), a rank of eight computes with its own shard,
+then with the keys of four ranks, then with those of three. Every owner sends its keys directly to each
+reader, and every reader returns its dK and dV directly to the owner, so nothing is relayed. While a rank
+computes one stage, the keys of the next stage arrive in token ranges of one buffer. The tiles of a stage are
+one table over its buffer. So the kernel is called once a stage, and a pass has as many partial results as
+stages. As many bytes are sent as in a ring, but not between neighbours only. So stages are for ranks that all
+have a link to each other, as inside a node. Memory grows with the largest two stages, and `stage_sizes` in
+`plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are a similar thing; the choice of sizes
+and the merge are ours.
 """
 
 from __future__ import annotations
@@ -46,23 +48,23 @@ class Direction(NamedTuple):
     """The order in which shards reach the ranks of a ring; [Note: two levels]."""
 
     sign: int  # +1 from rank o to o + 1, -1 for the other way
-    limit: int  # most hops
+    limit: int  # number of the last hop
     ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
-    stages: tuple[int, ...] = ()  # hops of each stage after hop 0, [Note: stages]; () for a stage a hop
+    stages: tuple[int, ...] = ()  # hops in each stage after hop 0, [Note: stages]; () without stages
 
     def reader(self, origin: int, hop: int, size: int) -> int:
-        """Return the rank at which the shard of `origin` is at a hop, in a ring of `size` ranks."""
+        """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks."""
         inner = self.ranks_per_node or size
         nodes, places = divmod(hop, inner)
         node, place = divmod(origin, inner)
         return (node + self.sign * nodes) % (size // inner) * inner + (place + self.sign * places) % inner
 
     def origin(self, ring_rank: int, hop: int, size: int) -> int:
-        """Return the rank whose shard a rank has at a hop."""
+        """Return the rank whose shard `ring_rank` computes with at a hop."""
         return self._replace(sign=-self.sign).reader(ring_rank, hop, size)
 
     def hop(self, origin: int, reader: int, size: int) -> int:
-        """Return the hop at which `reader` has the shard of `origin`."""
+        """Return the hop at which `reader` computes with the shard of `origin`."""
         inner = self.ranks_per_node or size
         nodes = reader // inner - origin // inner
         # A rank's place in its node is its number modulo R.
@@ -70,7 +72,7 @@ class Direction(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the most batches after the first one in which a rank computes: hops, or stages."""
+        """Return the number of the last batch in which a rank may compute: its hops or stages after hop 0."""
         return len(self.stages) or self.limit
 
     def stage(self, hop: int) -> int:
@@ -80,15 +82,15 @@ class Direction(NamedTuple):
         return int(np.searchsorted(np.cumsum((0, *self.stages)), hop))
 
     def before(self, hop: int) -> int:
-        """Return the hop whose rank passes the shard on to the rank of `hop` (at least 1)."""
+        """Return the hop of the rank from which the reader at `hop` (at least 1) receives the shard."""
         return hop - self.ranks_per_node if self.crosses(hop) else hop - 1
 
     def crosses(self, hop: int) -> bool:
-        """Return whether the rank of a hop receives the shard from another node."""
+        """Return whether the reader at a hop receives the shard from another node."""
         return self.ranks_per_node > 0 and hop > 0 and hop % self.ranks_per_node == 0
 
     def is_next(self, hop: int) -> bool:
-        """Return whether the rank of hop - 1 passes the shard on to the rank of `hop`, inside a node."""
+        """Return whether the reader at `hop` receives the shard from the one at hop - 1, in the same node."""
         return 0 < hop <= self.limit and not self.crosses(hop)
 
     def batches(self, hop: int) -> int:
@@ -107,7 +109,7 @@ class HopPlan:
     origin: int  # ring rank that owns these keys and values
     recv_rank: int  # the rank before this one on the shard's way
     send_rank: int  # the rank after this one, in the same node
-    held: SlotRanges  # of the origin's shard, here packed in ascending order (hop 0: in place)
+    held: SlotRanges  # slots of the origin's shard that this rank reads; packed, ascending (not at hop 0)
     relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
     forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
     tiles: Tiles  # that this rank computes; key slots index the packed payload
@@ -131,17 +133,17 @@ class HopPlan:
 
     @property
     def pairs(self) -> int:
-        """Return the number of attended pairs, as the tiles count them."""
+        """Return the number of attended pairs; a tile for all query heads of a group counts once."""
         return int(self.tiles.pairs.sum())
 
 
 class StagePlan(NamedTuple):
-    """The hops that one rank computes at once; [Note: stages]. In a ring each of them is one hop."""
+    """The hops that one rank computes at once; [Note: stages]. Without stages, a single hop."""
 
     hops: tuple[HopPlan, ...]  # by ascending origin, so that tiles of neighbouring shards are adjacent
     first: tuple[int, ...]  # where the keys of each hop begin in the buffer of the stage
-    slots: int  # of that buffer
-    tiles: Tiles  # of all hops; key slots index the buffer
+    slots: int  # number of slots of that buffer
+    tiles: Tiles  # the tiles of all hops; key slots index the buffer
 
     @classmethod
     def of(cls, hops: Iterable[HopPlan]) -> StagePlan:
@@ -181,7 +183,7 @@ class DirectionPlan:
     gradient_returns: tuple[GradientReturn, ...]  # by ascending hop
     direction: Direction = ALONE
     rounded: bool = False  # gradients are rounded to bfloat16 when they return to their owner
-    codec: CodecRow | None = None  # writes K and V that travel; None: they travel as they are
+    codec: CodecRow | None = None  # encodes K and V for their messages; None: they are sent as they are
 
     def at(self, hop: int) -> HopPlan | None:
         """Return the plan of a hop; None if nothing happens."""
@@ -197,7 +199,7 @@ class DirectionPlan:
 
     @cached_property
     def stages(self) -> tuple[StagePlan | None, ...]:
-        """Return the stages, the own shard first; None where nothing is held. In a ring each is a hop."""
+        """Return the stages, the own shard first; None where nothing is held. Without stages, the hops."""
         by_stage: dict[int, list[HopPlan]] = {}
         for one in self.hops:
             if one is not None:
@@ -228,11 +230,11 @@ class DirectionPlan:
 
 @dataclass(frozen=True)
 class HeadClassPlan:
-    """What one rank does for one class (K/V heads with equal patterns)."""
+    """What one rank does for one head class (K/V heads with equal patterns)."""
 
     kv_heads: slice
     directions: tuple[DirectionPlan, ...]  # one or two; only the first computes the own shard (hop 0)
-    limit: int  # most hops (or stages) of a direction after hop 0; the same on all ranks
+    limit: int  # greatest `Direction.steps` of both directions; the same on all ranks
     # steps of the forward (False) and backward (True) pass, cached by `lowering.py`
     lowered: dict[bool, Any] = field(default_factory=dict, repr=False, compare=False)
 

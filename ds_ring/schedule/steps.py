@@ -35,7 +35,7 @@ class Payload(Enum):
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """Return the names of the messages that carry it: of PARTS each tensor has its own."""
+        """Return the names of the messages: dK and dV of PARTS travel in two messages, all else in one."""
         return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
 
     @property
@@ -49,7 +49,7 @@ RESULTS = 1  # buffer: out and lse of the chunk's heads; backward, their dQ and 
 
 
 def name_of(buffer: int) -> str:
-    """Return the name of a buffer for texts."""
+    """Return the name of a buffer, as tables and messages print it."""
     return {SHARD: "shard", RESULTS: "results"}.get(buffer, f"b{buffer}")
 
 
@@ -64,18 +64,19 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # ROUNDED of a buffer that has GRADIENTS, ENCODED of one that has KEYS: packing converts
+    payload: Payload  # if the buffer has GRADIENTS or KEYS and this is ROUNDED or ENCODED, packing converts
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
-    packed: int  # buffer for a copy of the part, if it is rounded, several ranges, or of SHARD
+    packed: int  # buffer for a copy of the part; used unless `in_place`
     needs: int  # last batch that the contents depend on, counted from the chunk's start; -1 for none
     kept: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
-    in_place: bool = field(init=False)  # the message is a part of the buffer itself, not a copy in `packed`
+    # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted
+    in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranges", _numbers(self.part))
@@ -96,7 +97,7 @@ class Recv:
     peer: int  # ring rank that sends
     origin: int  # origin and slots as in `Send`
     slots: SlotRanges
-    first: int = 0  # slot of the buffer of the first token; the others follow
+    first: int = 0  # the buffer's slot for the first token; the other tokens follow it
     count: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,7 +111,7 @@ class Recv:
 class Compute:
     """Attend to the keys of a buffer and merge the result into RESULTS."""
 
-    hop: int  # how many hops the keys have travelled, or in which stage they are; 0 for the own shard
+    hop: int  # number of the hop, in stages of the stage; 0 for the own shard
     buffer: int  # of the keys and values
     tiles: Tiles  # their key slots are slots of the buffer
     gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
@@ -125,9 +126,9 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer, or copy keys that were received (or those of SHARD) into one.
+    """Add received gradients to a buffer; or copy keys, received ones or those of SHARD, into a buffer.
 
-    A copy from KEYS to ENCODED or back converts.
+    If one of the two buffers is ENCODED, the copy encodes or decodes.
     """
 
     buffer: int  # the target; a target for keys is allocated by the first step that fills a part of it
@@ -200,7 +201,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # the keys of this hop arrive in this batch, for the chunk that started last
+    hop: int  # hop of the keys that the chunk which started last receives in this batch
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
