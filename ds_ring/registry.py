@@ -93,6 +93,11 @@ FAST_KERNELS = {
     row.device: name for name, row in KERNELS.items() if row.device is not None and not row.first_for
 }
 
+# What merges partial results on a kind of device in one pass over memory; elsewhere torch's operators do.
+MERGES = {
+    "cuda": "ds_ring.kernels.triton.merge.launch",
+}
+
 
 class PassRow(NamedTuple):
     """Say where a pass is made, and what others must know before it is imported.
@@ -172,8 +177,8 @@ GRADIENT_PAYLOADS = {
 }
 
 
-# What keeps tensors of a pass for its gradient (`ops/saved_tensors.py`): (out, lse) of checkpointed regions,
-# and q, k, v, out, lse on the host, by its key of the JSON.
+# What keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`): (out, lse) of checkpointed
+# regions, and q, k, v, out, lse on the host, by its key of the JSON.
 SAVED_TENSORS = {
     "results": "ds_ring.memory.saved_results.KeepResults",
     "offload_attention": "ds_ring.memory.host.head_stream.OnHost",

@@ -66,6 +66,9 @@ CAPABILITIES = {
         named=3,
         why="help texts of the JSON's kernel and block_size; a refusal of score_mod that advises it",
     ),
+    "merge on CUDA": Capability(
+        ("kernels.triton",), ("integration/test_cuda_code.py",), words=r"(?i)\btriton"
+    ),
     "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
     "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
     "transport reproducible": Capability(("transports.reproducible",), words=r"\breproducible"),

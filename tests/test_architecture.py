@@ -53,6 +53,7 @@ CAPABILITIES = [
         "kernels.cpu",
         "kernels.flash",
         "kernels.flex",
+        "kernels.triton",
         "transports",
         "layers",
         "decode",
@@ -73,6 +74,7 @@ IMPORTERS = {
     "ring.accumulator": {"kernels", "ring.merge"},  # the sums of a pass
     "transports.pull.signals": {"comm.exchange", "kernels", "ring.merge"},  # dtypes of buffers
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
+    "transports.owner_walk": {"comm.exchange"},  # a way to exchange
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
     "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
@@ -89,7 +91,6 @@ IMPORTERS = {
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
     "comm.groups": {"comm.exchange"},  # connects the ranks
-    "comm.owner_walk": {"comm.exchange"},  # a way to exchange
     "layers.scan.context": {"comm.exchange"},
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},
@@ -368,6 +369,7 @@ def test_every_pattern_is_public() -> None:
                     "decode",
                     "health.failure_detector.verdicts",
                     "kernels.flex",
+                    "kernels.triton",
                     "kernels.rates",
                     "layers",
                     "masks.dilated",

@@ -4,7 +4,7 @@ Activation checkpointing runs a region's forward pass again in the backward pass
 needs of the ring is (out, lse), as large as the region's input: kept, a model of 8 layers has 8 forward
 passes in a step and not 16. Of long sequences only the later rows may be kept, which cost most under a
 causal pattern, and the others are computed again (BurstEngine, Sun et al. 2025, sequence-level selective
-checkpointing). Owns finding the region that a call belongs to, and the results kept for it.
+checkpointing). Owns the results that are kept for a region.
 
 [Note: why not a selective policy]
 All ranks decide alike, since they run the same code. torch's policy for selective checkpointing would do the
@@ -29,7 +29,8 @@ from ds_ring.comm.streams import active_fake_mode
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.labels import in_range
 from ds_ring.masks.pattern import Pattern, QueryHead
-from ds_ring.ops.saved_tensors import Results, ResultStore, SavedTensors, TensorStore, running_region
+from ds_ring.memory.regions import ResultStore, TensorStore, running_region
+from ds_ring.ops.passes import Results, SavedTensors
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext

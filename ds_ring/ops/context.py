@@ -40,8 +40,7 @@ from ds_ring.ops.checks import (
 )
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options, may_compile, patience_s
-from ds_ring.ops.passes import ExtraOperand, MakePass
-from ds_ring.ops.saved_tensors import SavedTensors
+from ds_ring.ops.passes import ExtraOperand, MakePass, SavedTensors
 from ds_ring.registry import SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (

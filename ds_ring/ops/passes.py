@@ -2,21 +2,28 @@
 
 `registry.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
 `ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
+`SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `registry.SAVED_TENSORS` names
+others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ds_ring.comm.messages import Transport
 from ds_ring.kernels.interface import Kernel, Operands
+from ds_ring.ring.buffers import HeadSource, Saved
+from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import Prepared, RingContext
     from ds_ring.schedule.plan import Plan
+
+Results = tuple[Tensor, Tensor]  # out and lse
 
 
 class Pass(Protocol):
@@ -74,6 +81,30 @@ class ExtraOperand:
     def bound(self, kernel: Kernel, context: RingContext, q: Tensor, backward: bool) -> Kernel:
         """Return the kernel of one pass: what `around` returned, with this tensor."""
         return kernel
+
+
+class SavedTensors:
+    """Do what the strategy inside does; without one, run every pass and save its tensors as they are."""
+
+    def __init__(self, inner: SavedTensors | None = None) -> None:
+        self.inner = inner
+
+    def run(
+        self, context: RingContext, run: Callable[[RingContext], Results], q: Tensor, call: tuple[Any, ...]
+    ) -> Results:
+        """Return (out, lse) of `run(context)`; `call` is equal for equal calls of a context."""
+        return run(context) if self.inner is None else self.inner.run(context, run, q, call)
+
+    def save(self, context: RingContext, saved: Saved) -> Saved:
+        """Return what autograd saves in place of q, k, v, out and lse."""
+        return saved if self.inner is None else self.inner.save(context, saved)
+
+    def load_heads(
+        self, context: RingContext, saved: Saved, chunks: Sequence[HeadChunk], device: torch.device
+    ) -> HeadSource:
+        """Return what gives the heads of one chunk after the other, for tensors that were saved elsewhere."""
+        assert self.inner is not None, "no strategy saves elsewhere"
+        return self.inner.load_heads(context, saved, chunks, device)
 
 
 # The last argument finishes the header check; None: it is finished.

@@ -13,8 +13,6 @@ computed with.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
+from ds_ring.registry import MERGES, load
 
 Part = Sequence[Any]  # (out, lse) over some of the keys; or (gradient, None)
 MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel has as many parameters
@@ -130,17 +129,16 @@ def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 @cache
 def _on_cuda() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
-    """Return the Triton kernel; torch's operators, with a warning, where triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+    """Return the kernel of `MERGES`, or torch's operators, with a warning, where it cannot be loaded."""
+    try:
+        launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = load(MERGES["cuda"])
+        return launch
+    except (KeyError, ImportError) as error:
         _log.warning(
             "ds_ring: partial results are merged by torch's operators, which move 26 bytes an element instead"
-            " of 10: expected the package triton beside a CUDA build of torch, got none; install triton"
-        )
+            " of 10, since the kernel cannot be loaded (%r); install it beside torch's CUDA build", error,
+        )  # fmt: skip
         return merge_parts_by_operators_
-    launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = importlib.import_module(
-        "ds_ring.ring.merge_triton"
-    ).launch
-    return launch
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
-from ds_ring.comm.owner_walk import walk_owners
 from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray
@@ -38,6 +37,7 @@ from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.layout import Layout, whole_blocks
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
+from ds_ring.transports.owner_walk import walk_owners
 
 T = TypeVar("T")
 Node = tuple[int, int]  # level k and number i of a tree: leaves i * 2^k to (i + 1) * 2^k - 1

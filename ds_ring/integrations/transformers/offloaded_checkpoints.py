@@ -17,7 +17,7 @@ from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.transformers.model import MODEL, PRETRAINED, TABLE
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.memory.host.host_memory import LAYER_TENSORS, HostMemory
-from ds_ring.ops.saved_tensors import ResultStore
+from ds_ring.memory.regions import ResultStore
 
 log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.device_tables import outside_inference_mode
-from ds_ring.comm.owner_walk import walk_owners
 from ds_ring.kernels.reference import weights_of
 from ds_ring.ops.context import RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.layout import Layout
+from ds_ring.transports.owner_walk import walk_owners
 
 BLOCK = 32  # queries of a block; see [Note: what a query block reads]
 KEYS = 2048  # rows of a block at most

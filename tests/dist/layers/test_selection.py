@@ -30,10 +30,10 @@ from ds_ring import (
     selected_attention,
     shard_sequence,
 )
-from ds_ring.comm import owner_walk
 from ds_ring.layers.selection import select as selection
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
+from ds_ring.transports import owner_walk
 from tests.reference import relative_error, worst
 
 TOKENS, SAMPLES, HEADS, GROUPS, HEAD_DIM, VALUE_DIM, INDEX_HEADS, INDEX_DIM = 203, 2, 4, 2, 8, 6, 3, 4

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ds_ring.kernels.interface import Rows
+from ds_ring.ring import merge
 from ds_ring.ring.accumulator import Accumulator, FirstParts
-from ds_ring.ring.merge import merge_
-from tests.merge_cases import cases, wrong
+from ds_ring.ring.merge import merge_, merge_parts_by_operators_
+from tests.merge_cases import cases, wrong, wrong_parts
 
 INF = float("inf")
 
@@ -128,3 +129,18 @@ def test_parts_that_wait_are_merged_a_few_at_a_time(merged: bool, seed: int) -> 
         want = (lses.double().softmax(0).unsqueeze(-1) * parts.double()).sum(0)
         torch.testing.assert_close(lse, lses.logsumexp(0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_operators_merge_and_add_several_parts_as_float64() -> None:
+    found = [what for case in cases() for what in wrong_parts(case, merge_parts_by_operators_)]
+    assert not found, found
+
+
+def test_operators_merge_where_the_kernel_of_a_device_is_missing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(merge, "MERGES", {})
+    assert merge._on_cuda.__wrapped__() is merge_parts_by_operators_
+    monkeypatch.setattr(merge, "MERGES", {"cuda": "ds_ring.no_such_module.launch"})
+    assert merge._on_cuda.__wrapped__() is merge_parts_by_operators_
+    assert caplog.text.count("26 bytes an element instead of 10") == 2 and "no_such_module" in caplog.text

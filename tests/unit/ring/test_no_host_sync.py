@@ -26,7 +26,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.saved_results import KeepResults
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
-from ds_ring.ops.saved_tensors import SavedTensors
+from ds_ring.ops.passes import SavedTensors
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan

@@ -20,8 +20,8 @@ from ds_ring.integrations.deepspeed.sub_rings import (
     divide,
     make_sub_rings,
 )
+from ds_ring.memory.regions import ResultStore
 from ds_ring.ops.context import ContextCache
-from ds_ring.ops.saved_tensors import ResultStore
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.schedule.grid import Grid

@@ -1,7 +1,7 @@
-"""Merge or add partial results in one pass over memory: the Triton kernel of `merge.py` for CUDA tensors.
+"""Merge or add partial results in one pass over memory: a Triton kernel for CUDA tensors.
 
-Owns the kernel and its launch; the formula and its conventions are `merge.py`'s. Needs triton, which torch's
-CUDA wheels install; nothing imports this module where there are no CUDA tensors. Each element of every part
+Owns the kernel and its launch; `ring/merge.py` owns the formula. Needs triton, which torch's CUDA wheels
+install; nothing imports this module where there are no CUDA tensors. Each element of every part
 is loaded once and that of the result stored once. So a merge of four parts in 16 bits into float32 moves 12
 bytes an element of the output, one after the other into an accumulator they would move 36 (and by torch's
 operators 84). (`tools/verify_merge.py` compiles it for sm_90 and interprets it on the CPU; it has not run on
@@ -18,7 +18,7 @@ from torch import Tensor
 
 ELEMENTS = 2048  # of the output that one program merges
 ROW_DIMS = 4  # of the output but the last: [batch, repeats, heads, tokens]
-MAX_PARTS = 5  # of one launch; as in `merge.py`
+MAX_PARTS = 5  # of one launch; as in `ring/merge.py`
 
 
 @triton.jit
@@ -38,30 +38,10 @@ def _load_rows(  # type: ignore[no-untyped-def]
 # here: sizes and strides of lse differ from hop to hop. Those of the outputs make accesses wide.
 @triton.jit(
     do_not_specialize=[
-        "rows",
-        "n1",
-        "n2",
-        "n3",
-        "l0",
-        "l1",
-        "l2",
-        "s0",
-        "s1",
-        "s2",
-        "t0",
-        "t1",
-        "t2",
-        "u0",
-        "u1",
-        "u2",
-        "v0",
-        "v1",
-        "v2",
-        "w0",
-        "w1",
-        "w2",
+        "rows", "n1", "n2", "n3", "l0", "l1", "l2", "s0", "s1", "s2", "t0", "t1", "t2", "u0", "u1", "u2",
+        "v0", "v1", "v2", "w0", "w1", "w2",
     ]
-)
+)  # fmt: skip
 def merge_rows(  # type: ignore[no-untyped-def]
     out, lse, part_a, part_b, part_c, part_d, part_e, lse_a, lse_b, lse_c, lse_d, lse_e, rows, n1, n2, n3,
     o0, o1, o2, o3, o4, a0, a1, a2, a3, a4, b0, b1, b2, b3, b4, c0, c1, c2, c3, c4, d0, d1, d2, d3, d4,
@@ -137,9 +117,10 @@ def merge_rows(  # type: ignore[no-untyped-def]
 
 
 def launch(out: Tensor, lse: Tensor | None, parts: Sequence[tuple[Tensor, Tensor | None]]) -> None:
-    """Merge as `merge.merge_parts_` does, or add without `lse`; out [..., tokens, head_dim], four such dims.
+    """Merge as `ring.merge.merge_parts_` does, or add without `lse`; out [..., tokens, head_dim].
 
-    No dimension has to be dense, no two rows of `out` may be one; returns before the device is done.
+    It has at most five dimensions, and none has to be dense. No two rows of `out` may be one. Returns before
+    the device is done.
     """
     shapes = [(out.shape, None if lse is None else lse.shape)]
     shapes += [(part.shape, None if of is None else of.shape) for part, of in parts]
