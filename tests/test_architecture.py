@@ -87,6 +87,8 @@ IMPORTERS = {
     "layers.selection.selected_pass": {"kernels", "ring.merge"},
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
+    "ops.prepare": {"kernels"},  # chooses them
+    "ops.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same

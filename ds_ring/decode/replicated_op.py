@@ -14,9 +14,10 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
 from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
-from ds_ring.ops.checks import check_heads, check_keys, check_tensors
-from ds_ring.ops.context import RingContext, context_of, count_forward_pass
+from ds_ring.ops.checks import check_finite, check_heads, check_keys, check_tensors
+from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
+from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
 from ds_ring.schedule.lowering import count_heads
@@ -75,7 +76,7 @@ def _prepared(
     """Return the pass, after this rank's tensors were checked and all ranks have agreed to it.
 
     Raises:
-        RingShapeError, RingMismatchError: as in `RingContext.prepare`.
+        RingShapeError, RingMismatchError: as in `ops.prepare.prepare`.
     """
     if grad_out is None:
         context.check_functions()
@@ -85,7 +86,8 @@ def _prepared(
     layout = context.layout_for(k.shape[2], k.device.type)
     check_keys(k.shape[2], layout.local_tokens)
     context.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
-    context.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
+    if context.options.check_finite:
+        check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)
     kernel = context.kernel_for(q)
     # As bytes, which are hashable: they are the key of the cached tiles.
     where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions)).tobytes()

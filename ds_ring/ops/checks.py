@@ -13,7 +13,8 @@ from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ds_ring.errors import RingConfigError, RingShapeError, shown
+from ds_ring.comm.streams import is_fake
+from ds_ring.errors import RingConfigError, RingFiniteError, RingShapeError, shown
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -162,6 +163,34 @@ def check_not_captured(q: Tensor) -> None:
             " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
             " of the graph (torch.compile does so by itself)"
         )
+
+
+def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
+    """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
+
+    Args:
+        ring_rank: this rank.
+        hop: after which hop; None for what goes into a pass.
+        tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
+    """
+    if any(x is not None and is_fake(x) for x in tensors.values()):
+        return
+    for name, tensor in tensors.items():
+        if tensor is None or not tensor.is_floating_point():
+            continue
+        bad = ~torch.isfinite(tensor)
+        if name == "lse":
+            bad &= tensor != float("-inf")
+        count = int(bad.sum())
+        if count:
+            where = "before the first hop" if hop is None else f"after hop {hop}"
+            first = tuple(torch.nonzero(bad)[0].tolist())
+            raise RingFiniteError(
+                f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
+                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
+                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
+                " them pass"
+            )
 
 
 def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:

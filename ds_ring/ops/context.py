@@ -5,42 +5,32 @@ A context is kept alive by its mesh's table and by other references; `handles.py
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ds_ring.comm.collective import Agreement, collective
+from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import (
-    RingFiniteError,
     RingLayoutError,
     RingPatternError,
     shown,
 )
-from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
-from ds_ring.masks.catalog import HeadShard
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import (
-    check_heads,
-    check_not_captured,
-    check_tensors,
-    check_tokens,
-)
 from ds_ring.ops.handles import new_handle, object_of
-from ds_ring.ops.options import Options, may_compile, patience_s
-from ds_ring.ops.passes import ExtraOperand, MakePass, SavedTensors
+from ds_ring.ops.options import Options
+from ds_ring.ops.passes import MakePass, SavedTensors
+from ds_ring.ops.patience import patience_s
 from ds_ring.registry import SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
@@ -48,56 +38,7 @@ from ds_ring.schedule.layout import (
     check_layout_name,
     in_whole_blocks,
     make_layout,
-    whole_blocks,
 )
-from ds_ring.schedule.lowering import (
-    count_heads,
-    head_bytes,
-    head_chunks,
-    stage_shards,
-)
-from ds_ring.schedule.plan import Plan, build_plan, check_length
-from ds_ring.schedule.rank_plan import RankPlan
-
-_log = logging.getLogger(__name__)
-
-
-def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
-    """Raise RingFiniteError for values that are not finite: one read of memory, on a GPU one wait for it.
-
-    Args:
-        ring_rank: this rank.
-        hop: after which hop; None for what goes into a pass.
-        tensors: by the name for the message. An `lse` may be -inf: that row saw no key.
-    """
-    for name, tensor in tensors.items():
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        bad = ~torch.isfinite(tensor)
-        if name == "lse":
-            bad &= tensor != float("-inf")
-        count = int(bad.sum())
-        if count:
-            where = "before the first hop" if hop is None else f"after hop {hop}"
-            first = tuple(torch.nonzero(bad)[0].tolist())
-            raise RingFiniteError(
-                f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
-                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
-                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
-                " them pass"
-            )
-
-
-class Prepared(NamedTuple):
-    """What a pass over tensors of one description needs besides them."""
-
-    plan: Plan
-    own: RankPlan
-    kernel: Kernel
-    scale: float
-    chunk_bytes: int
-    offload: bool
-    agreement: Agreement
 
 
 @dataclass(eq=False)
@@ -116,6 +57,7 @@ class RingContext:
         make_pass: of the transport, from the table of passes.
         exchange: sends and receives tensors; None if the sequence has one rank.
         saved: what keeps tensors of a pass for its gradient.
+        prepared: cache of `Prepared` (`prepare.py`), by descriptions of operands.
         passes: cache of what passes of a schedule and a shape need again.
     """
 
@@ -130,7 +72,7 @@ class RingContext:
     exchange: Exchange | None = None
     saved: SavedTensors = field(init=False, repr=False)
     passes: PreparedPasses = field(default_factory=PreparedPasses, repr=False)
-    _prepared: dict[Hashable, Prepared] = field(default_factory=dict, repr=False)
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.mesh.sequence_size > 1:
@@ -169,33 +111,6 @@ class RingContext:
         """Return which of the query heads of all Ulysses ranks q [B, H, S, D] has in a pass."""
         first = self.mesh.ulysses_rank * q.shape[1]
         return slice(first, first + q.shape[1])
-
-    def check(
-        self, q: Tensor, k: Tensor, v: Tensor, parts: int = 1, extras: Sequence[ExtraOperand] = ()
-    ) -> tuple[Layout, Kernel]:
-        """Check this rank's tensors and return their layout and kernel.
-
-        Args:
-            q, k, v: [B, H, S, D] and [B, G, S, D].
-            parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
-            extras: further operands.
-
-        Raises:
-            RingError: the first fault found on this rank, in most cases a RingShapeError.
-        """
-        check_tensors(q, k, v, not any(one.expands_keys for one in extras))
-        for one in extras:
-            one.check(self, q, k, v, parts)
-        check_heads(q.shape[1], k.shape[1], parts)
-        layout = self.layout_for(q.shape[2] * parts, q.device.type)
-        check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
-        check_length(self.pattern, layout)
-        if self.options.row.whole_blocks:
-            whole_blocks(layout, self.options.block_size)
-        # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
-        all_heads = q.shape[1] * self.mesh.ulysses_size // parts
-        self.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
-        return layout, self.kernel_for(q)
 
     def check_functions(self) -> None:
         """Refuse functions that captured other values since they were traced, where calls do not trace them.
@@ -241,8 +156,8 @@ class RingContext:
         """
         if not call.alone:
             call.use(self.exchange)
-            patience = patience_s(self.mesh, self.options, call.name, q, k, compiles)
-            call.agree({**self._fields(q, k), **(more or {})}, patience)
+            patience = patience_s(self, call.name, q, k, compiles)
+            call.agree({**self.fields(q, k), **(more or {})}, patience)
 
     @cached_property
     def _settings(self) -> dict[str, str]:
@@ -252,7 +167,8 @@ class RingContext:
         more = {"ranks per node": str(self.mesh.ranks_per_node)}
         return {"pattern": str(self.pattern), "layout": str(self.layout), **options, **more}
 
-    def _fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
+    def fields(self, q: Tensor, k: Tensor) -> dict[str, object]:
+        """Return what ranks compare in every call, by the name for the message."""
         batch, heads, tokens, head_dim = q.shape
         return {
             **self._settings,
@@ -265,146 +181,11 @@ class RingContext:
             "head_dim": head_dim,
         }
 
-    def prepare(
-        self, call: collective, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None = None,
-        has_grad_lse: bool = False, extras: Sequence[ExtraOperand] = (),
-    ) -> tuple[Prepared, Callable[[], None] | None]:  # fmt: skip
-        """Check the tensors, agree with the other ranks, and return what the pass needs and a function.
-
-        Tensors of a description (shapes, dtypes, devices) that were checked before are not checked again.
-        The function finishes the header check. The pass calls it before the first payload: on a device the
-        first hop computes meanwhile. It is None if the check is finished.
-
-        Raises:
-            RingShapeError: this rank's tensors do not fit.
-            RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
-        """
-        key = (
-            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-            q.is_inference(), grad_out is None, tuple(one.description for one in extras) if extras else None,
-        )  # fmt: skip
-        found = self._prepared.get(key)
-        if self.keeps_functions and grad_out is None:
-            self.check_functions()
-        if found is None:
-            found = self._checked(call.name, q, k, v, grad_out, extras)
-            if len(self._prepared) >= KEPT_DESCRIPTIONS:
-                self._prepared.clear()
-            self._prepared[key] = found
-        elif q.is_cuda or self.options.check_finite:  # what may differ between tensors of one description
-            check_not_captured(q)
-            self._check_finite_operands(q, k, v, grad_out, extras)
-        finish_header_check = None
-        if not call.alone:
-            patience = 0.0
-            if may_compile(q.device.type):
-                operands = Operands(q, k, v, grad_out, has_grad_lse)
-                compiling = self._compiles(found.plan, found.kernel, operands, found.scale)
-                patience = patience_s(self.mesh, self.options, call.name, q, k, compiling)
-            # On the CPU nothing computes meanwhile, so compare the headers at once.
-            if q.is_cuda and self.options.overlap and self.options.has_hops:
-                finish_header_check = call.compare_headers_meanwhile(found.agreement, patience)
-            else:
-                call.compare_headers(found.agreement, patience)
-        if grad_out is None:
-            count_forward_pass()
-        return found, finish_header_check
-
-    def _checked(
-        self, operation: str, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None,
-        extras: Sequence[ExtraOperand],
-    ) -> Prepared:  # fmt: skip
-        """Check the tensors; return what a pass over tensors of this description needs."""
-        layout, kernel = self.check(q, k, v, extras=extras)
-        self._check_finite_operands(q, k, v, grad_out, extras)
-        plan, scale = self.plan(layout, q, k, v), self.scale_of(q)
-        chunk_bytes = self.options.chunk_bytes_on(q.device.type, self.mesh.ring_size)
-        fields = {**self._fields(q, k), "head_dim of v": v.shape[-1]}
-        for one in extras:
-            kernel = one.around(kernel, self, plan, q, v)
-            fields |= one.fields(k)
-        if not isinstance(self.layout, Layout):  # what "auto" chose, so that ranks compare it
-            fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
-        own, agreement = plan.rank(self.mesh.ring_rank), Agreement.on(operation, fields)
-        offload = self.options.offload_on(q.device.type, q.shape[2])
-        return Prepared(plan, own, kernel, scale, chunk_bytes, offload, agreement)
-
-    def plan(self, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> Plan:
-        """Return the plan of a pass of tensors with these shapes on this Ulysses rank."""
-        options, mesh, pattern = self.options, self.mesh, self.pattern
-        query_heads, kv_heads = q.shape[1], k.shape[1]
-        node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
-        stage = None
-        if options.has_hops:
-            shard_bytes = k.nbytes + v.nbytes
-            stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
-            if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
-                _log.warning(
-                    "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
-                    " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
-                )  # fmt: skip
-        if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
-            pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
-        return build_plan(
-            pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
-            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
-            ranks_per_node=node, stage_shards=stage,
-        )  # fmt: skip
-
-    def _compiles(self, plan: Plan, kernel: Kernel, operands: Operands, scale: float) -> bool:
-        """Return whether this rank's pass is going to compile something."""
-        own, (_, k, v, *_) = plan.rank(self.mesh.ring_rank), operands
-        # These values decide what a pass compiles, and compiled code is kept.
-        seen = (kernel, scale, self.options.transport, self.options.chunk_bytes, *operands.description)
-        if seen in own.compiled:
-            return False
-        sizes = (0, 1)  # all heads of a class together
-        if self.options.has_hops:
-            sizes = head_bytes(k, v), self.options.chunk_bytes_on(k.device.type, self.mesh.ring_size)
-        parts = []
-        for one in own.classes:
-            count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
-            parts.append(HeadsOfPass(count * plan.group, count, one.tables))
-        found = compiles(kernel, operands, parts, scale)
-        if not found:
-            own.compiled.add(seen)
-        return found
-
-    def _check_finite_operands(
-        self, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor | None, extras: Sequence[ExtraOperand]
-    ) -> None:
-        if self.options.check_finite:
-            more = {one.name: one.tensor for one in extras}
-            self.check_finite(None, q=q, k=k, v=v, grad_out=grad_out, **more)
-
-    def check_finite(self, hop: int | None, **tensors: Tensor | None) -> None:
-        """Check for NaN and Inf (`ops/context.py`), if the options ask for it."""
-        if self.options.check_finite and not any(x is not None and is_fake(x) for x in tensors.values()):
-            check_finite(self.mesh.ring_rank, hop, **tensors)
-
     def scale_of(self, q: Tensor) -> float:
         """Return the factor of the scores."""
         return self.options.scale if self.options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
 
 
-_forward_passes_so_far = 0
-
-
-def count_forward_pass() -> None:
-    """Count a forward pass of ring attention, or a scan or halo that reads tokens of other ranks."""
-    global _forward_passes_so_far
-    _forward_passes_so_far += 1
-
-
-def forward_passes() -> int:
-    """Return the number of forward passes of the ring in this process so far, on all of its meshes.
-
-    It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
-    """
-    return _forward_passes_so_far
-
-
-KEPT_DESCRIPTIONS = 8  # of tensors, per context
 KEPT_CONTEXTS = 64  # per mesh; an older context lives as long as something else refers to it
 
 

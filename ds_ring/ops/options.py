@@ -1,18 +1,12 @@
-"""The options of a pass, and how long ranks wait for a pass that compiles.
-
-Owns no tensors and no mesh: `context.py` puts options, pattern, layout and mesh together.
-"""
+"""The options of a pass. `context.py` puts them together with pattern, layout and mesh."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, PlainValidator, ValidationInfo, field_validator
-from torch import Tensor
 
-from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
@@ -113,35 +107,3 @@ class Options(PassOptions):
             expected, got = 'transport "ring", which sends heads in groups', f'"{transport}", which {why}'
             raise Refused(sentence(expected, got, "set one of the two to its default"))
         return value
-
-
-# [Note: compile skew]
-# On a GPU each rank compiles its kernels at its own pace: one finds them in its cache, another one compiles
-# for minutes, and peers that no call has met yet connect. Other ranks wait meanwhile for headers and
-# messages. So a rank that is about to compile asks for `first_pass_timeout_seconds` in its header, and all
-# ranks wait that long (`MeshState.patience_s`): in this pass and for the header of the next call, since one
-# may compile at the last hop of a pass. Every other wait has `hop_timeout_seconds`. The kernel knows whether
-# a pass compiles: flex looks into the table of the functions that it has compiled ([Note: one compilation] in
-# `kernels/flex`). The first pass of its kind on a mesh counts as well, because its peers connect.
-
-COMPILES_NOTHING = {"cpu"}  # devices whose kernels need no compiler
-
-
-def may_compile(device_type: str) -> bool:
-    """Return whether kernels on a kind of device are compiled when they first run."""
-    return device_type not in COMPILES_NOTHING
-
-
-def patience_s(
-    mesh: RingMesh, options: Options, operation: str, q: Tensor, k: Tensor, compiles: bool
-) -> float:
-    """Return the seconds that this rank asks for in an operation that begins now; 0: the hop's are enough.
-
-    `compiles` says whether the kernel is going to compile something; the mesh remembers what it has seen.
-    """
-    if not may_compile(q.device.type):
-        return 0.0
-    kind: Hashable = (operation, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
-    known = kind in mesh.state.operations
-    mesh.state.operations.add(kind)
-    return 0.0 if known and not compiles else options.first_pass_timeout_seconds

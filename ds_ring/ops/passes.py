@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.messages import Transport
-from ds_ring.kernels.interface import Kernel, Operands
+from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.interface import Operands as Operands
 from ds_ring.ring.buffers import HeadSource, Saved
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:
-    from ds_ring.ops.context import Prepared, RingContext
+    from ds_ring.ops.context import RingContext
+    from ds_ring.ops.prepare import Prepared
     from ds_ring.schedule.plan import Plan
 
 Results = tuple[Tensor, Tensor]  # out and lse
@@ -67,18 +69,18 @@ class ExtraOperand:
         """Return what a prepared pass depends on."""
         return self.name, self.tensor.shape, self.tensor.dtype, self.tensor.device
 
-    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
-        """Raise RingError for a tensor that does not fit; arguments as of `RingContext.check`."""
+    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
+        """Raise RingError for a tensor that does not fit; arguments as of `prepare.check`."""
 
     def fields(self, k: Tensor) -> dict[str, object]:
         """Return what ranks compare, by the name for the message."""
         return {self.name: self.tensor.dtype}
 
-    def around(self, kernel: Kernel, context: RingContext, plan: Plan, q: Tensor, v: Tensor) -> Kernel:
+    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
         """Return the kernel that runs, for passes of this description."""
         return kernel
 
-    def bound(self, kernel: Kernel, context: RingContext, q: Tensor, backward: bool) -> Kernel:
+    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> Kernel:
         """Return the kernel of one pass: what `around` returned, with this tensor."""
         return kernel
 
@@ -105,6 +107,23 @@ class SavedTensors:
         """Return what gives the heads of one chunk after the other, for tensors that were saved elsewhere."""
         assert self.inner is not None, "no strategy saves elsewhere"
         return self.inner.load_heads(context, saved, chunks, device)
+
+
+_forward_passes_so_far = 0
+
+
+def count_forward_pass() -> None:
+    """Count a forward pass of ring attention, or a scan or halo that reads tokens of other ranks."""
+    global _forward_passes_so_far
+    _forward_passes_so_far += 1
+
+
+def forward_passes() -> int:
+    """Return the number of forward passes of the ring in this process so far, on all of its meshes.
+
+    It counts per process, since a model may use a mesh of its own. A compiled graph counts when it runs.
+    """
+    return _forward_passes_so_far
 
 
 # The last argument finishes the header check; None: it is finished.

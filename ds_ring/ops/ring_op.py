@@ -25,28 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
-from ds_ring.ops.context import Prepared, RingContext, context_of
+from ds_ring.ops.checks import check_finite
+from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
-from ds_ring.ops.passes import ExtraOperand, Pass
+from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.prepare import Prepared, pass_of
 from ds_ring.ops.sinks import SinkLogits, add_sinks, sinks_gradient
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.ring.observer import Observers
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
-
-
-def pass_of(
-    call: collective, q: Tensor, k: Tensor, v: Tensor, context: RingContext, grad_out: Tensor | None = None,
-    has_grad_lse: bool = False, extras: Sequence[ExtraOperand] = (),
-) -> Pass:  # fmt: skip
-    """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
-    found, finish_header_check = context.prepare(call, q, k, v, grad_out, has_grad_lse, extras)
-    kernel = found.kernel
-    for one in extras:
-        kernel = one.bound(kernel, context, q, backward=grad_out is not None)
-    if kernel is not found.kernel:
-        found = found._replace(kernel=kernel)
-    return context.make_pass(context, found, Operands(q, k, v, grad_out, has_grad_lse), finish_header_check)
 
 
 def make_pass(
@@ -64,7 +52,7 @@ def make_pass(
         options.overlap,
         found.chunk_bytes,
         mesh.owners[Buffers] if buffers is None else buffers,
-        context.check_finite if options.check_finite else None,
+        partial(check_finite, mesh.ring_rank) if options.check_finite else None,
         observer=observers[-1] if observers else None,
         load_heads=partial(context.saved.load_heads, context) if found.offload else None,
         finish_header_check=finish_header_check,
@@ -82,7 +70,7 @@ def run_forward(
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
         is_fake = isinstance(q, FakeTensor)
         with collective(context.mesh, "attention forward", context.exchange, is_fake) as call:
-            out, lse = pass_of(call, q, k, v, context, extras=given).forward(q, k, v)
+            out, lse = pass_of(context, call, Operands(q, k, v), given).forward(q, k, v)
             return (out, lse) if sinks is None else add_sinks(out, lse, sinks[context.heads_here(q)])
 
     return context.saved.run(context, run, q, (q.shape, k.shape, v.shape, q.dtype, len(extras)))
@@ -100,8 +88,8 @@ def run_backward(
             q_here, k_here, v_here = (
                 torch.zeros((), dtype=x.dtype, device=grad_out.device).expand(x.shape) for x in (q, k, v)
             )
-        has_grad_lse = grad_lse is not None
-        made = pass_of(call, q_here, k_here, v_here, context, grad_out, has_grad_lse, extras)
+        operands = Operands(q_here, k_here, v_here, grad_out, grad_lse is not None)
+        made = pass_of(context, call, operands, extras)
         return made.backward(grad_out, q, k, v, out, lse, grad_lse)
 
 

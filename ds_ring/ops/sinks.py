@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ds_ring.errors import RingShapeError
 from ds_ring.ops.checks import DTYPES
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.passes import ExtraOperand, Operands
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
@@ -27,7 +27,8 @@ class SinkLogits(ExtraOperand):
 
     name: ClassVar[str] = "sinks"
 
-    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
+        q = operands.q
         check_sinks(self.tensor, q, q.shape[1] * context.mesh.ulysses_size // parts)
 
 

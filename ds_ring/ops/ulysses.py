@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from ds_ring.comm.collective import collective
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
+from ds_ring.ops.passes import Operands
+from ds_ring.ops.prepare import check
 
 HEADS, TOKENS = 1, 2
 
@@ -38,7 +42,7 @@ class Swap(NamedTuple):
 
 def _check(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
     q, k, v = tensors
-    context.check(q, k, v, parts)
+    check(context, Operands(q, k, v), parts)
 
 
 # Two operations under several names: ranks agree on the name, so swaps of two places in a step cannot meet.
@@ -56,7 +60,8 @@ def swap_op(tensors: Sequence[Tensor], name: str, handle: int) -> list[Tensor]:
     """Run the all-to-all of that name, for each of some [B, H, S, D]."""
     context = context_of(handle)
     mesh, swap = context.mesh, SWAPS[name]
-    with context.call(name, tensors[0]) as call:
+    is_fake = isinstance(tensors[0], FakeTensor)
+    with collective(mesh, name, context.exchange, is_fake) as call:
         if swap.check is not None:
             swap.check(context, tensors, mesh.ulysses_size)
         context.agree(call, tensors[0], tensors[-1])

@@ -98,7 +98,7 @@ def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> No
 
 def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
     """Merge the parts (without lse: add them) by torch's operators, on any device."""
-    assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # merge_triton.py asserts it, too
+    assert 0 < len(parts) <= MAX_PARTS, f"{len(parts)} parts in one merge"  # the kernel asserts it, too
     if lse_BHS is None:
         total = parts[0][0].to(accumulator_dtype(parts[0][0].dtype), copy=True)
         for part, _ in parts[1:]:

@@ -32,7 +32,8 @@ from ds_ring.kernels.interface import Kernel, Operands, value_dim
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Tiles
-from ds_ring.ops.context import Prepared, RingContext
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.prepare import Prepared
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
 from ds_ring.schedule.layout import Layout, whole_blocks
 from ds_ring.schedule.lowering import query_heads_of

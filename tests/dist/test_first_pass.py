@@ -11,7 +11,7 @@ import torch
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
 from ds_ring.kernels.cpu.kernel import CpuKernel
-from ds_ring.ops import options as options_module
+from ds_ring.ops import patience, prepare
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
@@ -36,7 +36,8 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
     context = context_for(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
-        mock.patch.object(options_module, "COMPILES_NOTHING", set()),  # as if the CPU compiled
+        mock.patch.object(patience, "COMPILES_NOTHING", set()),  # as if the CPU compiled
+        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
         mock.patch.object(CpuKernel, "backward", backward),
     ):
         delays += [SKEW_S] if rank == 1 else []
@@ -71,7 +72,8 @@ def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
     context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_seconds=60.0))
     q = k = v = torch.randn(1, 2, 96, 16)  # a shape of its own: nobody has asked for it before
     with (
-        mock.patch.object(options_module, "COMPILES_NOTHING", set()),
+        mock.patch.object(patience, "COMPILES_NOTHING", set()),
+        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
         mock.patch.object(CpuKernel, "compiles", compiles, create=True),
     ):
         before = time.monotonic()

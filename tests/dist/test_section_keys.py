@@ -188,7 +188,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "batches": lambda: counters.batches,
         "bytes": lambda: counters.bytes_sent,
         "waits": lambda: waited[0],
-        "directions": lambda: [one.plan.classes[0].directions for one in context._prepared.values()],
+        "directions": lambda: [one.plan.classes[0].directions for one in context.prepared.values()],
         "gradient payload": lambda: context.options.gradient_payload,
         "recompute": lambda: context.options.recompute_fraction,
         "offload": lambda: context.options.offload_attention,

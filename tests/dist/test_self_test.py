@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring import RingMesh
+from ds_ring.kernels.interface import Operands
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
+from ds_ring.ops.prepare import plan_of
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
@@ -88,12 +90,10 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
     """Put the all-gather, done in some way, in the place of the ring pass; the options still say "ring"."""
     real = autograd.pass_of
 
-    def pass_of(
-        call: Any, q: Tensor, k: Tensor, v: Tensor, context: RingContext, *more: Any, **named: Any
-    ) -> Any:
-        made = real(call, q, k, v, context, *more, **named)
+    def pass_of(context: RingContext, call: Any, operands: Operands, *more: Any) -> Any:
+        made = real(context, call, operands, *more)
         assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
-        plan = context.plan(context.layout_for(q.shape[2], "cpu"), q, k, v)
+        plan = plan_of(context, context.layout_for(operands.q.shape[2], "cpu"), operands)
         exchange = SimpleNamespace(all_gather=gathered, reduce_scatter=reduced, mesh=context.mesh)
         return GatherPass(plan, context.mesh.ring_rank, made.kernel, exchange, made.scale)  # type: ignore[arg-type]
 

@@ -45,7 +45,7 @@ def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[
     context = context_for(pattern, layout, mesh, Options(**options))
     whole = tensors(SHAPE, torch.float64)
     found = gathered_pass(lambda *x: ring_attention_op(*x, context.handle)[0], whole, layout, mesh)
-    stages = [one.plan.classes[0].directions[0].stages for one in context._prepared.values()]
+    stages = [one.plan.classes[0].directions[0].stages for one in context.prepared.values()]
     off = errors(found, wanted(name)) if mesh.ring_rank == 0 else {}
     return off | {"stages": float(len(stages) and min(map(len, stages)))}
 

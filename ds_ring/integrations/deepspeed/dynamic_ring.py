@@ -37,6 +37,8 @@ from ds_ring.masks.slots import count_slots
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext, block_side, context_for
 from ds_ring.ops.options import Options
+from ds_ring.ops.passes import Operands
+from ds_ring.ops.prepare import prepare
 from ds_ring.ops.ring_op import ring_attention_backward_op, ring_attention_op
 from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS
 from ds_ring.schedule.layout import make_layout
@@ -184,7 +186,7 @@ def measure_times(
         seconds += _pass_seconds(context, shape, heads, **more)
         q = torch.empty(shape, **more)
         with context.call("attention forward", q) as call:
-            (plan, _, kernel, *_), _ = context.prepare(call, q, q, q)
+            (plan, _, kernel, *_), _ = prepare(context, call, Operands(q, q, q))
         tiles = plan.rank(0).classes[0].hops[0].tiles
         pairs = np.array([kernel.executed_pairs(tiles, back) for back in (False, True)])
         flops.append(pairs * _PAIR_FLOPS * heads * sizes.head_dim)

@@ -30,7 +30,7 @@ from ds_ring.integrations.deepspeed.engine import ENGINE, MODULE
 from ds_ring.integrations.deepspeed.loss import check_loss
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
-from ds_ring.ops.context import forward_passes
+from ds_ring.ops.passes import forward_passes
 
 log = logging.getLogger(__name__)
 

@@ -242,7 +242,7 @@ def _joint_graph(mask: HopTensors, scores: ScoreTensors | None) -> Callable[...,
 # are constants too). `Constants` names the rest, and each value of it has a code object of its own: Dynamo
 # makes a size symbolic at the second value that a code object sees, which Inductor's CUDA lowering of flex
 # refuses for heads, and it refuses the ninth compilation of a code object. By the same value a pass knows
-# whether it will compile, and so its deadline (context.py).
+# whether it will compile, and so its deadline (`ops/prepare.py`).
 class Constants(NamedTuple):
     """The constants of a compiled function, other than the side of a block.
 

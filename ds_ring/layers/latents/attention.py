@@ -22,7 +22,8 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
 from ds_ring.ops.graph_calls import handle_of
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.passes import ExtraOperand, Operands
+from ds_ring.ops.prepare import check
 from ds_ring.ops.refusal import Refusal, refusal_from, refused_results
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
 from ds_ring.schedule.layout import Layout
@@ -86,13 +87,13 @@ class _Latents(ExtraOperand):
 
     def __init__(self) -> None: ...
 
-    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
         check_transport(context)
 
 
 def _check_latents(context: RingContext, tensors: Sequence[Tensor], parts: int) -> None:
     q, latent, rope = tensors
-    context.check(q, latent, rope, parts, [_Latents()])
+    check(context, Operands(q, latent, rope), parts, [_Latents()])
 
 
 # Every rank needs the latents of all tokens of its shard: an all-to-all of copies.

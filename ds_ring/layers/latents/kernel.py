@@ -116,7 +116,8 @@ class UpProjection(ExtraOperand):
     name: ClassVar[str] = "up_projection"
     expands_keys: ClassVar[bool] = True
 
-    def check(self, context: RingContext, q: Tensor, k: Tensor, v: Tensor, parts: int) -> None:
+    def check(self, context: RingContext, operands: Operands, parts: int) -> None:
+        q, k, v, *_ = operands
         check_one_head(k, v)
         check_transport(context)
         check_up_projection(self.tensor, q, k, v, q.shape[1] * context.mesh.ulysses_size // parts)
@@ -124,17 +125,18 @@ class UpProjection(ExtraOperand):
     def fields(self, k: Tensor) -> dict[str, object]:
         return {"head_dim of k": k.shape[-1], self.name: tuple(self.tensor.shape)}
 
-    def around(self, kernel: Kernel, context: RingContext, plan: Plan, q: Tensor, v: Tensor) -> Kernel:
+    def around(self, kernel: Kernel, context: RingContext, plan: Plan, operands: Operands) -> Kernel:
+        q, _, v, *_ = operands
         check_same_for_heads(plan.classes[0].pattern, context.pattern)
         value_dim = latent_value_dim(q, v, self.tensor, q.shape[1] * context.mesh.ulysses_size)
         chunk_bytes = context.options.chunk_bytes_on(q.device.type, context.mesh.ring_size)
         return LatentKernel(kernel, value_dim, chunk_bytes)
 
-    def bound(self, kernel: Kernel, context: RingContext, q: Tensor, backward: bool) -> LatentKernel:
+    def bound(self, kernel: Kernel, context: RingContext, operands: Operands) -> LatentKernel:
         assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
-        by_head = self.tensor.unflatten(0, (q.shape[1] * context.mesh.ulysses_size, -1))
-        self._heads = context.heads_here(q)
-        self._kernel = kernel.of(by_head[self._heads], backward)
+        by_head = self.tensor.unflatten(0, (operands.q.shape[1] * context.mesh.ulysses_size, -1))
+        self._heads = context.heads_here(operands.q)
+        self._kernel = kernel.of(by_head[self._heads], backward=operands.grad_out is not None)
         return self._kernel
 
     def gradient(self) -> Tensor:

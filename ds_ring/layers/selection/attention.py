@@ -14,8 +14,9 @@ from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.masks.catalog import Full
 from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
-from ds_ring.ops.context import RingContext, context_of, count_forward_pass
+from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import never_traced, operator
+from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
 from ds_ring.schedule.layout import Layout

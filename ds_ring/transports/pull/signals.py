@@ -31,8 +31,9 @@ from ds_ring.comm.messages import Message
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingMismatchError
 from ds_ring.kernels.interface import Kernel, Operands
-from ds_ring.ops.context import Prepared, RingContext
+from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import Pass
+from ds_ring.ops.prepare import Prepared
 from ds_ring.ops.ring_op import make_pass as make_ring_pass
 from ds_ring.ring.accumulator import parts_wait
 from ds_ring.ring.buffers import some_heads

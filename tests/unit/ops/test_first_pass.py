@@ -20,7 +20,7 @@ from ds_ring.kernels.flex import block_mask
 from ds_ring.kernels.flex.kernel import FlexKernel, _compiled_calls
 from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops import options as options_module
+from ds_ring.ops import patience, prepare
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
@@ -109,7 +109,8 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
     with (
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
-        mock.patch.object(options_module, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
+        mock.patch.object(patience, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
+        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
         mock.patch.object(RingContext, "kernel_for", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)

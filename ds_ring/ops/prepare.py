@@ -1,0 +1,168 @@
+"""Make the pass of a call: check its operands, plan it, and agree on it with the other ranks.
+
+Owns what operands of one description (shapes, dtypes, devices) have in common (`Prepared`); it is computed
+once and cached by the context.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ds_ring.comm.collective import Agreement, collective
+from ds_ring.kernels.interface import Kernel, Operands
+from ds_ring.masks.catalog import HeadShard
+from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
+from ds_ring.ops.context import RingContext
+from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
+from ds_ring.ops.patience import COMPILES_NOTHING, pass_compiles, patience_s
+from ds_ring.schedule.layout import Layout, whole_blocks
+from ds_ring.schedule.lowering import stage_shards
+from ds_ring.schedule.plan import Plan, build_plan, check_length
+from ds_ring.schedule.rank_plan import RankPlan
+
+KEPT_DESCRIPTIONS = 8  # of operands, per context
+_log = logging.getLogger(__name__)
+
+
+class Prepared(NamedTuple):
+    """What a pass over tensors of one description needs besides them."""
+
+    plan: Plan
+    own: RankPlan
+    kernel: Kernel
+    scale: float
+    chunk_bytes: int
+    offload: bool
+    agreement: Agreement
+
+
+def pass_of(
+    context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
+) -> Pass:
+    """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
+    found, finish_header_check = prepare(context, call, operands, extras)
+    kernel = found.kernel
+    for one in extras:
+        kernel = one.bound(kernel, context, operands)
+    if kernel is not found.kernel:
+        found = found._replace(kernel=kernel)
+    return context.make_pass(context, found, operands, finish_header_check)
+
+
+def prepare(
+    context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
+) -> tuple[Prepared, Callable[[], None] | None]:
+    """Check the operands, agree with the other ranks, and return what the pass needs and a function.
+
+    Operands of a description that were checked before are not checked again. The function finishes the header
+    check: the pass calls it before the first payload, and on a device the first hop computes meanwhile. It is
+    None if the check is finished.
+
+    Raises:
+        RingShapeError: this rank's tensors do not fit.
+        RingMismatchError: another rank's tensors do not fit, or differ from this rank's.
+    """
+    q, k, v, grad_out, _ = operands
+    options = context.options
+    key = (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.is_inference(), grad_out is None, tuple(one.description for one in extras) if extras else None,
+    )  # fmt: skip
+    found: Prepared | None = context.prepared.get(key)
+    if context.keeps_functions and grad_out is None:
+        context.check_functions()
+    if found is None:
+        found = _prepared(context, call.name, operands, extras)
+        if len(context.prepared) >= KEPT_DESCRIPTIONS:
+            context.prepared.clear()
+        context.prepared[key] = found
+    if q.is_cuda:  # from here on: what may differ between operands of one description
+        check_not_captured(q)
+    if options.check_finite:
+        more = {one.name: one.tensor for one in extras}
+        check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, **more)
+    finish_header_check = None
+    if not call.alone:
+        patience = 0.0
+        if q.device.type not in COMPILES_NOTHING:
+            compiling = pass_compiles(context, found, operands)
+            patience = patience_s(context, call.name, q, k, compiling)
+        # On the CPU nothing computes meanwhile, so compare the headers at once.
+        if q.is_cuda and options.overlap and options.has_hops:
+            finish_header_check = call.compare_headers_meanwhile(found.agreement, patience)
+        else:
+            call.compare_headers(found.agreement, patience)
+    if grad_out is None:
+        count_forward_pass()
+    return found, finish_header_check
+
+
+def check(
+    context: RingContext, operands: Operands, parts: int = 1, extras: Sequence[ExtraOperand] = ()
+) -> tuple[Layout, Kernel]:
+    """Check this rank's operands and return their layout and kernel.
+
+    Args:
+        context, operands, extras: of the call.
+        parts: number of Ulysses ranks that hold one part each of a ring shard; 1 after the all-to-all.
+
+    Raises:
+        RingError: the first fault found on this rank, in most cases a RingShapeError.
+    """
+    q, k, v, *_ = operands
+    check_tensors(q, k, v, not any(one.expands_keys for one in extras))
+    for one in extras:
+        one.check(context, operands, parts)
+    check_heads(q.shape[1], k.shape[1], parts)
+    layout = context.layout_for(q.shape[2] * parts, q.device.type)
+    check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
+    check_length(context.pattern, layout)
+    if context.options.row.whole_blocks:
+        whole_blocks(layout, context.options.block_size)
+    # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
+    all_heads = q.shape[1] * context.mesh.ulysses_size // parts
+    context.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))
+    return layout, context.kernel_for(q)
+
+
+def _prepared(
+    context: RingContext, name: str, operands: Operands, extras: Sequence[ExtraOperand]
+) -> Prepared:
+    """Check the operands; return what passes over operands of this description need."""
+    options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
+    layout, kernel = check(context, operands, extras=extras)
+    plan = plan_of(context, layout, operands)
+    fields = {**context.fields(q, k), "head_dim of v": v.shape[-1]}
+    for one in extras:
+        kernel = one.around(kernel, context, plan, operands)
+        fields |= one.fields(k)
+    if not isinstance(context.layout, Layout):  # what "auto" chose, so that ranks compare it
+        fields |= {"kernel that runs": type(kernel).__name__, "layout that was made": str(layout)}
+    chunk_bytes = options.chunk_bytes_on(q.device.type, mesh.ring_size)
+    offload = options.offload_on(q.device.type, q.shape[2])
+    own, agreement = plan.rank(mesh.ring_rank), Agreement.on(name, fields)
+    return Prepared(plan, own, kernel, context.scale_of(q), chunk_bytes, offload, agreement)
+
+
+def plan_of(context: RingContext, layout: Layout, operands: Operands) -> Plan:
+    """Return the plan of a pass over operands of these shapes on this Ulysses rank."""
+    options, mesh, pattern, (q, k, v, *_) = context.options, context.mesh, context.pattern, operands
+    node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
+    stage = None
+    if options.has_hops:
+        shard_bytes = k.nbytes + v.nbytes
+        stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
+        if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
+            _log.warning(
+                "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
+                " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
+            )  # fmt: skip
+    if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
+        pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
+    return build_plan(
+        pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1],
+        prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+        ranks_per_node=node, stage_shards=stage,
+    )  # fmt: skip
