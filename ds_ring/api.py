@@ -24,14 +24,14 @@ from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, context_for, context_of
-from ds_ring.ops.frontend import attend, attend_compiled, context_of_call
+from ds_ring.ops.frontend import Request, attend, context_of_call
 from ds_ring.ops.options import Options
-from ds_ring.ops.refusal import Refusal, refusal_from
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
     from ds_ring.masks.mask_mod import ScoreFunction
+    from ds_ring.ops.compiled import Refusal
 
 
 def ring_attention(
@@ -76,14 +76,12 @@ def ring_attention(
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    settings = (scale, kernel, options)
+    request = Request(pattern, layout, mesh, scale, kernel, options, score_mod)
     if torch.compiler.is_compiling():
-        from ds_ring.ops.graph_calls import handle_of
+        from ds_ring.ops.compiled import attend_compiled, handle_of
 
-        handle = handle_of(pattern, layout, mesh, settings, score_mod)
-        return attend_compiled(q, k, v, handle, mesh, sinks, return_lse)
-    context = context_of_call(pattern, layout, mesh, settings, score_mod)
-    return attend(q, k, v, context, sinks, return_lse)
+        return attend_compiled(q, k, v, handle_of(request), mesh, sinks, return_lse)
+    return attend(q, k, v, context_of_call(request), sinks, return_lse)
 
 
 class RingAttention(nn.Module):
@@ -162,6 +160,8 @@ class RingAttention(nn.Module):
         refusal = None
         if batch_dim_idx is not None or args or kwargs:
             if torch.compiler.is_compiling():
+                from ds_ring.ops.compiled import refusal_from
+
                 refusal = refusal_from(check_arguments, batch_dim_idx, args, kwargs)
             else:
                 with collective(self._mesh, "attention"):
@@ -186,6 +186,8 @@ class RingAttention(nn.Module):
         refusal: Refusal | None,
     ) -> Any:  # fmt: skip
         if torch.compiler.is_compiling():
+            from ds_ring.ops.compiled import attend_compiled
+
             return attend_compiled(q, k, v, refusal or self._handle, self._mesh, sinks, return_lse)
         return attend(q, k, v, self._context_now(), sinks, return_lse)
 

@@ -79,7 +79,6 @@ IMPORTERS = {
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
     "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
     "ops.passes": {"kernels"},  # in annotations
-    "ops.refusal": {"ring.merge"},  # the accumulators' dtype
     "comm.collective": {"comm.exchange"},  # compares headers
     "decode.replicated": {"comm.exchange", "kernels", "ring.merge"},
     "decode.replicated_op": {"kernels"},  # whether a pass compiles
@@ -377,7 +376,7 @@ def test_every_pattern_is_public() -> None:
                     "masks.dilated",
                     "masks.documents",
                     "masks.mask_mod",
-                    "ops.graph_calls",
+                    "ops.compiled",
                     "transports",
                 )
             ),

@@ -31,7 +31,7 @@ from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_operand
-from ds_ring.ops.refusal import refusal_from, refused_results
+from ds_ring.ops.compiled import refusal_from, refused_results
 from ds_ring.schedule.layout import Layout
 
 _MAX_FEATURES = 1 << 20
@@ -189,7 +189,7 @@ class MultiheadRingAttention(nn.Module):
         if torch.compiler.is_compiling():
             refusal = refusal_from(self._check, *given)
             if refusal is not None:
-                return refused_results(query, self.embed_dim, refusal, self._mesh)[0], None
+                return refused_results(query, self.embed_dim, refusal, self._mesh, False), None
         else:
             with collective(self._mesh, "attention"):
                 self._check(*given)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.decode.replicated_op import replicated_attention_op
@@ -23,14 +22,19 @@ from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.catalog import Causal
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.compiled import (
+    Refusal,
+    check_traced,
+    differentiable,
+    handle_of,
+    raise_in_trace,
+    refusal_from,
+    refused_results,
+)  # fmt: skip
 from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
-from ds_ring.ops.graph_calls import handle_of
+from ds_ring.ops.frontend import NAMES, Request, check_eager, context_of_call
 from ds_ring.ops.handles import constant_in_graphs
-from ds_ring.ops.refusal import Refusal, raise_in_trace, refusal_from, refused_results
 from ds_ring.schedule.layout import Layout
-
-_NAMES = ("q", "k", "v", "sinks")
 
 
 def decode_attention(
@@ -60,19 +64,16 @@ def decode_attention(
         RingConfigError: a mesh with Ulysses, or options that would have no effect.
         RingError: as in `ring_attention`.
     """
-    asked, settings = Causal() if pattern is None else pattern, (scale, "auto", options)
-    results: tuple[Tensor, Tensor]
+    asked = Causal() if pattern is None else pattern
+    request = Request(asked, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
-        check_traced(mesh, return_lse, _NAMES, q, k, v, sinks)
-        handle = _checked(handle_of(asked, layout, mesh, settings, score_mod))
+        check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
+        handle = _checked(handle_of(request))
         if isinstance(handle, tuple):
-            results = refused_results(q, v.shape[-1], handle, mesh)
-            return results if return_lse else results[0]
+            return refused_results(q, v.shape[-1], handle, mesh, return_lse)
     else:
-        context = context_of_call(asked, layout, mesh, settings, score_mod)
-        with collective(mesh, "attention"):
-            check_context(context)
-        check_eager(context, return_lse, _NAMES, q, k, v, sinks)
+        context = context_of_call(request, check_context)
+        check_eager(context, return_lse, NAMES, q, k, v, sinks)
         handle = context.handle
     if positions is not None and not isinstance(positions, Tensor):
         try:
@@ -81,8 +82,8 @@ def decode_attention(
             got = shown(positions).removeprefix("list ")
             why = f"positions: expected a 1-D list of integers, got {got}; pass a tensor"
             raise_in_trace(mesh, "RingShapeError", why)
-    results = replicated_attention_op(q, k, v, positions, handle, sinks)
-    return results if return_lse else results[0]
+    out, lse = replicated_attention_op(q, k, v, positions, handle, sinks)
+    return (out, lse) if return_lse else out
 
 
 def check_context(context: RingContext) -> None:

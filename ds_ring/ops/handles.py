@@ -24,13 +24,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 operator = partial(torch.library.custom_op, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 
 
-def new_handle(owner: object) -> int:
-    """Return the integer by which an operator finds this object."""
-    handle = next(_handles)
-    _objects[handle] = owner
-    return handle
-
-
 def object_of(handle: int, kind: type[T]) -> T:
     """Return the object behind a handle."""
     found = _objects.get(handle)
@@ -50,6 +43,14 @@ def constant_in_graphs(function: Callable[..., T]) -> Callable[..., T]:
     """Set the flag that `torch.compiler.assume_constant_result` sets; that imports Dynamo, 1.3 s."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_graphs
+def new_handle(owner: object) -> int:
+    """Return the integer by which an operator finds this object."""
+    handle = next(_handles)
+    _objects[handle] = owner
+    return handle
 
 
 _HEX = "hexadecimal number"  # says that a text is a number

@@ -19,12 +19,18 @@ from ds_ring.layers.latents.kernel import check_one_head, check_transport, laten
 from ds_ring.layers.latents.latent_op import latent_attention_op
 from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.compiled import (
+    Refusal,
+    check_traced,
+    differentiable,
+    handle_of,
+    refusal_from,
+    refused_results,
+)
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import check_eager, check_traced, context_of_call, differentiable
-from ds_ring.ops.graph_calls import handle_of
+from ds_ring.ops.frontend import Request, check_eager, context_of_call
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
-from ds_ring.ops.refusal import Refusal, refusal_from, refused_results
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
 from ds_ring.schedule.layout import Layout
 
@@ -57,12 +63,11 @@ def latent_attention(
         RingPatternError: a pattern that differs between heads.
         RingError: as in `ring_attention`.
     """
-    settings = (scale, "auto", options)
+    request = Request(pattern, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
-        handle = handle_of(pattern, layout, mesh, settings, score_mod)
+        handle = handle_of(request)
         return attend_compiled(q, latent, rope, up_projection, handle, mesh, sinks, return_lse)
-    context = context_of_call(pattern, layout, mesh, settings, score_mod)
-    return attend(q, latent, rope, up_projection, context, sinks, return_lse)
+    return attend(q, latent, rope, up_projection, context_of_call(request), sinks, return_lse)
 
 
 class LatentAttention(RingAttention):
@@ -123,8 +128,7 @@ def attend_compiled(
     found = refusal_from(check_one_head, latent, rope) or differentiable(handle)
     if isinstance(found, tuple):
         width = latent_value_dim(q, rope, up, q.shape[1])  # q has all heads here
-        out, lse = refused_results(q, max(width, 1), found, mesh)
-        return (out, lse) if return_lse else out
+        return refused_results(q, max(width, 1), found, mesh, return_lse)
     return _attend(q, latent, rope, up, found, mesh, sinks, return_lse)
 
 

@@ -1,0 +1,190 @@
+"""Make the calls of functions that torch.compile traces. The first such call loads this file.
+
+A traced call carries the handle of its context ([Note: handles in compiled code] in `handles.py`). Dynamo
+wraps what traced code raises into an error of its own; only an operator can raise an error unchanged, when
+the graph runs. So a call that a check refuses becomes the operator `ds_ring::refuse`, and class and text of
+the error are constants of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from ds_ring import errors
+from ds_ring.comm.collective import collective
+from ds_ring.comm.mesh import RingMesh, check_mesh
+from ds_ring.config.pass_options import PassOptions
+from ds_ring.errors import RingConfigError, RingError
+from ds_ring.masks.catalog import Causal, Chunked, DilatedWindow, Full, PrefixLM, Sinks, SlidingWindow
+from ds_ring.masks.dilated import Dilated
+from ds_ring.masks.mask_mod import Alibi, MaskMod, Softcap
+from ds_ring.masks.pattern import Intersection, Union
+from ds_ring.ops.checks import check_operand
+from ds_ring.ops.context import context_of
+from ds_ring.ops.frontend import NAMES, Request, check_derivatives, check_operands, made_context
+from ds_ring.ops.handles import (
+    constant,
+    constant_in_graphs,
+    is_constant,
+    new_handle,
+    number_of,
+    object_of,
+    operator,
+)
+from ds_ring.ops.ring_op import fake_results, ring_attention_op
+from ds_ring.ops.ulysses import with_ulysses
+from ds_ring.schedule.layout import Layout
+
+Refusal = tuple[str, str]  # name of the error's class, and its text
+
+
+def refusal_from(check: Callable[..., object], *given: Any) -> Refusal | None:
+    """Return what a check raises as constants of a graph; None if it raises nothing. Traced by Dynamo."""
+    try:
+        check(*given)
+    except RingError as error:
+        return type(error).__name__, error.args[0]
+    return None
+
+
+@operator("ds_ring::refuse")
+def refuse_op(q: Tensor, value_dim: int, kind: str, why: str, handle: int) -> tuple[Tensor, Tensor]:
+    """Raise the error on all ranks of a mesh; in a graph its results are those of attention."""
+    raise_in_trace(object_of(handle, RingMesh), kind, why)
+
+
+@refuse_op.register_fake
+def _(q: Tensor, value_dim: int, kind: str, why: str, handle: int) -> tuple[Tensor, Tensor]:
+    return fake_results(q, q.new_empty((0, value_dim)))
+
+
+def refused_results(q: Tensor, value_dim: int, refusal: Refusal, mesh: RingMesh, return_lse: bool) -> Any:
+    """Return the results of a refused call, in a function that torch.compile traces."""
+    if refusal_from(check_operand, "q", q) is not None:
+        raise_in_trace(mesh, *refusal)  # no operator would run on it
+    out, lse = refuse_op(q.detach(), value_dim, *refusal, new_handle(mesh))
+    return (out, lse) if return_lse else out
+
+
+@constant_in_graphs
+def raise_in_trace(mesh: RingMesh, kind: str, why: str) -> NoReturn:
+    """Raise the error on all ranks, now."""
+    with collective(mesh, "attention"):
+        error: type[RingError] = getattr(errors, kind)
+        raise error(why)
+
+
+def check_traced(mesh: RingMesh, *given: Any) -> None:
+    """Do the checks of `check_operands`, in a function that torch.compile traces."""
+    refusal = refusal_from(check_operands, *given)
+    if refusal is not None:
+        raise_in_trace(mesh, *refusal)
+
+
+def differentiable(handle: int | Refusal) -> int | Refusal:
+    """Return the handle, or why the call is refused: it would lose a derivative silently."""
+    return handle if isinstance(handle, tuple) else _checked_handle(handle)
+
+
+@constant_in_graphs
+def _checked_handle(handle: int) -> int | Refusal:
+    return refusal_from(check_derivatives, context_of(handle)) or handle
+
+
+def attend_compiled(
+    q: Tensor, k: Tensor, v: Tensor, handle: int | Refusal, mesh: RingMesh, sinks: Tensor | None,
+    return_lse: bool,
+) -> Any:  # fmt: skip
+    """Do what `attend` does, in a function that torch.compile traces."""
+    check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
+    found = differentiable(handle)
+    if isinstance(found, tuple):
+        return refused_results(q, v.shape[-1], found, mesh, return_lse)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return ring_attention_op(q, k, v, found, sinks)
+
+    return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse)
+
+
+# Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
+# compiled code]. Others are handed over as objects.
+_MADE_OF: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (Causal, ()),
+    (Full, ()),
+    (SlidingWindow, ("window", "causal")),
+    (DilatedWindow, ("window", "rate", "causal")),
+    (Sinks, ("sinks", "causal")),
+    (Chunked, ("chunk", "causal")),
+    (PrefixLM, ("prefix",)),
+    (Dilated, ("segment_lengths", "dilation_rates", "causal", "head_offsets")),
+    (Intersection, ("first", "second")),
+    (Union, ("first", "second")),
+    (Softcap, ("cap",)),
+    (Alibi, ("slopes",)),
+)
+_PARTS, _OBJECT = "ds_ring parts", "ds_ring object"
+
+
+def described(value: Any, objects: list[Any]) -> Any:
+    """Return a pattern or a score_mod as constants; what is none is put into `objects`. Traced by Dynamo."""
+    for kind, names in _MADE_OF:
+        if type(value) is kind:
+            return (_PARTS, kind, *[described(getattr(value, name), objects) for name in names])
+    if type(value) is MaskMod and value.made_in_a_graph:
+        objects.append(value.function)
+        return (_PARTS, MaskMod, (_OBJECT, len(objects) - 1), value.is_known_causal)
+    if isinstance(value, tuple):
+        return tuple([described(one, objects) for one in value])
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return constant(value)
+    objects.append(value)
+    return _OBJECT, len(objects) - 1
+
+
+def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
+    """Return what `described` was given."""
+    if isinstance(value, tuple) and value[:1] == (_PARTS,):
+        return value[1](*(_made_again(one, objects) for one in value[2:]))
+    if isinstance(value, tuple) and value[:1] == (_OBJECT,):
+        found = objects[value[1]]
+        lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
+        if lost:
+            kind = type(found).__name__
+            raise RingConfigError(
+                f"{kind}: expected one that is made outside of the compiled function, got one that is made"
+                f" inside, whose attributes torch.compile does not hand over; make the {kind} before the call"
+            )
+        return found
+    if isinstance(value, tuple) and not is_constant(value):
+        return tuple(_made_again(one, objects) for one in value)
+    return number_of(value)
+
+
+def handle_of(request: Request) -> int | Refusal:
+    """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
+    pattern, layout, mesh, scale, kernel, options, score_mod = request
+    objects: list[Any] = []
+    asked = described(pattern, objects), described(score_mod, objects)
+    return _handle_of(*asked, layout, mesh, (constant(scale), kernel), options, *objects)
+
+
+@constant_in_graphs
+def _handle_of(
+    pattern: Any, score_mod: Any, layout: Layout | str, mesh: RingMesh, settings: tuple[Any, str],
+    options: PassOptions | None, *objects: Any,
+) -> int | Refusal:  # fmt: skip
+    check_mesh(mesh)
+    try:
+        asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
+        scale, kernel = number_of(settings[0]), settings[1]
+        request = Request(asked, layout, mesh, scale, kernel, options, mod)
+        context = made_context(request, keeps_functions=True)
+    except RingError as error:
+        return type(error).__name__, str(error)
+    context.in_a_graph = True
+    return context.handle
