@@ -115,17 +115,15 @@ class RingAttention(nn.Module):
             from ds_ring.config.section import RingConfig, pattern_from_config
 
             if not isinstance(config_or_pattern, RingConfig):
-                raise RingConfigError(
-                    f"RingAttention: expected a RingConfig or a Pattern, got {shown(config_or_pattern)}; use"
-                    " RingConfig.from_deepspeed(...) for a dict or a file, or a pattern like ds_ring.Causal()"
-                )
+                raise RingConfigError.wrong(
+                    "RingAttention", "a RingConfig or a Pattern", shown(config_or_pattern),
+                    "use RingConfig.from_deepspeed(...) for a dict or a file",
+                )  # fmt: skip
             options, name = Options.of(config_or_pattern, scale=scale), config_or_pattern.layout
             if pattern is None and config_or_pattern.pattern.documents:  # each batch's own
-                raise RingConfigError(
-                    'RingAttention: expected a pattern beside a config with "documents": true, got none; pass'
-                    " pattern=pattern_from_config(config) & Documents(document_ids), or call"
-                    " engine.ring.attention()(q, k, v)"
-                )
+                expected = 'a pattern beside a config with "documents": true'
+                advice = "pass pattern=pattern_from_config(config) & Documents(document_ids)"
+                raise RingConfigError.wrong("RingAttention", expected, "none", advice)
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
         if score_mod is not None:
             from ds_ring.masks.mask_mod import ScoreMod

@@ -63,8 +63,8 @@ CAPABILITIES = {
         ("kernels.flex",),
         ("gpu/test_flex.py",),
         words=r"\bflex\b|\bFlexKernel|kernels\.flex",
-        named=3,
-        why="help texts of the JSON's kernel and block_size; a refusal of score_mod that advises it",
+        named=2,
+        why="help texts of the JSON's kernel and block_size",
     ),
     "merge on CUDA": Capability(
         ("kernels.triton",), ("integration/test_cuda_code.py",), words=r"(?i)\btriton"

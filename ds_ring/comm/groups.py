@@ -38,17 +38,16 @@ class Groups(NamedTuple):
 def world_size_for(caller: str) -> int:
     """Return the number of ranks, or refuse a process without a process group."""
     if not dist.is_available() or not dist.is_initialized():
-        raise RingMeshError(
-            f"RingMesh.{caller}: expected a process group, got none: torch.distributed is not initialised;"
-            " start with deepspeed or torchrun, and call init_process_group (or ds_ring.initialize) first"
-        )
+        got, advice = "none: torch.distributed is not initialised", "call init_process_group first"
+        raise RingMeshError.wrong(f"RingMesh.{caller}", "a process group", got, advice)
     return dist.get_world_size()
 
 
 def check_seconds(value: object, name: str) -> None:
     """Raise RingMeshError unless `value` is a number of seconds above 0 that timers accept."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_SECONDS:
-        raise RingMeshError(f"{name}: expected seconds above 0, at most {MAX_SECONDS:g}, got {shown(value)}")
+        expected = f"seconds above 0, at most {MAX_SECONDS:g}"
+        raise RingMeshError.wrong(name, expected, shown(value), "pass a number of seconds")
 
 
 # torch sorts the ranks of a group otherwise, and gathers in that order: the ring's own would be lost.
@@ -67,10 +66,8 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
         groups = [*grid.ring_groups(), *grid.ulysses_groups(), *grid.sequence_groups(), *grid.data_groups()]
         unsorted = next((ranks for ranks in groups if ranks != sorted(ranks)), None)
         if unsorted:
-            raise RingMeshError(
-                f"expected groups in the order of the world with torch {torch.__version__}, which sorts the"
-                f" ranks of a group, got {unsorted}; sort them, or use torch 2.13"
-            )
+            expected = f"groups in the order of the world (torch {torch.__version__} sorts their ranks)"
+            raise RingMeshError.wrong("ranks", expected, str(unsorted), "sort them, or use torch 2.13")
     # In the same order on every rank of the world: torch matches the calls of new_group by order.
     sequence = _my_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
@@ -105,10 +102,8 @@ def sequences_of(
     inner = [ring_dim] if ulysses_dim is None else [ring_dim, ulysses_dim]
     names = list(device_mesh.mesh_dim_names or ()) if isinstance(device_mesh, DeviceMesh) else []
     if not set(inner) <= set(names) or len(set(inner)) < len(inner):
-        raise RingMeshError(
-            f"device_mesh: expected a DeviceMesh with the dimensions {inner}, got"
-            f" {shown(names or device_mesh)}; name them by mesh_dim_names of init_device_mesh"
-        )
+        expected, advice = f"a DeviceMesh with the dimensions {inner}", "name them in init_device_mesh"
+        raise RingMeshError.wrong("device_mesh", expected, shown(names or device_mesh), advice)
     # To [sequences, ring x Ulysses], the Ulysses dimension fastest: ring_rank * ulysses_size + ulysses_rank.
     ranks, outer = device_mesh.mesh, [name for name in names if name not in inner]
     ranks = ranks.permute([names.index(name) for name in [*outer, *inner]]).flatten(-len(inner))
@@ -124,10 +119,9 @@ def _check_same(grid: Grid) -> None:
     dist.all_gather_object(grids, grid)
     other = next((rank for rank, theirs in enumerate(grids) if theirs != grids[0]), None)
     if other is not None:
-        raise RingMismatchError(
-            f"expected the same groups on all ranks, got {_named(grids[0])} on rank 0 and"
-            f" {_named(grids[other])} on rank {other}; make the mesh with the same arguments everywhere"
-        )
+        got = f"{_named(grids[0])} on rank 0 and {_named(grids[other])} on rank {other}"
+        advice = "make the mesh with the same arguments everywhere"
+        raise RingMismatchError.wrong("RingMesh", "the same groups on all ranks", got, advice)
 
 
 def _named(grid: Grid | None) -> str:

@@ -94,10 +94,9 @@ class Pending:
         if watchdog is not None:
             watchdog.add(self)
         if _versions(sent) != versions:
-            raise RingBufferError(
-                f"ring rank {self.mesh.ring_rank} at {self.site}: expected unchanged K, V and gradients in"
-                " flight, got one changed in place; do not modify inputs of ring_attention while it runs"
-            )
+            where, got = f"ring rank {self.mesh.ring_rank} at {self.site}", "one changed in place"
+            advice = "do not modify inputs of ring_attention while it runs"
+            raise RingBufferError.wrong(where, "unchanged K, V and gradients in flight", got, advice)
 
     def hand_over(self) -> None:
         """Let the watchdog complete the batch of a pass that has failed, which nothing will wait for."""

@@ -129,12 +129,11 @@ class MeshState:
             RingMeshError: either.
         """
         if os.getpid() != self.process:
-            raise RingMeshError(
-                f"expected a mesh of this process ({os.getpid()}), got one that process {self.process} made"
-                " before it forked; start ranks with a launcher or spawn, and make the mesh in each"
-            )
+            expected = f"one of this process ({os.getpid()})"
+            got = f"one that process {self.process} made before it forked"
+            raise RingMeshError.wrong("mesh", expected, got, "start ranks by spawn, and make a mesh in each")
         if self.closed:
-            raise RingMeshError("expected an open mesh, got one after mesh.close(); use RingMesh.from_world")
+            raise RingMeshError.wrong("mesh", "an open one", "one after mesh.close()", "make another one")
 
     def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
         """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.

@@ -85,10 +85,9 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _refuse(what: str, peer: int, expected: str, got: str) -> NoReturn:
-    raise RingMismatchError(
-        f"message {what or 'tensor'} to or from ring rank {peer}: expected {expected}, got {got}; nothing of"
-        " this hop was sent. This is a fault of ds_ring, or of code that changes it: please report it"
-    )
+    advice = "nothing of this hop was sent; report this fault of ds_ring, or of code that changes it"
+    name = f"message {what or 'tensor'} to or from ring rank {peer}"
+    raise RingMismatchError.wrong(name, expected, got, advice)
 
 
 @dataclass

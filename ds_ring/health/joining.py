@@ -371,10 +371,8 @@ def join(
         RingMeshError: the monitor did not start or cannot be reached, or not all ranks have a secret.
     """
     if secret is not None and len(secret.encode()) < handshake.SECRET_BYTES:
-        raise RingConfigError(
-            f"secret: expected at least {handshake.SECRET_BYTES} characters, got {len(secret)}; make one with"
-            " `openssl rand -hex 32`, or let ds-ring launch make it"
-        )
+        expected = f"at least {handshake.SECRET_BYTES} characters"
+        raise RingConfigError.wrong("secret", expected, str(len(secret)), "use `openssl rand -hex 32`")
     name = f"ds_ring/detector/{store.add(f'ds_ring/detector/of/{rank}', 1)}"
     arrival = Arrival(store, name, rank, world_size, limit, collective)
     arrival.announce()
@@ -394,10 +392,9 @@ def join(
     known = secret or address.secret
     if known is None or (secret is not None and address.secret is not None):
         has, other = ("none", "one") if secret is None else ("one", "none")
-        raise RingMeshError(
-            f"secret: expected one on every rank or on none, got {other} on rank 0 and {has} on rank {rank};"
-            " start all hosts by one `ds-ring launch`, or set DS_RING_SECRET"
-        )
+        got = f"{other} on rank 0 and {has} on rank {rank}"
+        advice = "start all hosts by one `ds-ring launch`, or set DS_RING_SECRET"
+        raise RingMeshError.wrong("secret", "one on every rank or on none", got, advice)
     connection = _connect(address, known.encode(), rank)
     detector = DetectorClient(rank, connection, 0, address.heartbeat_timeout_s, exit_after_s)
     if collective is not None:
@@ -419,10 +416,9 @@ def start_monitor(host: str, world_size: int, heartbeat_timeout_s: float, secret
         command, input=json.dumps(settings) + "\n", capture_output=True, text=True, timeout=START_S
     )
     if done.returncode or not done.stdout.strip():
-        raise RingMeshError(
-            f"expected {sys.executable} to start the monitor process, got exit code {done.returncode} and"
-            f" {done.stderr.strip()[-500:]!r}; mend it on the host of rank 0"
-        )
+        got = f"exit code {done.returncode} and {done.stderr.strip()[-500:]!r}"
+        advice = "mend it on the host of rank 0"
+        raise RingMeshError.wrong(sys.executable, "it to start the monitor process", got, advice)
     return int(done.stdout)
 
 
@@ -451,10 +447,9 @@ def _connect(address: MonitorAddress, secret: bytes, rank: int) -> socket.socket
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 1.0)
     got = "; ".join(f"{host} ({text})" for host, text in tried.items())
-    raise RingMeshError(
-        f"expected an answer of rank 0's monitor process at port {address.port}, got {got}; let the hosts"
-        " reach each other on all ports, as gloo and NCCL need it too"
-    )
+    expected = f"an answer of rank 0's monitor process at port {address.port}"
+    advice = "let the hosts reach each other on all ports, as gloo and NCCL need it too"
+    raise RingMeshError.wrong("RingMesh", expected, got, advice)
 
 
 def join_detector(

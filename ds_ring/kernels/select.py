@@ -52,17 +52,16 @@ def get_kernel(
     """
     if name == "auto":
         if device_type not in FAST_KERNELS and device_type != "cpu":
-            raise RingConfigError.wrong(
-                "kernel", f"one for {device_type} tensors", '"auto", which has none', 'set "reference" (slow)'
-            )
+            expected, got = f"one for {device_type} tensors", '"auto", which has none'
+            raise RingConfigError.wrong("kernel", expected, got, 'set "reference" (slow)')
         name = _chosen(device_type, scores, asked)
     if name not in KERNELS:
-        raise RingConfigError(f"kernel: expected one of auto, {', '.join(sorted(KERNELS))}, got {name!r}")
+        expected = f"one of auto, {', '.join(sorted(KERNELS))}"
+        raise RingConfigError.wrong("kernel", expected, repr(name), 'use "auto"')
     row = KERNELS[name]
     if not row.runs_on(device_type):
-        raise RingConfigError(
-            f'kernel "{name}": expected tensors on {row.device}, got {device_type}; use "auto" there'
-        )
+        expected = f"tensors on {row.device}"
+        raise RingConfigError.wrong(f'kernel "{name}"', expected, device_type, 'use "auto" there')
     refusal = load(row.refuses)(asked) if row.refuses is not None and asked is not None else None
     if refusal is not None:
         raise refusal
@@ -72,11 +71,9 @@ def get_kernel(
         sizes["block_size"] = block_size
     if scores is not None:
         if not row.takes_scores:
-            able = [name for name, one in KERNELS.items() if one.takes_scores]
-            raise RingConfigError(
-                f'score_mod: expected a kernel that changes scores ({", ".join(able)}), got "{name}" for'
-                f' {device_type} tensors; set "kernel": "reference" (slow), or run on CUDA with "flex"'
-            )
+            able = ", ".join(name for name, one in KERNELS.items() if one.takes_scores)
+            expected, got = f"a kernel that changes scores ({able})", f'"{name}" for {device_type} tensors'
+            raise RingConfigError.wrong("score_mod", expected, got, 'set "kernel": "reference" (slow)')
         sizes["scores"] = scores
     return _made(name, options, tuple(sizes.items()))
 

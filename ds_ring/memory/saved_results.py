@@ -152,7 +152,7 @@ class KeepResults(SavedTensors):
         if isinstance(q, FakeTensor):
             return run(context)
         rows = None
-        if context.options.recompute_fraction:
+        if context.options.recompute_attention:
             first, slots = self.first_queries(context, q.shape[2], q.device)
             rows = SavedRows(slots, partial(run, first))
         store = context.mesh.owners[ResultStore].store

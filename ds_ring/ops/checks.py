@@ -14,7 +14,8 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingFiniteError, RingShapeError, shown
+from ds_ring.errors import RingConfigError, RingFiniteError, RingLayoutError, RingShapeError, shown
+from ds_ring.schedule.layout import Layout
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,30 +30,26 @@ def check_operand(name: str, x: object) -> None:
         RingShapeError: with what it is.
     """
     if not isinstance(x, Tensor):
-        why = f"expected a tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+        why = "a tensor", type(x).__name__, "convert it with torch.as_tensor"
     # A DTensor, by its attributes: nothing has to be imported for it.
     elif hasattr(x, "to_local") and hasattr(x, "placements"):
-        why = (
-            f"expected this rank's plain tensor, got a {type(x).__name__}; call .to_local() if its placement"
-            " is that of the layout, else .full_tensor() and ds_ring.shard_sequence"
+        advice = (
+            "call .to_local() if it is placed as the layout, else .full_tensor() and ds_ring.shard_sequence"
         )
+        why = "this rank's plain tensor", f"a {type(x).__name__}", advice
     elif x.is_nested:
-        why = (
-            "expected a dense tensor, got a nested one; pack its sequences into one and pass"
-            " ds_ring.Documents, or use torch.nested.to_padded_tensor"
-        )
+        advice = "pack its sequences and pass ds_ring.Documents, or use torch.nested.to_padded_tensor"
+        why = "a dense tensor", "a nested one", advice
     elif x.is_quantized:
-        why = f"expected a floating dtype, got quantized {x.dtype}; call .dequantize()"
+        why = "a floating dtype", f"quantized {x.dtype}", "call .dequantize()"
     elif x.is_meta:
-        why = (
-            f"expected a tensor with values, got one on the meta device, shape {tuple(x.shape)};"
-            " materialise the model first (to_empty, or load its weights)"
-        )
+        got, advice = f"one on the meta device, shape {tuple(x.shape)}", "load the model's weights (to_empty)"
+        why = "a tensor with values", got, advice
     elif x.layout != torch.strided:
-        why = f"expected a dense tensor, got layout {x.layout}; call .to_dense() or pad it"
+        why = "a dense tensor", f"layout {x.layout}", "call .to_dense() or pad it"
     else:
         return
-    raise RingShapeError(f"{name}: {why}")
+    raise RingShapeError.wrong(name, *why)
 
 
 def check_derivative() -> None:
@@ -64,50 +61,50 @@ def check_derivative() -> None:
     Raises:
         RingConfigError: names the one that is active.
     """
+    usual = "backward() or torch.autograd.grad"
     active = {level.key() for level in retrieve_all_functorch_interpreters()}
     if forward_ad._current_level >= 0 or TransformType.Jvp in active:
-        raise RingConfigError(
-            "ring attention: expected reverse-mode differentiation, got forward mode (torch.func.jvp, jacfwd,"
-            " hessian or torch.autograd.forward_ad); use backward() or torch.autograd.grad"
-        )
+        got = "forward mode (torch.func.jvp, jacfwd, hessian or torch.autograd.forward_ad)"
+        raise RingConfigError.wrong("ring attention", "reverse-mode differentiation", got, f"use {usual}")
     if TransformType.Grad in active:
-        raise RingConfigError(
-            "ring attention: expected backward() or torch.autograd.grad, got a torch.func transform (grad,"
-            " vjp, jacrev); use those, or torch.func.vmap alone"
-        )
+        got = "a torch.func transform (grad, vjp, jacrev)"
+        raise RingConfigError.wrong("ring attention", usual, got, "use those, or torch.func.vmap alone")
 
 
 def check_not_transformed(name: str) -> None:
     """Raise RingConfigError under torch.func, for a function that sends tensors by itself."""
     if peek_interpreter_stack() is not None:
-        raise RingConfigError(
-            f"{name}: expected a call outside of torch.func, got one inside a transform (vmap, grad), whose"
-            " tensors cannot be sent; give it the whole batch, or call it for one sample after the other"
-        )
+        got = "one inside a transform (vmap, grad), whose tensors cannot be sent"
+        raise RingConfigError.wrong(name, "a call outside of torch.func", got, "give it the whole batch")
+
+
+def check_layout(layout: object, ring_size: int | None = None) -> None:
+    """Raise RingLayoutError for what is no layout, or one for another ring than the mesh's."""
+    if not isinstance(layout, Layout):
+        advice = "use make_layout(name, tokens=T, ring_size=P)"
+        raise RingLayoutError.wrong("layout", "a layout", shown(layout), advice)
+    if ring_size not in (None, layout.ring_size):
+        expected, got = f"one for {ring_size} ranks (the mesh's ring)", f"one for {layout.ring_size} ranks"
+        advice = f"build it with make_layout(..., ring_size={ring_size})"
+        raise RingLayoutError.wrong("layout", expected, got, advice)
 
 
 def check_arguments(batch_dim_idx: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise RingConfigError for arguments of a call that say something new (None and dropout 0 do not)."""
     # type(), since True is an int as well.
     if batch_dim_idx is not None and (type(batch_dim_idx) is not int or batch_dim_idx not in (0, 1)):
-        raise RingConfigError(
-            f"batch_dim_idx: expected None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D],"
-            f" got {shown(batch_dim_idx)}"
-        )
+        expected = "None for [B, H, S, D], 0 for [B, S, H, D] or 1 for [S, B, H, D]"
+        raise RingConfigError.wrong("batch_dim_idx", expected, shown(batch_dim_idx), "pass one of the three")
     for name in ("dropout", "dropout_p"):
         value = kwargs.pop(name, None)
         if value is not None and not (isinstance(value, (int, float)) and value == 0):
-            raise RingConfigError(
-                f"{name}: expected 0, got {shown(value)}: there is none here; set it to 0 in the"
-                " model's config"
-            )
+            raise RingConfigError.wrong(name, "0", shown(value), "set it to 0 in the model's config")
     given = [repr(type(a).__name__) for a in args if a is not None]
     given += [name for name, value in kwargs.items() if value is not None]
     if given:
-        raise RingConfigError(
-            "RingAttention: expected q, k and v alone, got what it cannot honour, the argument(s)"
-            f" {', '.join(given)}; express masks as a pattern"
-            ' (ds_ring.Causal(), or "pattern" in the JSON), apply rotary embeddings before the call'
+        advice = "express masks as a pattern, apply rotary embeddings before the call"
+        raise RingConfigError.wrong(
+            "RingAttention", "q, k and v alone", f"{', '.join(given)} as well", advice
         )
 
 
@@ -125,44 +122,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, same_head_dim: bool = True) -
     check_not_captured(q)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
-            raise RingShapeError(
-                f"{name}: expected 4 dimensions [batch, heads, tokens, head_dim], got shape {tuple(x.shape)};"
-                " add the missing ones with unsqueeze"
-            )
+            expected = "4 dimensions [batch, heads, tokens, head_dim]"
+            raise RingShapeError.wrong(name, expected, f"shape {tuple(x.shape)}", "use unsqueeze or squeeze")
         if x.dtype not in DTYPES:
-            raise RingShapeError(
-                f"{name}: expected a floating dtype (float64 to float16), got {x.dtype}; cast it"
-            )
+            raise RingShapeError.wrong(name, "a floating dtype (float64 to float16)", str(x.dtype), "cast it")
         if 0 in x.shape:
-            raise RingShapeError(
-                f"{name}: expected at least a slot on every rank, got an empty tensor of shape"
-                f" {tuple(x.shape)}"
-            )
+            got = f"an empty tensor of shape {tuple(x.shape)}"
+            raise RingShapeError.wrong(name, "at least a slot on every rank", got, "use fewer ranks")
         if x.dtype != q.dtype or x.device != q.device:
-            raise RingShapeError(
-                f"{name}: expected q's dtype and device, got others: {name} is {x.dtype} on {x.device}, q is"
-                f" {q.dtype} on {q.device}; cast or move them to agree"
-            )
+            got = f"others: {name} is {x.dtype} on {x.device}, q is {q.dtype} on {q.device}"
+            raise RingShapeError.wrong(name, "q's dtype and device", got, "cast or move them to agree")
     if k.shape[:3] != v.shape[:3]:
-        raise RingShapeError(
-            f"k and v: expected equal batch, heads and tokens (dims 0 to 2), got {tuple(k.shape)} and"
-            f" {tuple(v.shape)}; pad the shorter one"
+        expected, got = (
+            "equal batch, heads and tokens (dims 0 to 2)",
+            f"{tuple(k.shape)} and {tuple(v.shape)}",
         )
+        raise RingShapeError.wrong("k and v", expected, got, "pad the shorter one")
     if k.shape[0] != q.shape[0] or (k.shape[3] != q.shape[3] and same_head_dim):
-        raise RingShapeError(
-            f"q and k: expected equal batch (dim 0) and head_dim (dim 3), got {tuple(q.shape)} and"
-            f" {tuple(k.shape)}; slice or expand one of them"
-        )
+        expected, got = "equal batch (dim 0) and head_dim (dim 3)", f"{tuple(q.shape)} and {tuple(k.shape)}"
+        raise RingShapeError.wrong("q and k", expected, got, "slice or expand one of them")
 
 
 def check_not_captured(q: Tensor) -> None:
     """Raise RingConfigError if a CUDA graph is captured on the present stream of q's device."""
     if q.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise RingConfigError(
-            "ring attention: expected a stream that is not captured, got a call while a CUDA graph is"
-            " captured; a replayed graph would compare no headers and have no deadlines: leave attention out"
-            " of the graph (torch.compile does so by itself)"
-        )
+        # A replayed graph would compare no headers, and have no deadlines.
+        got, advice = "a CUDA graph", "leave attention out of the graph (torch.compile does so by itself)"
+        raise RingConfigError.wrong("ring attention", "a stream that is not captured", got, advice)
 
 
 def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:
@@ -185,44 +171,41 @@ def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> N
         if count:
             where = "before the first hop" if hop is None else f"after hop {hop}"
             first = tuple(torch.nonzero(bad)[0].tolist())
-            raise RingFiniteError(
-                f"check_finite: expected finite values in {name} of ring rank {ring_rank} {where}, got"
-                f" {count} of {tensor.numel()} that are not, the first at {first}; look at what computes"
-                f" {name} there (learning rate, loss scale, a mask of -inf), or turn check_finite off to let"
-                " them pass"
+            expected = f"finite values in {name} of ring rank {ring_rank} {where}"
+            got = f"{count} of {tensor.numel()} that are not, the first at {first}"
+            advice = (
+                f"look at what computes {name} there (loss scale, a mask of -inf), or turn check_finite off"
             )
+            raise RingFiniteError.wrong("check_finite", expected, got, advice)
 
 
 def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
     """Raise RingShapeError for numbers of heads that cannot be grouped, or split over the Ulysses ranks."""
     if query_heads % kv_heads:
-        raise RingShapeError(
-            f"query heads: expected a multiple of K/V heads: got {query_heads} and {kv_heads}; for"
-            " grouped-query attention pass k and v with their own, smaller number of heads"
-        )
+        got, advice = f"{query_heads} and {kv_heads}", "for grouped-query attention pass k and v unexpanded"
+        raise RingShapeError.wrong("query heads", "a multiple of K/V heads", got, advice)
     # Query heads are a multiple of K/V heads, so they split as well.
     if kv_heads % ulysses_size:
-        raise RingShapeError(
-            f"Ulysses splits heads: {kv_heads} K/V heads (of {query_heads} query heads) are not divisible by"
-            f" ulysses_size {ulysses_size}; use a divisor of {kv_heads}, and a larger ring"
-        )
+        expected = f"a divisor of {kv_heads} K/V heads (of {query_heads} query heads)"
+        advice = f"use a divisor of {kv_heads}, and a larger ring"
+        raise RingShapeError.wrong("ulysses_size", expected, str(ulysses_size), advice)
 
 
 def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
     """Raise RingShapeError for lengths that are not a rank's (of its part, before Ulysses joins them)."""
     if q_tokens != slots or k_tokens != slots:
-        raise RingShapeError(
-            f"expected shards: the layout has {slots} slots per rank, got q with {q_tokens} and k with"
-            f" {k_tokens} local tokens; shard with ds_ring.shard_sequence and the layout that is passed here"
-            " (ds_ring.decode_attention takes queries that every rank has whole)"
+        got = f"q with {q_tokens} and k with {k_tokens} local tokens"
+        advice = (
+            "use ds_ring.shard_sequence (ds_ring.decode_attention takes queries that every rank has whole)"
         )
+        raise RingShapeError.wrong("shards", f"{slots} slots per rank, those of the layout", got, advice)
 
 
 def check_keys(k_tokens: int, local_tokens: int) -> None:
     """Raise RingShapeError for keys that are no shard of the layout; the queries may be other tokens."""
     if k_tokens != local_tokens:
-        raise RingShapeError(
-            f"expected shards: the layout has {local_tokens} slots per rank, got k with {k_tokens} local"
-            " tokens; k and v are shards, whatever the queries are: shard them with"
-            " ds_ring.shard_sequence and the layout that is passed here"
+        expected, got = (
+            f"{local_tokens} slots per rank, those of the layout",
+            f"k with {k_tokens} local tokens",
         )
+        raise RingShapeError.wrong("keys", expected, got, "shard k and v with ds_ring.shard_sequence")

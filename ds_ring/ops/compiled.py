@@ -154,11 +154,9 @@ def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
         found = objects[value[1]]
         lost = is_dataclass(found) and any(one.init and not hasattr(found, one.name) for one in fields(found))
         if lost:
-            kind = type(found).__name__
-            raise RingConfigError(
-                f"{kind}: expected one that is made outside of the compiled function, got one that is made"
-                f" inside, whose attributes torch.compile does not hand over; make the {kind} before the call"
-            )
+            kind, expected = type(found).__name__, "one that is made outside of the compiled function"
+            got = "one that is made inside, whose attributes torch.compile does not hand over"
+            raise RingConfigError.wrong(kind, expected, got, f"make the {kind} before the call")
         return found
     if isinstance(value, tuple) and not is_constant(value):
         return tuple(_made_again(one, objects) for one in value)

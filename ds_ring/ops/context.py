@@ -20,13 +20,13 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import (
-    RingLayoutError,
     RingPatternError,
     shown,
 )
 from ds_ring.kernels.select import Kernel, KernelNeeds, get_kernel
 from ds_ring.kernels.select import block_side as block_side
 from ds_ring.masks.pattern import Pattern
+from ds_ring.ops.checks import check_layout
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import MakePass, SavedTensors
@@ -194,19 +194,6 @@ def context_of(handle: int) -> RingContext:
     return object_of(handle, RingContext)
 
 
-def check_layout(layout: object, mesh: RingMesh) -> None:
-    """Raise RingLayoutError for what is no layout, or one for another ring than the mesh's."""
-    if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T, ring_size=P)"
-        )
-    if layout.ring_size != mesh.ring_size:
-        raise RingLayoutError(
-            f"layout: expected one for {mesh.ring_size} ranks (the mesh's ring), got one for"
-            f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
-        )
-
-
 def context_for(
     pattern: Pattern, layout: Layout | str, mesh: RingMesh, options: Options, keeps_functions: bool = False
 ) -> RingContext:
@@ -218,17 +205,11 @@ def context_for(
     """
     check_mesh(mesh)
     if not isinstance(pattern, Pattern):
-        raise RingPatternError(
-            f"pattern: expected a pattern, got {shown(pattern)}; use ds_ring.Causal() or ds_ring.Full()"
-        )
-    if not isinstance(layout, (Layout, str)):
-        raise RingLayoutError(
-            f'layout: expected a layout or its name, got {shown(layout)}; use make_layout(...), or "zigzag"'
-        )
+        raise RingPatternError.wrong("pattern", "a pattern", shown(pattern), "use ds_ring.Causal()")
     if isinstance(layout, str):
         check_layout_name(layout)
     else:
-        check_layout(layout, mesh)
+        check_layout(layout, mesh.ring_size)
     pattern.check_unchanged()
     own: Hashable = (pattern.mask_ids, id(options.score_mod)) if keeps_functions else None
 

@@ -60,8 +60,8 @@ class Options(PassOptions):
         if given is None:
             return cls(**more)
         if not isinstance(given, PassOptions):
-            raise RingConfigError(
-                f"options: expected PassOptions, got {shown(given)}; use ds_ring.PassOptions(transport=...)"
+            raise RingConfigError.wrong(
+                "options", "PassOptions", shown(given), "use ds_ring.PassOptions(transport=...)"
             )
         fields = [*PassOptions.model_fields, "offload_attention"]
         return cls(**{name: getattr(given, name) for name in fields if hasattr(given, name)} | more)

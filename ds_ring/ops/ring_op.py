@@ -183,10 +183,9 @@ def sees_plain(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
-    raise RingConfigError(
-        "ring attention: expected a first derivative, got a request for the second one (create_graph=True,"
-        " then a gradient of that gradient); differentiate once, or use a model with plain attention for it"
-    )
+    got = "a request for the second one (create_graph=True, then a gradient of that gradient)"
+    advice = "differentiate once, or use a model with plain attention for it"
+    raise RingConfigError.wrong("ring attention", "a first derivative", got, advice)
 
 
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:

@@ -17,8 +17,8 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.device_tables import outside_inference_mode
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingLayoutError, RingShapeError, shown
-from ds_ring.ops.checks import check_not_transformed, check_operand
+from ds_ring.errors import RingConfigError, RingShapeError, shown
+from ds_ring.ops.checks import check_layout, check_not_transformed, check_operand
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -52,29 +52,17 @@ def shard_sequence(
     """
     if (ring_rank is None) == (mesh is None):
         got = "neither" if mesh is None else "both"
-        raise RingShapeError(
-            f"shard_sequence: expected one of the two, got {got}: give exactly one of ring_rank=... and"
-            " mesh=..."
-        )
+        advice = "give exactly one of ring_rank=... and mesh=..."
+        raise RingShapeError.wrong("shard_sequence", "one of the two", got, advice)
     if mesh is not None:
         check_mesh(mesh)
-    _check("shard_sequence", x_global, layout, dim)
+    _check("shard_sequence", x_global, layout, dim, mesh, whole=True)
     if isinstance(pad_value, bool) or not isinstance(pad_value, (int, float)):
-        raise RingShapeError(f"shard_sequence: pad_value: expected a number, got {shown(pad_value)}")
-    if mesh is not None and mesh.ring_size != layout.ring_size:
-        raise _another_ring("shard_sequence", layout, mesh)
-    if _entries(x_global, dim) != layout.tokens:
-        raise RingShapeError(
-            f"shard_sequence: expected {layout.tokens} tokens (the layout's), got"
-            f" {_entries(x_global, dim)} in dim {dim} of shape {tuple(x_global.shape)}; pass the tensor of"
-            " all tokens, or build the layout for this length"
-        )
+        raise RingShapeError.wrong("shard_sequence: pad_value", "a number", shown(pad_value), "use 0")
     rank = mesh.ring_rank if mesh is not None else ring_rank
     if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < layout.ring_size:
-        raise RingShapeError(
-            f"shard_sequence: ring_rank: expected a rank of the layout, 0..{layout.ring_size - 1},"
-            f" got {shown(rank)}"
-        )
+        expected = f"a rank of the layout, 0..{layout.ring_size - 1}"
+        raise RingShapeError.wrong("shard_sequence: ring_rank", expected, shown(rank), "pass one of them")
     positions = _positions(layout, int(rank), *_cut(layout, mesh))
     index = positions.clamp_min(0).to(x_global.device)  # padding slots (-1) take token 0 until pad_value
     local = x_global.index_select(dim, index)
@@ -85,28 +73,19 @@ def shard_sequence(
     return local
 
 
-def _check(function: str, x: object, layout: object, dim: object) -> None:
-    """Raise RingShapeError or RingLayoutError for what is no tensor, layout or dimension."""
-    check_operand(f"{function}: the tensor", x)
-    if not isinstance(layout, Layout):
-        raise RingLayoutError(
-            f"{function}: layout: expected a layout, got {shown(layout)}; use make_layout(name, tokens=T,"
-            " ring_size=P)"
-        )
+def _check(name: str, x: object, layout: object, dim: object, mesh: RingMesh | None, whole: bool) -> None:
+    """Raise RingShapeError or RingLayoutError for arguments that do not fit each other."""
+    check_operand(f"{name}: the tensor", x)
+    check_layout(layout, None if mesh is None else mesh.ring_size)
+    assert isinstance(x, Tensor) and isinstance(layout, Layout)
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise RingShapeError(f"{function}: dim: expected the number of a dimension, got {shown(dim)}")
-
-
-def _entries(x: Tensor, dim: int) -> int:
-    """Return the length of a dimension; 0 where there is none of that number."""
-    return x.shape[dim] if -x.dim() <= dim < x.dim() else 0
-
-
-def _another_ring(function: str, layout: Layout, mesh: RingMesh) -> RingLayoutError:
-    return RingLayoutError(
-        f"{function}: expected a layout for {mesh.ring_size} ranks (the mesh's ring), got one for"
-        f" {layout.ring_size} ranks; build it with make_layout(..., ring_size={mesh.ring_size})"
-    )
+        raise RingShapeError.wrong(f"{name}: dim", "the number of a dimension", shown(dim), "pass an int")
+    first, end = (0, layout.tokens) if whole else _cut(layout, mesh)
+    found = x.shape[dim] if -x.dim() <= dim < x.dim() else 0
+    if found != end - first:
+        expected = f"{end} tokens (the layout's)" if whole else f"{end - first} slots (the layout's shard)"
+        advice = "build the layout for this length" if whole else "pass this rank's shard and its layout"
+        raise RingShapeError.wrong(name, expected, f"{found} in dim {dim} of shape {tuple(x.shape)}", advice)
 
 
 def _cut(layout: Layout, mesh: RingMesh | None) -> tuple[int, int]:
@@ -142,10 +121,8 @@ class _AllGather(torch.autograd.Function):
         mesh, grad = ctx.mesh, grads[0]
         with collective(mesh, "gather_sequence backward", alone=is_fake(grad)) as call:
             if is_legacy_batchedtensor(grad):
-                raise RingConfigError(
-                    "gather_sequence: expected one gradient at a time, got several (is_grads_batched=True);"
-                    " call torch.autograd.grad for each of them"
-                )
+                got, advice = "several (is_grads_batched=True)", "call torch.autograd.grad for each of them"
+                raise RingConfigError.wrong("gather_sequence", "one gradient at a time", got, advice)
             call.agree({"shape": tuple(grad.shape)})
             return call.exchange.reduce_scatter(grad.chunk(mesh.sequence_size), mesh.sequence_group), None
 
@@ -165,17 +142,8 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
     check_mesh(mesh)
     with collective(mesh, "gather_sequence", alone=is_fake(x_local)) as call:
         check_not_transformed("gather_sequence")
-        _check("gather_sequence", x_local, layout, dim)
-        if mesh.ring_size != layout.ring_size:
-            raise _another_ring("gather_sequence", layout, mesh)
-        first, end = _cut(layout, mesh)
+        _check("gather_sequence", x_local, layout, dim, mesh, whole=False)
         shape = tuple(x_local.shape)
-        if _entries(x_local, dim) != end - first:
-            raise RingShapeError(
-                f"gather_sequence: expected {end - first} slots (the layout's shard), got"
-                f" {_entries(x_local, dim)} in dim {dim} of shape {shape}; pass this rank's shard and its"
-                " layout"
-            )
         call.agree({"layout": layout, "shape": shape, "dim": dim % len(shape), "dtype": x_local.dtype})
         # Tokens first: shards are joined along dim 0, and contiguous as messages must be.
         rows = x_local.movedim(dim, 0).contiguous()

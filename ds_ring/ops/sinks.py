@@ -37,16 +37,12 @@ def check_sinks(sinks: Tensor | None, q: Tensor, query_heads: int) -> None:
     if sinks is None:
         return
     if tuple(sinks.shape) != (query_heads,):
-        raise RingShapeError(
-            f"sinks: expected one logit for each query head, shape ({query_heads},), got shape"
-            f" {tuple(sinks.shape)}; pass the model's whole parameter (of all heads, where Ulysses splits"
-            " them; gathered, where ZeRO-3 does)"
-        )
+        expected = f"one logit for each query head, shape ({query_heads},)"
+        advice = "pass the whole parameter: of all Ulysses ranks' heads, and gathered under ZeRO-3"
+        raise RingShapeError.wrong("sinks", expected, f"shape {tuple(sinks.shape)}", advice)
     if sinks.dtype not in DTYPES or sinks.device != q.device:
-        raise RingShapeError(
-            f"sinks: expected a floating dtype (float64 to float16) on {q.device} like q, got {sinks.dtype}"
-            f" on {sinks.device}; cast or move them"
-        )
+        expected = f"a floating dtype (float64 to float16) on {q.device} like q"
+        raise RingShapeError.wrong("sinks", expected, f"{sinks.dtype} on {sinks.device}", "cast or move them")
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks_H: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -283,7 +283,7 @@ WRONG = {
     "no tensor": Wrong(put(v=None), TYPED, ("v: expected a tensor, got NoneType",)),
     "sparse": Wrong(on("k", do=Tensor.to_sparse), TYPED, ("k: expected a dense tensor", "to_dense")),
     "layout of other tokens": Wrong(
-        layout(tokens=128), TYPED, ("the layout has 64 slots per rank, got q with 32", "shard_sequence")
+        layout(tokens=128), TYPED, ("expected 64 slots per rank", "got q with 32", "shard_sequence")
     ),
     "layout of other tokens, all": Wrong(layout(tokens=128), TYPED, ("64 slots", "32"), ALL),
     "layout for another ring": Wrong(
@@ -440,7 +440,7 @@ def heads_over_ulysses(rank: int, world_size: int) -> Refusal:
 
 
 def test_heads_that_ulysses_cannot_split(rank_pool: Pool) -> None:
-    says = ("2 K/V heads (of 8 query heads) are not divisible by ulysses_size 4", "use a divisor of 2")
+    says = ("expected a divisor of 2 K/V heads (of 8 query heads), got 4", "use a divisor of 2")
     for found in outcomes(rank_pool(4), heads_over_ulysses):
         check_refusal(found, TYPED, says)
 

@@ -19,7 +19,8 @@ from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingPatternError
 from ds_ring.layers.scan.sequence_runs import Piece, SequenceRuns, pieces, sequence_runs
 from ds_ring.masks.documents import Documents
-from ds_ring.ops.context import cached_context, check_layout
+from ds_ring.ops.checks import check_layout
+from ds_ring.ops.context import cached_context
 from ds_ring.ops.handles import constant_in_graphs, new_handle, number_of
 from ds_ring.schedule.layout import Layout
 
@@ -125,7 +126,7 @@ def scan_context(
     check_mesh(mesh)
 
     def make() -> ScanContext:
-        check_layout(layout, mesh)
+        check_layout(layout, mesh.ring_size)
         if documents is not None and documents.tokens != layout.tokens:
             raise RingPatternError.wrong(
                 "documents",

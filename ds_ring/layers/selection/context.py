@@ -5,8 +5,8 @@ from __future__ import annotations
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops.checks import check_not_transformed
-from ds_ring.ops.context import RingContext, check_layout, context_for
+from ds_ring.ops.checks import check_layout, check_not_transformed
+from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import Layout
 
@@ -22,5 +22,6 @@ def selection_context(
     check_not_transformed("ring_select and what is built on it")
     if mesh.ulysses_size > 1:
         raise RingConfigError.wrong("ring_select", "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
-    check_layout(layout, mesh)  # no name, which stands for different layouts beside different patterns
+    # No name: it stands for different layouts beside different patterns.
+    check_layout(layout, mesh.ring_size)
     return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s))

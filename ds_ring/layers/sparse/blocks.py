@@ -21,8 +21,7 @@ from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
-from ds_ring.ops.context import check_layout
+from ds_ring.ops.checks import check_heads, check_keys, check_layout, check_operand, check_tensors
 from ds_ring.schedule.layout import Layout
 
 
@@ -106,7 +105,7 @@ def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, A
     """Raise for tensors that do not fit each other or the layout, and for a mesh with Ulysses ranks."""
     if mesh.ulysses_size > 1:
         raise RingConfigError.wrong(name, "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
-    check_layout(layout, mesh)
+    check_layout(layout, mesh.ring_size)
     for what, x in named:
         check_operand(what, x)
     q, k, v = (x for _, x in named)

@@ -75,5 +75,5 @@ def test_what_fits_is_cut_and_put_together() -> None:
 def test_a_layout_of_another_ring_is_refused() -> None:
     """Also where a shard of it has as many tokens as the tensor."""
     for call, tokens in ((gather_sequence, 4), (shard_sequence, 8)):
-        with pytest.raises(RingLayoutError, match=r"expected a layout for 1 ranks .*got one for 2"):
+        with pytest.raises(RingLayoutError, match=r"layout: expected one for 1 ranks .*got one for 2"):
             call(torch.zeros(tokens, 3), OTHER, mesh=MESH, dim=0)
