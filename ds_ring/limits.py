@@ -13,6 +13,7 @@ MAX_RANKS = 1 << 20
 MAX_HEADS = 1 << 16
 MAX_BYTES = 1 << 53  # of an option: a float's whole numbers
 MAX_BLOCK = 1 << 31  # tokens on a side of a mask block
+ABORT_S = 30.0  # until process groups that are blocked are aborted, all together
 MAX_SECONDS = 1e8  # three years: what timers, sockets and timedelta take
 
 

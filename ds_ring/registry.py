@@ -98,6 +98,11 @@ MERGES = {
     "cuda": "ds_ring.kernels.triton.merge.launch",
 }
 
+# What enforces the deadlines of messages that a stream waits for; without a row nothing does.
+WATCHDOGS = {
+    "cuda": "ds_ring.health.watchdog.WorkWatchdog",
+}
+
 
 class PassRow(NamedTuple):
     """Say where a pass is made, and what others must know before it is imported.

@@ -112,6 +112,9 @@ CAPABILITIES = {
         named=1,
         why="a refusal of queries that are no shard says what takes them",
     ),
+    "watchdog of GPU waits": Capability(
+        ("health.watchdog",), ("dist/test_checkpoint.py",), words=r"health\.watchdog|\babort_groups"
+    ),
     "simulation": Capability(
         ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),

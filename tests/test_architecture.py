@@ -34,7 +34,7 @@ CORE = [
     ["masks"],
     ["config"],
     ["schedule"],
-    ["health"],
+    ["health.client", "health.failure_detector", "health.joining", "health.rendezvous", "health.whereabouts"],
     ["comm"],
     [
         "kernels.interface",
@@ -57,6 +57,7 @@ CAPABILITIES = [
         "transports",
         "layers",
         "decode",
+        "health.watchdog",
         "memory",
         "measure",
         "simulation",
@@ -365,7 +366,7 @@ def test_every_pattern_is_public() -> None:
                 f"ds_ring.{one}"
                 for one in (
                     "codecs",
-                    "comm.watchdog",
+                    "health.watchdog",
                     "config.section",
                     "decode",
                     "health.failure_detector.verdicts",

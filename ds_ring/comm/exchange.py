@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_ring.comm.in_flight import Pending
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh, WorkWatchdog
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-
-if TYPE_CHECKING:
-    from ds_ring.comm.watchdog import WorkWatchdog
+from ds_ring.registry import WATCHDOGS, load
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -88,11 +86,10 @@ class Exchange:
         self._header_routes: list[Route] | None = None
 
     @cached_property
-    def _work_watchdog(self) -> WorkWatchdog:
+    def _work_watchdog(self) -> WorkWatchdog | None:
         # Loaded for messages between GPUs alone: with gloo the host waits.
-        from ds_ring.comm.watchdog import WorkWatchdog
-
-        return WorkWatchdog.of(self.mesh)
+        found: WorkWatchdog | None = load(WATCHDOGS["cuda"]).of(self.mesh) if "cuda" in WATCHDOGS else None
+        return found
 
     @property
     def deadline_s(self) -> float:

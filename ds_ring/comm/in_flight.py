@@ -1,7 +1,7 @@
 """Hold a batch of messages in flight, and wait for it: on the host, or on a GPU in the current stream.
 
-Owns the tensors that torch still reads or writes. `waiting.py` owns the host's wait, `watchdog.py` the
-deadline of a wait in a stream.
+Owns the tensors that torch still reads or writes. `waiting.py` owns the host's wait, a watchdog
+(`health/watchdog.py`) the deadline of a wait in a stream.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.mesh import RingMesh, WorkWatchdog
 from ds_ring.comm.streams import Streams
 from ds_ring.comm.waiting import (
     DEVICE_ERROR,
@@ -29,9 +29,6 @@ from ds_ring.comm.waiting import (
 from ds_ring.errors import RingBufferError, RingPeerError
 from ds_ring.health.client import keep_for_ever
 
-if TYPE_CHECKING:
-    from ds_ring.comm.watchdog import WorkWatchdog
-
 
 @dataclass(slots=True, eq=False)
 class Pending:
@@ -42,7 +39,7 @@ class Pending:
         timeout_s: seconds that the batch may take.
         sent, received, group: the tensors, and what carries them: a process group, or shared memory of CUDA
             (`shared_memory.py`). It is aborted if the batch fails.
-        watchdog: holds the deadline if a stream waits; None if the host waits.
+        watchdog: holds the deadline if a stream waits; None if there is none, or the host waits.
         streams: the streams that wait; None if the host waits.
         came: returns whether the device has reached the wait.
         arrived: returns whether the device has passed the wait: the works are done or have failed.
@@ -79,8 +76,8 @@ class Pending:
         if self._over:  # without overlap a batch is waited for twice
             return
         sent, versions, watchdog = self.sent, self._versions, self.watchdog
-        if watchdog is not None:
-            self._wait_on_device(watchdog)
+        if self.streams is not None:
+            self._wait_on_device(self.streams)
         elif self.works:
             try:
                 wait_for(self.works, self.peers, self.mesh, self.site, self.deadline)
@@ -106,10 +103,8 @@ class Pending:
             self._over, self.sent, self.received = True, (), ()
             self.watchdog.add(self)  # it has no marks, so its works are queried
 
-    def _wait_on_device(self, watchdog: WorkWatchdog) -> None:
+    def _wait_on_device(self, streams: Streams) -> None:
         """Make the current stream wait for the works, and record a mark before and after; does not block."""
-        streams = self.streams
-        assert streams is not None, "a watchdog without streams"
         self.came = partial(streams.reached, streams.mark())
         done = 0
         try:

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypedDict, Unpack
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ from ds_ring.limits import Limit, Timeouts
 from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
-    from ds_ring.comm.watchdog import WorkWatchdog
+    from ds_ring.comm.in_flight import Pending
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
 # their tensors. A forked child would use its parent's sockets.
@@ -89,6 +89,16 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
     per_ring = True
 
 
+class WorkWatchdog(Protocol):
+    """Enforces the deadlines of messages that a stream waits for; `registry.WATCHDOGS` names one."""
+
+    def add(self, batch: Pending) -> None:
+        """Watch over a batch from now on."""
+
+    def synchronize(self, mesh: RingMesh) -> None:
+        """Wait until all batches so far are over, and raise if one has failed."""
+
+
 class MeshState:
     """Hold whether a mesh can be used, and by which thread it is used now.
 
@@ -133,7 +143,9 @@ class MeshState:
             got = f"one that process {self.process} made before it forked"
             raise RingMeshError.wrong("mesh", expected, got, "start ranks by spawn, and make a mesh in each")
         if self.closed:
-            raise RingMeshError.wrong("mesh", "an open one", "one after mesh.close()", "make another one")
+            raise RingMeshError.wrong(
+                "mesh", "an open one", "one after mesh.close()", "use RingMesh.from_world"
+            )
 
     def refuse_thread(self, detector: DetectorClient | None) -> NoReturn:
         """Tell the other ranks of two threads in a call, whose messages may be mixed up, and raise.

@@ -269,7 +269,7 @@ WRONG = {
         on("k", "v", do=lambda x: x[..., :8]), TYPED, ("(2, 4, 32, 8)", "head_dim (dim 3)")
     ),
     "heads no multiple": Wrong(
-        on("k", "v", do=lambda x: x[:, :3]), TYPED, ("a multiple of K/V heads: got 8 and 3", "grouped-query")
+        on("k", "v", do=lambda x: x[:, :3]), TYPED, ("a multiple of K/V heads, got 8 and 3", "grouped-query")
     ),
     "empty": Wrong(on(*QKV, do=lambda x: x[:, :, :0]), TYPED, ("(2, 8, 0, 16)", "at least a slot")),
     "empty batch, all": Wrong(on(*QKV, do=lambda x: x[:0]), TYPED, ("(0, 8, 32, 16)",), ALL),

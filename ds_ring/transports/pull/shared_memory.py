@@ -35,8 +35,8 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import POLL_S, CallSite, first_line
-from ds_ring.comm.watchdog import ABORT_S
 from ds_ring.errors import RingBufferError, RingConfigError
+from ds_ring.limits import ABORT_S
 
 READY, TAKEN = 0, 1  # signals; on CUDA the channels of a signal pad
 _SIGNAL = struct.Struct("=Bq")  # kind and number

@@ -337,7 +337,7 @@ def wrong_shapes(rank: int, world_size: int, what: str, compiled: bool) -> tuple
     [
         ("heads", "latent: expected [batch, 1, tokens, L], got several heads"),
         ("dimensions", "latent: expected [batch, 1, tokens, L], got 3 dimensions"),
-        ("queries", "a multiple of K/V heads: got 3 and 2"),
+        ("queries", "a multiple of K/V heads, got 3 and 2"),
     ],
 )
 def test_what_is_no_latent_is_refused_beside_ulysses(

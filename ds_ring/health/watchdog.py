@@ -23,6 +23,7 @@ from ds_ring.comm.waiting import (
 )
 from ds_ring.errors import RingPeerError
 from ds_ring.health.client import keep_for_ever
+from ds_ring.limits import ABORT_S
 
 if TYPE_CHECKING:
     from ds_ring.comm.in_flight import Pending
@@ -66,9 +67,11 @@ class WorkWatchdog:
     @classmethod
     def of(cls, mesh: RingMesh) -> WorkWatchdog:
         """Return the watchdog of a mesh, made at the first call."""
-        if mesh.state.work_watchdog is None:
-            mesh.state.work_watchdog = cls()
-        return mesh.state.work_watchdog
+        found = mesh.state.work_watchdog
+        if found is None:
+            found = mesh.state.work_watchdog = cls()
+        assert isinstance(found, cls)
+        return found
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on, which holds no tensor any more; returns at once."""
@@ -183,10 +186,6 @@ def _is_over(one: Pending) -> bool:
 # own, so ncclGroupStart and ncclGroupEnd around several calls of `abort` do not join them. Here each group is
 # aborted in a thread of its own, all of them are started before the first is waited for, and the wait has a
 # deadline. A group that cannot be aborted is logged.
-
-ABORT_S = 30.0  # for all aborts together
-
-
 def abort_groups(stuck: Iterable[tuple[RingMesh, Any]]) -> None:
     """Abort those of the groups that their mesh has made, once; [Note: which groups are aborted]."""
     tasks: list[Task] = []
