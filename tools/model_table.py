@@ -73,9 +73,7 @@ def newest_in(index: str) -> str:
     """Return the newest release in what `pip index versions` printed."""
     found = re.search(r"^transformers \(([\d.]+)\)", index, re.MULTILINE)
     if found is None:
-        raise SystemExit(
-            f"pip index versions transformers: expected a version, got {index!r}; is there a network?"
-        )
+        raise SystemExit(f"pip index versions: expected a version of transformers, got {index!r}")
     return found[1]
 
 

@@ -140,7 +140,7 @@ def _check(q: Tensor, k: Tensor, dropout_p: float, is_causal: bool, context: Any
     for name in ("ring_anything", "ulysses_anything"):
         if getattr(context, name):
             raise RingConfigError(
-                f"ContextParallelConfig: expected {name}=False, got True; pad the inputs to equal shards"
+                f"ContextParallelConfig: expected {name}=False, got True; pad to equal shards"
             )
     if is_causal and q.shape[2] != k.shape[2]:
         raise RingPatternError(f"is_causal: expected {q.shape[2]} keys, as queries, got {k.shape[2]}")

@@ -220,35 +220,30 @@ class MultiheadRingAttention(nn.Module):
             if x.dim() != 3 or x.shape[2] != self.embed_dim:
                 order = "batch, tokens" if self.batch_first else "tokens, batch"
                 raise RingShapeError(
-                    f"{name}: expected [{order}, embed_dim] with embed_dim {self.embed_dim}, got shape"
-                    f" {tuple(x.shape)}; add a batch of 1 with unsqueeze, or project to embed_dim"
+                    f"{name}: expected [{order}, {self.embed_dim}], got {list(x.shape)}; unsqueeze it"
                 )
             if x.shape != query.shape:
                 raise RingShapeError(
-                    f"{name}: expected the query's shape {tuple(query.shape)}, got {tuple(x.shape)}; for few"
-                    " queries call ds_ring.decode_attention"
+                    f"{name}: expected {[*query.shape]}, as the query, got {[*x.shape]}; see decode_attention"
                 )
             dtype = self.in_proj_weight.dtype
             if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
                 raise RingShapeError.wrong(name, f"the parameters' {dtype}", f"{x.dtype}", "use autocast")
         if need_weights is not False:
-            raise RingConfigError(
-                f"need_weights: expected False, got {shown(need_weights)}: no rank holds a row of weights;"
-                " use return_lse=True of ds_ring.RingAttention: a weight is exp(score - lse)"
+            raise RingConfigError.wrong(
+                "need_weights", "False", need_weights, "use return_lse=True of ds_ring.RingAttention"
             )
         if attn_mask is not None:
-            raise RingPatternError(
-                f"attn_mask: expected None, got {type(attn_mask).__name__}; pass pattern=ds_ring.Causal(), or"
-                " ds_ring.MaskMod(fn) for any mask, when the module is made"
+            raise RingPatternError.wrong(
+                "attn_mask", "None", type(attn_mask).__name__, "make the module with pattern=MaskMod(fn)"
             )
         if key_padding_mask is not None:
-            raise RingPatternError(
-                f"key_padding_mask: expected None, got {type(key_padding_mask).__name__}; leave it out for"
-                " padding on the right of causal attention, else use pattern=ds_ring.Documents(ids)"
+            raise RingPatternError.wrong(
+                "key_padding_mask", "None", type(key_padding_mask).__name__, "use ds_ring.Documents(ids)"
             )
         if is_causal is not None and is_causal is not self._is_causal:
             raise RingPatternError.wrong(
-                "is_causal", f"None or {self._is_causal}", is_causal, "make the module with another pattern"
+                "is_causal", f"None or {self._is_causal}", is_causal, "make another module"
             )
 
     def extra_repr(self) -> str:
@@ -259,23 +254,21 @@ def _pattern(pattern: object, segment_lengths: Any, dilation_rates: Any) -> Any:
     """Return the pattern that was given, or the dilated one of LongNet, unchecked: others check their own."""
     if (pattern is None) == (segment_lengths is None):
         got = "neither" if pattern is None else "both"
-        raise RingConfigError(
-            f"{_NAME}: expected either pattern or segment_lengths, got {got}; pass pattern=ds_ring.Causal(),"
-            " Full() for every token, or segment_lengths=(2048, 4096, 8192) for LongNet"
+        raise RingConfigError.wrong(
+            _NAME, "either pattern or segment_lengths", got, "pass pattern=ds_ring.Causal() or Full()"
         )
     if segment_lengths is None:
         if dilation_rates is not None:
             raise RingConfigError.wrong(
-                f"{_NAME}: dilation_rates", "None with a pattern", dilation_rates, "pass ds_ring.Dilated(...)"
+                _NAME, "no dilation_rates with a pattern", dilation_rates, "pass ds_ring.Dilated"
             )
         return pattern
     if dilation_rates is None:
         one_each = range(1, len(segment_lengths) + 1) if isinstance(segment_lengths, (list, tuple)) else ()
         lengths = Dilated(segment_lengths, tuple(one_each)).segment_lengths  # checked
         if any(length % lengths[0] for length in lengths):
-            raise RingPatternError(
-                f"{_NAME}: segment_lengths: expected multiples of the first, {lengths[0]}, got"
-                f" {list(lengths)}; pass dilation_rates as well"
+            raise RingPatternError.wrong(
+                _NAME, f"multiples of {lengths[0]}", list(lengths), "pass dilation_rates as well"
             )
         dilation_rates = tuple(length // lengths[0] for length in lengths)
     return Dilated(segment_lengths, dilation_rates)

@@ -88,9 +88,8 @@ def _pattern_of(causal: bool, window_size: Sequence[int]) -> Pattern:
     if causal or behind == 0:
         return SlidingWindow(before + 1)
     if before != behind:
-        raise RingConfigError(
-            f"window_size: expected one number for both sides without causal=True, got {(before, behind)};"
-            " call ds_ring.ring_attention with a pattern of your own"
+        raise RingConfigError.wrong(
+            "window_size", "two equal numbers, or causal=True", str((before, behind)), "pass a pattern"
         )
     return SlidingWindow(before + 1, causal=False)
 
@@ -370,8 +369,8 @@ def create_ring_flash_attention_forward(
                 f"{'' if attention_mask is None else ' and a mask'}; call update_ring_flash_attn_params first"
             )
         if "cu_seqlens_q" not in DATA_PARAMS:
-            raise RingConfigError(
-                "expected the documents of the batch, got none; call update_ring_flash_attn_params first"
+            raise RingConfigError.wrong(
+                "cu_seqlens", "the batch's", "none", "call update_ring_flash_attn_params first"
             )
         lengths = _of_all[DATA_PARAMS["cu_seqlens_q"]]
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)

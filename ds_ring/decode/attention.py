@@ -90,10 +90,8 @@ def check_context(context: RingContext) -> None:
     """Raise RingConfigError for a mesh, or options, that have no effect where K/V do not move."""
     mesh, options = context.mesh, context.options
     if mesh.ulysses_size > 1:
-        raise RingConfigError(
-            f"decode_attention: expected a mesh with ulysses_size 1, got {mesh.ulysses_size}; no K/V move, so"
-            " splitting heads gains nothing: shard K/V with a mesh and a layout of ring_size"
-            f" {mesh.sequence_size} for this call"
+        raise RingConfigError.wrong(
+            "decode_attention", "a mesh with ulysses_size 1", mesh.ulysses_size, "use ring_size"
         )
     fields, names = type(options).model_fields, ["gradient_payload", "kv_payload"]
     for name in names if options.has_hops else ["transport"]:

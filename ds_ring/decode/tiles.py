@@ -38,24 +38,18 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
         if isinstance(pattern, Full):
             return np.arange(queries, dtype=np.int64)
         if queries > layout.tokens:
-            raise RingShapeError(
-                f"{queries} replicated queries cannot be the last of {layout.tokens} positions; pass at most"
-                f" {layout.tokens} queries, or q_positions=[...], or Full() for cross attention"
+            raise RingShapeError.wrong(
+                "q", f"at most {layout.tokens} queries (positions)", queries, "pass q_positions, or Full()"
             )
         return np.arange(layout.tokens - queries, layout.tokens, dtype=np.int64)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise RingShapeError(
-            f"q_positions: expected a 1-D list of integers, got {given.dtype} of shape {given.shape}"
-        )
+        raise RingShapeError(f"q_positions: expected integers [Q], got {given.dtype} {list(given.shape)}")
     if len(given) != queries:
-        raise RingShapeError(
-            f"q_positions: expected {queries} positions, one for each query (dim 2 of q), got {len(given)}"
-        )
+        raise RingShapeError(f"q_positions: expected {queries}, as queries (dim 2 of q), got {len(given)}")
     outside = given[(given < 0) | (given >= layout.tokens)]
     if len(outside):
-        raise RingShapeError(
-            f"q_positions: expected positions 0 to {layout.tokens - 1}, those of the layout,"
-            f" got {int(outside[0])}; count from the start of the sequence, and with Full() leave them out"
+        raise RingShapeError.wrong(
+            "q_positions", f"0 to {layout.tokens - 1}", int(outside[0]), "count from the first token"
         )
     return given.astype(np.int64)
 

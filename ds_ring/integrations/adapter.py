@@ -322,7 +322,6 @@ def imports_of(feature: str, package: str) -> Iterator[None]:
     except ImportError as error:
         raise RingConfigError(
             f"{feature}: expected another version of {package}, got {version(package)}: {error}; install one"
-            f" that ds_ring allows, or do without {feature}"
         ) from error
 
 

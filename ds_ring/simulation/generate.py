@@ -68,10 +68,8 @@ class GeneratedSource:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise RingShapeError(f"GeneratedSource: {name}: expected a positive integer, got {size!r}")
         if max(head_dim, v_head_dim) > SCRATCH_WORDS * WORD_VALUES:
-            raise RingShapeError(
-                f"GeneratedSource: head_dim: expected at most {SCRATCH_WORDS * WORD_VALUES}, got"
-                f" {max(head_dim, v_head_dim)}; use a smaller one"
-            )
+            most = SCRATCH_WORDS * WORD_VALUES
+            raise RingShapeError(f"head_dim: expected at most {most}, got {max(head_dim, v_head_dim)}")
         if dtype not in DTYPES:
             raise RingShapeError(f"GeneratedSource: dtype: expected one of {DTYPES}, got {dtype!r}")
         if not isinstance(seed, int) or not 0 <= seed <= MASK:

@@ -275,9 +275,8 @@ def _checked_source(
     source = _source_of(q, k, v, grad_out)
     sizes = source.geometry
     if sizes.tokens != layout.tokens:
-        raise RingShapeError(
-            f"expected a layout for {sizes.tokens} tokens (those of q), got one for {layout.tokens} tokens;"
-            f" pass global tensors of all tokens, or make the layout with tokens={sizes.tokens}"
+        raise RingShapeError.wrong(
+            "layout", f"{sizes.tokens} tokens, as q has", layout.tokens, "pass global tensors"
         )
     pattern.check(sizes.tokens, sizes.batch, sizes.query_heads, "cpu")
     return source
@@ -300,14 +299,11 @@ def _source_of(
     check_tensors(q, k, v)
     check_heads(q.shape[1], k.shape[1], 1)
     if q.shape[2] != k.shape[2]:
-        raise RingShapeError(
-            f"expected q and k of one length, got {q.shape[2]} and {k.shape[2]} tokens; pass global tensors"
-        )
+        raise RingShapeError(f"expected q and k of one length, got {q.shape[2]} and {k.shape[2]} tokens")
     shape = (*q.shape[:3], v.shape[3])
     if isinstance(grad_out, Tensor) and (grad_out.shape, grad_out.dtype) != (shape, q.dtype):
         raise RingShapeError(
-            f"grad_out: expected {shape} of {q.dtype}, as the output, got {tuple(grad_out.shape)} of"
-            f" {grad_out.dtype}"
+            f"grad_out: expected {shape} of {q.dtype}, got {tuple(grad_out.shape)} of {grad_out.dtype}"
         )
     return TensorSource(q, k, v, grad_out if isinstance(grad_out, Tensor) else None)
 

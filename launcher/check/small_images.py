@@ -140,7 +140,7 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
     base: Any = model.base_model
     if not hasattr(base, "get_image_features"):
         raise RingConfigError.wrong(
-            model.config.model_type, "get_image_features for images", "a model without", "leave images out"
+            model.config.model_type, "get_image_features for images", "none", "leave images out"
         )
     try:
         images = _images(model, seed)
@@ -150,8 +150,7 @@ def add_images(batch: Batch, model: PreTrainedModel, seed: int) -> Batch:
             counts = _counts(base.get_image_features(**given, return_dict=True))
     except Exception as error:  # of a model type that takes images otherwise
         raise RingConfigError(
-            f"{model.config.model_type}: no images for the small model can be made: {type(error).__name__}:"
-            f' {error}; use "verify_first_batch": true'
+            f"{model.config.model_type}: no images can be made: {type(error).__name__}: {error}"
         ) from error
     ids_BT = batch["input_ids"].clone()
     tokens = ids_BT.shape[1]

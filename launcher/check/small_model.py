@@ -190,16 +190,14 @@ def read_config(source: str) -> PreTrainedConfig:
             + (f" did you mean '{near}'?" if near else " save it by model.config.save_pretrained(folder)")
         )
     if path.is_file() and path.suffix == ".py":
-        raise RingConfigError(
-            f"model: expected a config.json, its folder, or a model type, got the script {source}, which is"
-            ' not run; set "verify_first_batch": true in its run'
+        raise RingConfigError.wrong(
+            "model", "a config.json or a model type", f"the script {source}", 'set "verify_first_batch"'
         )
     values = read_object(path / "config.json" if path.is_dir() else path)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise RingConfigError(
-            f"{source}: model_type: expected one of the installed transformers, got {model_type!r}; no other"
-            " code is run"
+            f"{source}: model_type: expected one of the installed transformers, got {model_type!r}"
         )
     return _made(model_type, values)
 
@@ -223,9 +221,8 @@ def shrink(
     if images:
         text = shrink(config, tokens, layers, changes)
         if text.model_type == config.model_type:
-            raise RingConfigError(
-                f"{config.model_type}: expected parts for text and for the image encoder, got one for both;"
-                " give a config.json that is small already"
+            raise RingConfigError.wrong(
+                config.model_type, "parts for text and images", "one for both", "give a small config.json"
             )
         return _made(config.model_type, shrink_images(config, text.to_dict()))
     try:
@@ -250,14 +247,13 @@ def shrink(
 def _made(model_type: str, values: ConfigValues) -> PreTrainedConfig:
     if model_type.endswith("_assistant"):  # Gemma 4's
         raise RingConfigError.wrong(
-            model_type, "a model that runs by itself", "one that drafts tokens for another", "check that one"
+            model_type, "a model that runs by itself", "one that drafts tokens for another", "check that"
         )
     try:
         made: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(values))
     except Exception as error:  # transformers validates with errors of its own
         raise RingConfigError(
-            f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error};"
-            " correct the config.json"
+            f"{model_type}: transformers cannot make this configuration: {type(error).__name__}: {error}"
         ) from error
     return made
 
@@ -461,9 +457,8 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
         make = getattr(transformers, families[outer])._from_config
     elif config.model_type not in families:
         having = [name for name, one in HEADS.items() if config.model_type in one.families]
-        raise RingConfigError(
-            f"{config.model_type}: expected a model with the head {head}, got none in transformers; use"
-            f" {' or '.join(having) or 'another model'}"
+        raise RingConfigError.wrong(
+            config.model_type, f"the head {head}", "none", f"use {' or '.join(having) or 'another model'}"
         )
     if head == "sequence-classification" and config.pad_token_id is None:
         config.pad_token_id = 0  # transformers asks for one to find the last token of each sample
@@ -476,8 +471,7 @@ def build(config: PreTrainedConfig, head: str, seed: int) -> PreTrainedModel:
         model = make(config, dtype=torch.float32)
     except Exception as error:
         raise RingConfigError(
-            f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}; give a"
-            " small config.json"
+            f"{config.model_type}: the small model cannot be made: {type(error).__name__}: {error}"
         ) from error
     _randomise(model, seed)
     for module in model.modules():

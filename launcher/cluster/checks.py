@@ -48,9 +48,8 @@ def resolve_port(cluster: Cluster, node_rank: int) -> int:
     master_is_here = cluster.hosts[0].name in own_names() if cluster.reaches_out else node_rank == 0
     if master_is_here and not is_free(cluster.master_port):
         port = cluster.master_port
-        raise RingConfigError(
-            f"expected master_port {port} to be free, got a port in use; end that run (ss -ltnp 'sport ="
-            f" :{port}' names it), or leave master_port out"
+        raise RingConfigError.wrong(
+            "master_port", f"{port} to be free", "a port in use", "end that run, or leave master_port out"
         )
     return cluster.master_port
 
@@ -94,9 +93,11 @@ def choose_free_port() -> int:
         port = draw.choice(_CANDIDATES)
         if is_free(port):
             return port
-    raise RingConfigError(
-        f"expected a free port in {_CANDIDATES.start}-{_CANDIDATES.stop}, got none in {_ATTEMPTS} tries; set"
-        " master_port"
+    raise RingConfigError.wrong(
+        "ports",
+        f"one free in {_CANDIDATES.start}-{_CANDIDATES.stop}",
+        f"none in {_ATTEMPTS} tries",
+        "set master_port",
     )
 
 

@@ -107,8 +107,8 @@ def resize(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     require_sizes(options, {"world_size": 2**20, "ring_size": 2**20, "workers": 1024})
     ring = options.ring_size or options.world_size
     if options.world_size % ring:
-        raise RingConfigError(
-            f"--ring-size: expected a divisor of --world-size {options.world_size}, got {ring}; correct it"
+        raise RingConfigError.wrong(
+            "--ring-size", f"a divisor of --world-size {options.world_size}", ring, "correct it"
         )
     # stdout is the answer's: DeepSpeed logs there from its import on.
     with contextlib.redirect_stdout(sys.stderr):

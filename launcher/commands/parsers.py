@@ -124,8 +124,8 @@ def writing_to(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RingConfigError(
-            f"--output: expected a folder that can be written, got {folder}: {error.strerror}"
+        raise RingConfigError.wrong(
+            "--output", "a folder to write to", f"{folder}: {error.strerror}", "name another"
         ) from None
 
 
@@ -135,9 +135,8 @@ def require_packages(command: str, *names: str) -> None:
 
     absent = [name for name in names if find_spec(name) is None]
     if absent:
-        raise RingConfigError(
-            f"{command}: expected {' and '.join(names)}, got no {', '.join(absent)}; pip install"
-            " 'ds_ring[train]'"
+        raise RingConfigError.wrong(
+            command, " and ".join(names), f"no {', '.join(absent)}", "pip install 'ds_ring[train]'"
         )
 
 
@@ -243,9 +242,11 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
     from ds_ring.errors import RingConfigError
 
     if config.pattern.documents:
-        raise RingConfigError(
-            f'{options.command}: expected a pattern without "documents", got true; set it to false, or call'
-            " ds_ring.simulate with Documents(...)"
+        raise RingConfigError.wrong(
+            options.command,
+            'a pattern without "documents"',
+            "true",
+            "call ds_ring.simulate with Documents(...)",
         )
     return pattern_from_config(config)
 

@@ -73,7 +73,6 @@ def _show(status: RunStatus, options: argparse.Namespace) -> None:
         if options.page:
             write_page(options.folder)
     except OSError as error:
-        raise RingConfigError(
-            f"--page: expected to write status.html in {options.folder}, got {error.strerror}; copy the"
-            " folder to where you may write, or leave the option out"
+        raise RingConfigError.wrong(
+            "--page", f"to write to {options.folder}", f"{error.strerror}", "copy the folder, or leave it out"
         ) from None

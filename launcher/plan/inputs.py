@@ -66,9 +66,8 @@ def settings_of(options: argparse.Namespace, say: Callable[[str], None]) -> Trai
         say("the fewest devices that fit")
         found = fewest_devices(setting)
         if found is None:
-            raise RingConfigError(
-                f"--devices: expected a number of {setting.hardware.name} to fit {setting.tokens:,} tokens,"
-                " got none up to 16384; try --fit, or --ulysses-size"
+            raise RingConfigError.wrong(
+                "--devices", f"room for {setting.tokens:,} tokens", "none up to 16384", "try --fit"
             )
         setting = found
     elif options.tokens is None:
@@ -103,7 +102,7 @@ def _sizes(devices: int | None, ring: int | None, ulysses: int) -> tuple[int | N
         ring = max(devices // ulysses, 1)
     if devices % (ring * ulysses):
         raise RingConfigError(
-            f"--devices: expected a multiple of ring size {ring} x Ulysses size {ulysses}, got {devices}"
+            f"--devices: expected a multiple of {ring * ulysses} (ring x Ulysses), got {devices}"
         )
     return devices, ring
 
@@ -246,9 +245,7 @@ def _mapping(whole: _Raw, key: str, prefix: str = "") -> _Raw:
     """Return a sub-section of DeepSpeed's; nothing where it is left out."""
     value = whole.get(key)
     if value is not None and not isinstance(value, dict):
-        raise RingConfigError(
-            f"--config: {prefix}{key}: {sentence('an object {...}', shown(value), 'correct it')}"
-        )
+        raise RingConfigError.wrong(f"--config: {prefix}{key}", "an object {...}", value, "correct it")
     return value or {}
 
 
@@ -281,8 +278,7 @@ def _longest(setting: TrainingSetting) -> TrainingSetting:
         tokens = longest_sequence(setting)
         found = replace(setting, tokens=tokens) if tokens else None
     if found is None:
-        raise RingConfigError(
-            f"--tokens: expected a length that fits {setting.devices} x {setting.hardware.name} at ZeRO"
-            f" {setting.zero.stage}, got none; take more devices"
+        raise RingConfigError.wrong(
+            "--tokens", f"a length that fits {setting.devices} devices", "none", "take more devices"
         )
     return found

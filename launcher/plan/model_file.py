@@ -59,9 +59,7 @@ def model_patterns_of(hf_config: str | None, layers: int | None) -> tuple[Patter
     """
     if hf_config is None:
         if layers is not None and not 1 <= layers <= MAX_LAYERS:
-            raise RingConfigError(
-                f"--layers: {sentence('a number of at least 1', str(layers), 'correct it')}"
-            )
+            raise RingConfigError.wrong("--layers", "a number of at least 1", layers, "correct it")
         return None if layers is None else (None,) * layers
     if layers is not None:
         raise RingConfigError("--layers: expected no number beside --hf-config, got one; leave it out")
@@ -323,8 +321,8 @@ def _head_dim(given: int | None, hidden: int, heads: int) -> int:
     if given is not None:
         return given
     if heads > 0 and hidden % heads:
-        raise RingConfigError(
-            f"model: hidden: expected a multiple of {heads} heads, got {hidden}; give --head-dim"
+        raise RingConfigError.wrong(
+            "model: hidden", f"a multiple of {heads} heads", hidden, "give --head-dim"
         )
     return hidden // max(heads, 1)
 

@@ -60,7 +60,7 @@ class ProfileJob:
         """
         if 0 < self.sizes.tokens < ring_size:
             raise RingConfigError(
-                f"expected at least one token for each of {ring_size} ranks, got {self.sizes.tokens} tokens"
+                f"expected at least one token a rank, got {self.sizes.tokens} for {ring_size} ranks"
             )
         mix = dict(self.mix) or self.pattern
         layout = make_layout(self.layout_name, tokens=self.sizes.tokens, ring_size=ring_size, pattern=mix)

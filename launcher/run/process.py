@@ -157,8 +157,8 @@ def private_folder() -> Iterator[Path]:
     try:
         made = tempfile.TemporaryDirectory(prefix="ds-ring-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise RingConfigError(
-            f"expected a temporary folder, got none ({error.strerror}); set TMPDIR"
+        raise RingConfigError.wrong(
+            "TMPDIR", "a temporary folder", f"none ({error.strerror})", "set it"
         ) from None
     with made as name:
         yield Path(name)

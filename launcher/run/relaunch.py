@@ -429,9 +429,8 @@ class _RelaunchedRun:
         config = read_object(cluster.deepspeed_config)
         ring = ring_for(config, cluster.world_size, slots, smallest)
         if ring is None:
-            raise RingConfigError(
-                f"relaunch: expected a ring of at least {smallest} ranks (smallest_ring_size) on {slots}"
-                " slots that keeps a step's samples, got none; bring hosts back"
+            raise RingConfigError.wrong(
+                "relaunch", f"a ring of {smallest} ranks or more on {slots} slots", "none", "bring hosts back"
             )
         hosts = hosts_for(presence.hosts, ring.world_size)
         say(f"{ring.world_size} ranks are left, {ring.sequence_size} of which share a sequence")

@@ -84,9 +84,8 @@ def _acquire(lock: FileLock, path: Path) -> bool:
         raise _in_use(path, _owner_in_time(path)) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS_HERE:
-            raise RingConfigError(
-                f"run_folder: expected a folder to write to, got {error.strerror} for {lock.lock_file}; use"
-                " another"
+            raise RingConfigError.wrong(
+                "run_folder", "a folder to write to", f"{lock.lock_file}: {error.strerror}", "use another"
             ) from None
         say(f"{path.parent} has no locks ({error.strerror}): only its {path.name} keeps a second launch away")
         return False

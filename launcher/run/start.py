@@ -78,8 +78,7 @@ def _environment_files(cluster: Cluster, invocation: Invocation) -> Iterator[Inv
         if missing:
             names = "; ".join(f"{name}: {why}" for name, why in missing.items())
             raise HostsMissing(
-                f"hosts: expected every host to take the ranks' environment by ssh, got {names}; allow ssh"
-                " without a password"
+                f"hosts: expected the environment to pass ssh, got {names}; allow ssh without a password"
             )
         yield replace(invocation, environment={**invocation.environment, ENVIRONMENT_FILE: path})
     finally:

@@ -67,8 +67,7 @@ class Clock:
         other = next((rank for rank, one in enumerate(texts) if one != texts[0]), None)
         if other is not None:
             raise RingMismatchError(
-                f"tune: expected the same request on all ranks, got {texts[0]} on rank 0 and {texts[other]}"
-                f" on rank {other}; use the same arguments and file"
+                f"tune: expected one request, got {texts[0]} on rank 0 and {texts[other]} on rank {other}"
             )
 
     def ranks_here(self) -> int:

@@ -109,14 +109,12 @@ def request_from(
             raise RingConfigError(f"{name}: expected one of {', '.join(words)}, got {word!r}; choose one")
     if heads % kv_heads:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise RingConfigError(
-            f"kv-heads: expected a number that divides {heads} heads, got {kv_heads}; use one of {fits}"
-        )
+        raise RingConfigError.wrong("kv-heads", f"a divisor of {heads} heads", kv_heads, f"use one of {fits}")
     base = _base_of(whole, world_size)
     base.validate_world(world_size)
     if tokens < base.sequence_parallel_size:
         raise RingConfigError(
-            f"tokens: expected at least one for each of {base.sequence_parallel_size} ranks, got {tokens}"
+            f"tokens: expected at least {base.sequence_parallel_size}, one a rank, got {tokens}"
         )
     if model_patterns is None:
         model_patterns = (None,) * max([1, *(layer + 1 for layer in named_patterns(base))])

@@ -137,8 +137,8 @@ def require_writable(path: Path, option: str) -> None:
         raise RingConfigError(f"{option}: expected a file's name, got {str(path)[:80]!r}: {error}") from None
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         got = "a folder" if path.is_dir() else "no folder" if not folder.is_dir() else "one that is not ours"
-        raise RingConfigError(
-            f"{option} {path}: expected a file in a folder that can be written to, got {got}; choose another"
+        raise RingConfigError.wrong(
+            f"{option} {path}", "a file in a folder to write to", got, "choose another"
         )
 
 

@@ -103,7 +103,7 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
     clock.require_equal(str(request))
     if dist.get_world_size() != request.world_size:
         raise RingMeshError(
-            f"tune: expected {request.world_size} ranks, as the request says, got {dist.get_world_size()}"
+            f"tune: expected {request.world_size} ranks (the request's), got {dist.get_world_size()}"
         )
     passes = Passes(request, clock)
     try:

@@ -345,9 +345,9 @@ REFUSED = {
     "other lengths": ("RingMismatchError", "lengths of the samples", False),
     "shorter": ("RingShapeError", "in input_ids of sample 7", True),
     "positions": ("RingPatternError", "position_ids in sample 7", True),
-    "no labels": ("RingShapeError", "the same tensors in all samples", True),
+    "no labels": ("RingShapeError", "in each sample", True),
     "no configuration": ("RingConfigError", "Linear without layers", False),
-    "compile": ("RingConfigError", "compiled for one ring", False),
+    "compile": ("RingConfigError", "false in a compiled graph", False),
 }
 
 

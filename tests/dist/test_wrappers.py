@@ -333,7 +333,7 @@ def test_a_wrapper_trains_as_on_one_process(rank_pool: Any, case: str, stage: in
         ("last token", {}, "compiled", "RingConfigError", "do not compile it, or let the module return"),
         ("last token", {}, "sum", "RingConfigError", '"gradient_allreduce_op": "sum" would count'),
         ("last token", {"min_sequence_length": 64}, "", "RingConfigError", '"min_sequence_length": 0'),
-        ("prompt of its own", {}, "", "RingShapeError", "add tokens to the batch before it is sharded"),
+        ("prompt of its own", {}, "", "RingShapeError", "expected the batch's"),
         ("shifts labels", {}, "", "RingShapeError", "shift_labels to be used as they are"),
     ],
 )

@@ -364,7 +364,10 @@ WRONG = {
         latents(up_projection=lambda x: x[: 8 * 12]), TYPED, ("E of at least 1", "(96, 16)")
     ),
     "up-projection of another dtype, all": Wrong(
-        latents(up_projection=Tensor.half), TYPED, ("up_projection: expected q's dtype", "torch.float16"), ALL
+        latents(up_projection=Tensor.half),
+        TYPED,
+        ("up_projection: expected torch.float32 on cpu, as q", "torch.float16"),
+        ALL,
     ),
     "up-projection no tensor": Wrong(
         latents(up_projection=Tensor.tolist), TYPED, ("up_projection: expected a tensor, got list",)
@@ -372,7 +375,7 @@ WRONG = {
     "latents of several heads": Wrong(
         latents(k=lambda x: x.expand(-1, 2, -1, -1), v=lambda x: x.expand(-1, 2, -1, -1)),
         TYPED,
-        ("latent: expected [batch, 1, tokens, L], got several heads", "unsqueeze(1)"),
+        ("latent: expected [batch, 1, tokens, L], got several heads", "what all heads share"),
     ),
     "rotary key wider than queries": Wrong(
         latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)

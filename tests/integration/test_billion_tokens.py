@@ -90,7 +90,7 @@ def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
     job.state_file(tmp_path, 0).save(*job.restored(tmp_path, 0))
     assert not (tmp_path / "worker_0.partial").exists()
     job.restored(tmp_path, 0)
-    with pytest.raises(RingConfigError, match="expected this run's state"):
+    with pytest.raises(RingConfigError, match="name another folder"):
         LongRun(tokens=TOKENS, ring_size=16, seed=1).restored(tmp_path, 0)
 
 

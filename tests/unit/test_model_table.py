@@ -46,5 +46,5 @@ def test_a_newer_minor_version_is_seen(tables, newer):
 
 
 def test_an_index_that_does_not_answer_is_told():
-    with pytest.raises(SystemExit, match="is there a network"):
+    with pytest.raises(SystemExit, match="expected a version of transformers"):
         model_table.newest_in("")

@@ -127,8 +127,7 @@ class StateFile:
         with np.load(self.path) as state:
             if str(state["settings"]) != self._text:
                 raise RingConfigError(
-                    f"{self.path}: expected this run's state, {self._text}, got {state['settings']}; remove"
-                    " the folder, or name another"
+                    f"{self.path}: expected {self._text}, got {state['settings']}; name another folder"
                 )
             ledger.done, ledger.sums = state["done"], state["sums"]
             ledger.values = {name: state[f"rows_{name}"] for name in TENSORS}

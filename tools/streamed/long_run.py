@@ -57,13 +57,11 @@ class LongRun:
                 raise RingConfigError(f"{name}: expected a positive number, got {getattr(self, name)}")
         if self.growth < 2 or self.first_segment > self.tokens:
             raise RingConfigError(
-                f"segments: expected one within {self.tokens} tokens and growth of 2 or more, got"
-                f" {self.first_segment} and {self.growth}"
+                f"segments: expected at most {self.tokens}, growth 2, got {self.first_segment}, {self.growth}"
             )
         if self.tokens % self.ring_size or self.ring_size < self.workers:
-            raise RingConfigError(
-                f"ring_size: expected a divisor of {self.tokens} tokens of {self.workers} or more, got"
-                f" {self.ring_size}"
+            raise RingConfigError.wrong(
+                "ring_size", f"{self.workers} or more, dividing {self.tokens}", self.ring_size, "correct it"
             )
 
     @property
@@ -158,8 +156,7 @@ def run(job: LongRun, folder: Path, save_every: int = 8) -> Iterator[Progress]:
                 word = Progress(*pipe.recv())
             except EOFError:
                 raise RingError(
-                    f"worker {pipes[pipe]} ended before its ranks were done; start again to go on from"
-                    f" {folder}"
+                    f"worker {pipes[pipe]} ended before its ranks were done; start again"
                 ) from None
             if word.ring_rank < 0:
                 del pipes[pipe]

@@ -110,10 +110,7 @@ class StreamedRanks:
     def __post_init__(self) -> None:
         sizes = self.source.geometry
         if (sizes.batch, sizes.query_heads, sizes.kv_heads) != (1, 1, 1):
-            raise RingShapeError(
-                f"streamed ranks: expected one batch entry and one head, got {sizes.batch} and"
-                f" {sizes.query_heads} (K/V: {sizes.kv_heads})"
-            )
+            raise RingShapeError(f"streamed ranks: expected one batch entry and one head, got {sizes}")
         if sizes.dtype not in (torch.float32, torch.float64):
             raise RingShapeError.wrong("streamed ranks", "float32 or float64", f"{sizes.dtype}", "convert it")
         self.planner = BlockPlanner(self.pattern.bind((0,), 1, 1), self.layout)

@@ -92,17 +92,14 @@ class Pairs(BatchKind):
             raise RingShapeError(f"labels: expected [samples, tokens], got {list(labels_BD.shape)}")
         if "input_ids" not in decoder and "inputs_embeds" not in decoder:
             if labels_BD is None:  # what some models make of the text then is not the caller's to guess
-                raise RingShapeError(
-                    f"batch: expected labels or decoder_input_ids of an encoder-decoder, got {sorted(given)}"
-                )
+                raise RingShapeError(f"batch: expected labels or decoder_input_ids, got {sorted(given)}")
             decoder["input_ids"] = self._decoder_ids(labels_BD)
         if labels_BD is not None:
             decoder.setdefault("shift_labels", labels_BD)  # aligned as they are
         samples = [token_shape(half)[0] for half in (encoder, decoder)]
         if samples[0] != samples[1]:
             raise RingShapeError(
-                f"batch: expected as many samples in both sequences, got {samples[0]} of the encoder and"
-                f" {samples[1]} of the decoder"
+                f"batch: expected as many samples in both sequences, got {samples[0]} and {samples[1]}"
             )
         mask_BE = encoder.get("attention_mask")
         is_padded = mask_BE is not None and not bool(mask_BE.bool().all())

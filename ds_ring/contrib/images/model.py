@@ -127,8 +127,7 @@ def images_hook(model: PreTrainedModel, session: RingSession) -> Callable[..., A
         images = session.batches.current.whole
         if images is None:
             raise RingShapeError(
-                f"{type(model).__name__}: expected images that were in the batch of engine.ring.shard_batch,"
-                " got others; add them to the batch, where their tokens are counted before it is cut"
+                "images: expected those of the batch, got others; give them to engine.ring.shard_batch"
             )
         mesh, wait_s = session.batches.current.mesh, session.config.hop_timeout_seconds
         given[ENCODED] = {"image": _local_features(base, given, images, mesh, wait_s)}
@@ -206,8 +205,7 @@ def _rows(features: Any) -> Tensor:
 def _check_number(base: Any, features: int, images: ImageTokens) -> None:
     if features != images.tokens:
         raise RingShapeError(
-            f"{type(base).__name__}: expected an image token in the batch for each of {features} features"
-            f" of its images, got {images.tokens}; take ids and images from one processor"
+            f"batch: expected {features} image tokens, got {images.tokens}; use one processor for both"
         )
 
 
@@ -219,7 +217,7 @@ def _share(pixels: dict[str, Tensor], takes: Any, mesh: RingMesh) -> tuple[dict[
         patches_I = grids_IA.prod(dim=1).cpu()
         if int(patches_I.sum()) != len(values):
             raise RingShapeError(
-                f"pixel_values: expected image_grid_thw's {int(patches_I.sum())} patches, got {len(values)}"
+                f"pixel_values: expected {int(patches_I.sum())} patches (image_grid_thw), got {len(values)}"
             )
     elif values.ndim == 5 and "pixel_attention_mask" in takes:
         # Idefics: by sample, and images of zeros where a sample has fewer
@@ -328,8 +326,8 @@ def _axes_of(base: Any) -> Callable[[Batch], Tensor]:
 
     def number(batch: Batch) -> Tensor:
         if batch.get("mm_token_type_ids") is None:
-            raise RingShapeError(
-                "batch: expected mm_token_type_ids with images, got none; use those of the model's processor"
+            raise RingShapeError.wrong(
+                "batch", "mm_token_type_ids with images", "none", "use the model's processor"
             )
         positions_3BT = base.get_rope_index(**{key: batch[key] for key in takes if key in batch})[0]
         return positions_3BT.permute(1, 2, 0).contiguous()

@@ -148,13 +148,12 @@ class RingCoreAttention(nn.Module):
         if attention_mask is not None:
             raise RingPatternError(
                 f"attention_mask: expected None, got {list(attention_mask.shape)}; pass attention_mask=None"
-                " (--no-create-attention-mask-in-dataloader)"
             )
         if mask_type in _CAUSAL:
             return Causal() if self._window is None else SlidingWindow(self._window)
         if mask_type not in _FULL or self._window is not None:
-            raise RingPatternError(
-                f"attn_mask_type: expected causal, padding_causal, padding or no_mask, got {mask_type.name}"
+            raise RingPatternError.wrong(
+                "attn_mask_type", "causal, padding or none", mask_type.name, "use one of these"
             )
         return Full()
 

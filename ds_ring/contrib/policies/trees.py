@@ -53,8 +53,8 @@ class TreeRows(RowKind):
                 " document a root of its own"
             )
         if "labels" in tensors:
-            raise RingShapeError(
-                f"batch: expected shift_labels with {TREE_ENDS}, got labels; use engine.ring.tree_batch"
+            raise RingShapeError.wrong(
+                "batch", "shift_labels with a tree", "labels", "use engine.ring.tree_batch"
             )
         depths = [torch.from_numpy(tree.depths) for tree in trees_of(tensors[TREE_ENDS])]
         tensors.setdefault("position_ids", torch.stack(depths).to(tensors[TREE_ENDS].device))
@@ -104,7 +104,7 @@ class TreeBatch:
         """
         if whole.numel() != self.tree.tokens:
             raise RingShapeError(
-                f"of_rollouts: expected {self.tree.tokens} values, got {list(whole.shape)}; gather them first"
+                f"of_rollouts: expected {self.tree.tokens} values, got {list(whole.shape)}; gather them"
             )
         flat = whole.flatten()
         return [flat[torch.from_numpy(places[:-1]).to(flat.device)] for places in self.places]
@@ -114,9 +114,8 @@ class TreeBatch:
         total = torch.zeros(self.tree.tokens or 0)
         given = [torch.as_tensor(one, dtype=torch.float32) for one in weights]
         if [tuple(one.shape) for one in given] != [one.shape for one in ids]:
-            raise RingShapeError(
-                f"tree_batch: weights: expected one for each token of each rollout, {[len(x) for x in ids]},"
-                f" got shapes {[list(one.shape) for one in given]}"
+            raise RingShapeError.wrong(
+                "tree_batch: weights", f"numbers of {list(map(len, ids))}, as tokens", given, "add the others"
             )
         for one, places in zip(given, self.places, strict=True):
             total[torch.from_numpy(places[:-1])] += one[1:]
@@ -154,8 +153,7 @@ def _token_ids(number: int, given: Any) -> IntArray:
     found = np.asarray(given.cpu() if isinstance(given, Tensor) else given)
     if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
         raise RingShapeError(
-            f"tree_batch: rollout {number}: expected token ids, integers [tokens] with at least one, got"
-            f" {found.dtype} {list(found.shape)}: {shown(given)}"
+            f"tree_batch: rollout {number}: expected token ids, integers [tokens], got {shown(given)}"
         )
     return found.astype(np.int64)
 
@@ -237,9 +235,8 @@ def tree_of(ends_T: IntArray) -> Tree:
         parents.append(above[-1] if above else -1)
         above.append(node)
     if not parents or ends_T[tokens:].any():
-        raise RingPatternError(
-            f"batch[{TREE_ENDS!r}]: expected at least one token, and padding (0) on the right only, got"
-            f" {shown(ends_T.tolist())}"
+        raise RingPatternError.wrong(
+            f"batch[{TREE_ENDS!r}]", "tokens, then padding (0)", ends_T.tolist(), "use engine.ring.tree_batch"
         )
     return Tree(tuple(parents), tuple(lengths.tolist()), len(ends_T))
 
@@ -248,7 +245,6 @@ def trees_of(ends_BT: Tensor) -> list[Tree]:
     """Return the tree of each row."""
     if ends_BT.ndim != 2 or ends_BT.is_floating_point() or ends_BT.dtype == torch.bool:
         raise RingShapeError.wrong(
-            f"batch[{TREE_ENDS!r}]", "integers [samples, tokens]", f"{ends_BT.dtype} {list(ends_BT.shape)}",
-            "use engine.ring.tree_batch",
-        )  # fmt: skip
+            TREE_ENDS, "integers [samples, tokens]", f"{ends_BT.dtype} {[*ends_BT.shape]}", "use tree_batch"
+        )
     return [tree_of(row) for row in ends_BT.cpu().numpy()]

@@ -244,8 +244,7 @@ def _require_one_checkpoint(storage: Storage, digests: Sequence[tuple[str, str]]
     if other is not None:
         first = storage.ranks[0]
         raise RingCheckpointError(
-            f"expected one checkpoint on all ranks, got {digests[first][1]} on rank {first} and"
-            f" {digests[other][1]} on rank {other}; {_SHARE}"
+            f"expected one checkpoint, got {digests[first][1]} and {digests[other][1]} on {other}; {_SHARE}"
         )
 
 

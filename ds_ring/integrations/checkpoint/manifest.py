@@ -542,8 +542,7 @@ def require_alike(what: str, options: dict[str, Any]) -> None:
         first, second = everyones[0], everyones[other]
         name = next(name for name in first if first[name] != second[name])
         raise RingMismatchError(
-            f"{what}: expected the same {name} on all ranks, got {first[name]!r} on rank 0 and"
-            f" {second[name]!r} on rank {other}; pass one value"
+            f"{what}: expected one {name}, got {first[name]!r} on rank 0, {second[name]!r} on {other}"
         )
 
 
@@ -656,7 +655,7 @@ class FolderLocks:
         folder = folder.resolve()
         if self._attempt is not None and folder in self._locks and not self._is_ours(folder):
             raise RingCheckpointError(
-                f"{folder}: expected this to be the job's newest attempt, got a newer one that saves here now"
+                f"{folder}: expected this to be the job's newest attempt, got a newer one"
             )
 
     def _is_ours(self, folder: Path) -> bool:

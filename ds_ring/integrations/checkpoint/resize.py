@@ -74,8 +74,7 @@ def _of_deepspeed(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise RingCheckpointError(
-            f"{folder}: expected the states that DeepSpeed saves, got {type(error).__name__}: {error!s:.200};"
-            " was it saved by another program?"
+            f"{folder}: expected DeepSpeed's states, got {type(error).__name__}: {error!s:.200}"
         ) from None
 
 
@@ -109,8 +108,8 @@ def resize_checkpoint(
     universal = is_universal(folder)
     if universal or not ranks_of(folder):
         kind = "a universal one" if universal else "one without ZeRO's optimizer states (ZeRO 0)"
-        raise RingCheckpointError(
-            f"{folder}: expected a checkpoint of ZeRO 1, 2 or 3, got {kind}; any number of ranks loads it"
+        raise RingCheckpointError.wrong(
+            f"{folder}", "one of ZeRO 1, 2 or 3", kind, "any number of ranks loads it"
         )
     require_weights_only(folder, files_in(folder))
     new, work = tag + SUFFIX, root / f".{tag}.resizing"
@@ -162,22 +161,21 @@ def _require_convertible(folder: Path) -> None:
     per_parameter = [set(state) - {"step"} for state in states["state"].values()]
     if any(names != _ADAM for names in per_parameter):
         got = sorted(set().union(*per_parameter)) or "none"
-        raise RingCheckpointError(
-            f"{folder}: expected an optimizer with the states {sorted(_ADAM)}, got {got}; load the weights"
-            " alone, with load_module_only=True"
+        raise RingCheckpointError.wrong(
+            f"{folder}",
+            f"an optimizer with the states {sorted(_ADAM)}",
+            str(got),
+            "pass load_module_only=True",
         )
     if not stage3:
         return
     groups = [{key: value for key, value in one.items() if key != "params"} for one in states["param_groups"]]
     if any(one != groups[0] for one in groups):
         raise RingCheckpointError(
-            f"{folder}: expected groups of parameters with equal settings at ZeRO 3, got {len(groups)}"
-            " different ones; use ZeRO 2, or one group"
+            f"{folder}: expected equal groups at ZeRO 3, got {len(groups)} different ones; use ZeRO 2"
         )
     if _load_one(folder, "model_states.pt").get("frozen_param_shapes"):
-        raise RingCheckpointError(
-            f"{folder}: expected weights that are all trained at ZeRO 3, got frozen ones; use ZeRO 2"
-        )
+        raise RingCheckpointError.wrong(f"{folder}", "no frozen weights at ZeRO 3", "some", "use ZeRO 2")
 
 
 def _load_one(folder: Path, ending: str) -> dict[str, Any]:

@@ -209,8 +209,7 @@ def exchange_reports(
     while missing := [rank for rank, path in paths.items() if not path.exists()]:
         if time.monotonic() > deadline:
             raise RingCheckpointError(
-                f"{folder}: expected a report of every rank within {limit.seconds:g} s ({limit.key}), got"
-                f" none of rank {missing[0]}"
+                f"{folder}: expected a report in {limit.seconds:g} s ({limit.key}), got none of {missing[0]}"
             )
         time.sleep(_LOOK_SECONDS)
     reports = {rank: _read_report(path) for rank, path in paths.items()} | {storage.rank: report}

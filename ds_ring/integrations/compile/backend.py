@@ -226,8 +226,8 @@ class BackendOptions:
                 raise RingConfigError(f"options: expected some of {', '.join(known)}{why}, got {key!r}{hint}")
         own = {key: given.pop(key) for key in _OF_THE_BACKEND if key in given}
         if own.get("inner", "inductor") not in list_backends(exclude_tags=()):
-            raise RingConfigError(
-                f"options: inner: expected {', '.join(list_backends())}, got {own['inner']!r}"
+            raise RingConfigError.wrong(
+                "options: inner", f"one of {', '.join(list_backends())}", own["inner"], "name one"
             )
         if own.get("masks", "check") not in ("check", "replace"):
             raise RingConfigError(f"options: masks: expected one of check, replace, got {own['masks']!r}")
@@ -247,9 +247,8 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
         raise RingMeshError(f'backend="{NAME}": expected to be told the mesh, got {got}; {_WHAT_TO_PASS}')
     if config is not None:
         if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
-            raise RingConfigError(
-                "options: config: expected a RingConfig, and with it only mesh, layout and pattern, got"
-                f" {type(config).__name__} and {', '.join(given) or 'nothing'}; leave the others out"
+            raise RingConfigError.wrong(
+                "options: config", "it with mesh, layout, pattern alone", sorted(given), "leave others out"
             )
         options = Options.of(config)
         given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}
@@ -262,9 +261,8 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     context_for(pattern, layout, mesh, options)  # raises for a wrong pattern, or a layout of another ring
     # If no mask is read, padding slots cannot be distinguished from tokens.
     if replace_masks and isinstance(layout, str) and mesh.ring_size > 1:
-        raise RingConfigError(
-            f"options: layout: expected a layout of known length with masks='replace', got {layout!r}; pass"
-            f" ds_ring.make_layout({layout!r}, tokens=T, ring_size={mesh.ring_size})"
+        raise RingConfigError.wrong(
+            "options: layout", "a Layout with masks='replace'", layout, "pass ds_ring.make_layout(...)"
         )
     return StaticSource(mesh, pattern, layout, options)
 

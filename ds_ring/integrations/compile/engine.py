@@ -51,17 +51,16 @@ def compile_with_ring(
         raise RingConfigError(f"engine.compile: expected a model of one sequence, got {name}; leave it out")
     if backend == "ds_ring":
         if engine.is_deepcompile_enabled():
-            raise RingConfigError(
-                'compile.deepcompile: expected false beside backend="ds_ring", got true; set it to false'
+            raise RingConfigError.wrong(
+                "compile.deepcompile", "false", "true", 'set it to false for the backend "ds_ring"'
             )
         if engine.is_compiled:
-            raise RingConfigError(
-                'engine.compile(backend="ds_ring"): expected an engine that is not compiled, got one that'
-                " is; call it once"
+            raise RingConfigError.wrong(
+                "engine.compile", "an engine that is not compiled", "one that is", "call it once"
             )
         if session.config.dynamic_ring:
-            raise RingConfigError(
-                "dynamic_ring: expected false where a graph is compiled for one ring, got true"
+            raise RingConfigError.wrong(
+                "dynamic_ring", "false in a compiled graph", "true", "set it to false"
             )
         backend = backend_of(session)
         for one in attached:

@@ -161,8 +161,7 @@ def _as_facts(meaning: Any, node: Node) -> MaskMeaning:
         return meaning
     if isinstance(meaning, TableColumn) and meaning.axis in (QUERY, KEY) and meaning.table[0] != "slots":
         raise RingPatternError(
-            "it hides single tokens (padding): leave it out for padding on the right; other padding takes"
-            " documents"
+            "it hides single tokens (padding): leave it out for padding on the right, else pass documents"
         )
     raise RingPatternError(
         f"it is made by {name_of(node)}{where(node)}, which is not known to be causal, a window or documents"
@@ -379,7 +378,7 @@ def read_sdpa(node: Node, scope: Scope, replace_masks: bool) -> AttentionNode:
     q, k, v = (given.get(name, given.get(long)) for name, long in zip("qkv", _LONG, strict=True))
     if given.get("dropout_p", 0.0) != 0.0:
         raise RingConfigError.wrong(
-            "attention", "dropout_p 0", given["dropout_p"], "set attention_dropout to 0 in the configuration"
+            "attention", "dropout_p 0", given["dropout_p"], "set attention_dropout to 0"
         )
     facts = _facts(given.get("attn_mask"), scope, replace_masks)
     if given.get("is_causal", False) is not False:
@@ -431,7 +430,7 @@ def _mask_mod(block_mask: Any, others: Any, scope: Scope, replace_masks: bool) -
     facts = _facts(output, inner, replace_masks)
     if facts == MaskMeaning() and any(not isinstance(s, int) or s < _NO_TABLES for s in sizes):
         raise RingPatternError(
-            f"its block mask may differ from its mask_mod: build it with create_block_mask. {_WHAT_TO_DO}"
+            f"its block mask may differ from its mask_mod: use create_block_mask. {_WHAT_TO_DO}"
         )
     return facts
 
@@ -475,9 +474,7 @@ def refuse_other_attention(node: Node, name: str) -> None:
         return
     what = str(node.target)
     if ("attention" in what or "attn" in what) and "ds_ring" not in what:
-        raise RingPatternError(
-            f"{what} attends to this rank's tokens only; use attn_implementation='sdpa', which is rewritten"
-        )
+        raise RingPatternError(f"{what} attends to this rank's tokens only; use attn_implementation='sdpa'")
     if name in ("softmax", "_softmax", "_safe_softmax") and _comes_from_a_product(node):
         raise RingPatternError(
             "a softmax of a product of matrices is attention written out, over this rank's tokens only; use"
@@ -521,8 +518,7 @@ def _checked(
             shapes[name] = list(fake.shape)
             if fake.ndim != 4:
                 raise RingShapeError(
-                    f"attention{where(node)}: {name}: expected [batch, heads, tokens, head_dim], got"
-                    f" {shapes[name]}"
+                    f"attention{where(node)}: {name}: expected four dimensions, got {shapes[name]}"
                 )
     q, k = shapes.get("q"), shapes.get("k")
     if q is not None and k is not None and str(q[2]) != str(k[2]):

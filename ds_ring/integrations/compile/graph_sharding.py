@@ -193,9 +193,8 @@ def check_positions(positions: Tensor, sharding: GraphSharding) -> None:
     mine = shard[mesh.ulysses_rank * part : (mesh.ulysses_rank + 1) * part]
     rows = positions.detach().cpu().numpy().reshape(-1, positions.shape[-1])
     if rows.shape[1] != len(mine):
-        raise RingShapeError(
-            f"position_ids: expected {len(mine)} local tokens, a rank's part of {layout.tokens}, got"
-            f" {rows.shape[1]}; shard ids and position ids with shard_sequence(x, layout, mesh=mesh, dim=1)"
+        raise RingShapeError.wrong(
+            "position_ids", f"{len(mine)} local tokens", rows.shape[1], "use shard_sequence(x, layout, dim=1)"
         )
     real = mine >= 0
     wanted = [mine]

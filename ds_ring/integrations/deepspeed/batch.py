@@ -149,9 +149,8 @@ def prepare_batch(
     elif documents:
         _find_documents(tensors, mask_BT)
     elif DOCUMENT_IDS in tensors:
-        raise RingPatternError(
-            f"batch[{DOCUMENT_IDS!r}]: expected none, since {pattern} lets documents see each other; set"
-            ' "documents": true in the "pattern" section, or take them out'
+        raise RingPatternError.wrong(
+            f"batch[{DOCUMENT_IDS!r}]", f"none with {pattern}", "some", 'set "documents": true in "pattern"'
         )
     tensors.setdefault("position_ids", torch.arange(shape[1], device=_tokens_of(tensors).device)[None])
     # Labels shift before the cut: a shard's last label is its neighbour's first token.
@@ -202,9 +201,8 @@ def split_samples(tensors: Mapping[str, Tensor], place: int, places: int) -> Bat
     # are zeros without labels.
     batch_rows, length = token_shape(tensors)
     if any(tensor.ndim == 1 for tensor in tensors.values()):
-        raise RingShapeError(
-            f"labels: expected one for each token, got one for each sample of {length} tokens; set"
-            ' "min_sequence_length": 0, since shorter batches are split by samples'
+        raise RingShapeError.wrong(
+            "labels", "one for each token", f"one for {length} tokens", 'set "min_sequence_length": 0'
         )
     rows = -(-batch_rows // places)
     mine = slice(place * rows, min((place + 1) * rows, batch_rows))
@@ -248,13 +246,12 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         )
         if not rows_fit or tensor.shape[1] != tokens:
             raise RingShapeError(
-                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], one entry per token, got"
-                f" {list(tensor.shape)}; pass it to the model yourself"
+                f"batch[{key!r}]: expected [{batch_rows}, {tokens}, ...], got {list(tensor.shape)}"
             )
     position_ids = tensors.get("position_ids")
     if position_ids is not None and position_ids.ndim != 2:
-        raise RingShapeError(
-            f"position_ids: expected [samples, tokens], got {list(position_ids.shape)} (multi-axis rotary)"
+        raise RingShapeError.wrong(
+            "position_ids", "[samples, tokens]", list(position_ids.shape), "pass one axis"
         )
 
 
@@ -282,9 +279,8 @@ def _aligned_labels(tensors: Mapping[str, Tensor], pattern: Pattern) -> Tensor |
     labels_BT = tensors.get("shift_labels")
     if labels_BT is None and "labels" in tensors:
         if not pattern.is_causal:
-            raise RingPatternError(
-                "labels: expected a causal pattern, got one under which the next token can be seen; set"
-                ' "causal": true, or give "shift_labels"'
+            raise RingPatternError.wrong(
+                "labels", "a causal pattern", f"{pattern}", 'set "causal": true, or give "shift_labels"'
             )
         labels_BT = torch.nn.functional.pad(tensors["labels"][:, 1:], (0, 1), value=IGNORE)
     if labels_BT is None or document_ids is None:
@@ -315,9 +311,11 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
     if bool(real_BT.all()):
         return
     if not pattern.is_causal:
-        raise RingPatternError(
-            f"attention_mask: expected no padding that {pattern} reads, got {int((~real_BT).sum())} masked"
-            ' positions; use a causal pattern or "documents": true'
+        raise RingPatternError.wrong(
+            "attention_mask",
+            f"no padding that {pattern} reads",
+            f"{int((~real_BT).sum())}",
+            'set "documents"',
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):
@@ -328,9 +326,7 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
         )
     if labels_BT is not None and bool(((labels_BT != IGNORE) & ~real_BT).any()):
         count = int(((labels_BT != IGNORE) & ~real_BT).sum())
-        raise RingPatternError(
-            f"labels: {count} are predicted from masked positions; set the labels of padding to {IGNORE}"
-        )
+        raise RingPatternError(f"labels: expected {IGNORE} in padding, got {count} others; set them to it")
 
 
 def whole_tensors(batch: Mapping[str, Tensor], kind: WholeTensors | None) -> tuple[Batch, Batch]:

@@ -108,9 +108,7 @@ class BatchSharding:
             )
         found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
         if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
-            raise RingPatternError(
-                f"a layer of the model: expected Causal() with a tree of rollouts, got {found}; {_ROLLOUTS}"
-            )
+            raise RingPatternError.wrong("a layer", "Causal() with a tree of rollouts", str(found), _ROLLOUTS)
         return found
 
     def attention(
@@ -127,9 +125,7 @@ class BatchSharding:
         """
         asked = self.patterns.pattern if pattern is None else pattern
         if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
-            raise RingPatternError(
-                f"a layer of the model: expected no ALiBi with a tree of rollouts, got it; {_ROLLOUTS}"
-            )
+            raise RingPatternError.wrong("a layer", "no ALiBi with a tree of rollouts", "it", _ROLLOUTS)
         key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
             patterns = [asked & group.pattern for group in self.groups] or [asked]
@@ -172,9 +168,7 @@ class RowsAttention:
         if len(self._parts) == 1:
             return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
         if q_BHSD.shape[0] != len(self._back):
-            raise RingShapeError(
-                f"attention: expected the batch's {len(self._back)} samples, got {q_BHSD.shape[0]}; pass all"
-            )
+            raise RingShapeError.wrong("attention", f"{len(self._back)} samples", q_BHSD.shape[0], "pass all")
         outs = [
             part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
             for part, rows in zip(self._parts, self._rows, strict=True)
@@ -343,9 +337,8 @@ def check_consistency(
     ended = [rank for rank, report in enumerate(reports) if report == ENDED]
     if 0 < len(ended) < len(reports):
         more = next(rank for rank in range(len(reports)) if rank not in ended)
-        raise RingMismatchError(
-            f"batches in an epoch: expected the same number on all ranks, got one more on rank {more} than on"
-            f" rank {ended[0]}; see engine.ring.wrap(split=True)"
+        raise RingMismatchError.wrong(
+            "batches in an epoch", "equal numbers", f"one more on rank {more}", "see engine.ring.wrap"
         )
     sequences = [rank - rank % sequence_size for rank in range(len(reports))]
     _check_equal(reports, sequences, _OF_A_SEQUENCE)

@@ -353,9 +353,8 @@ def joined(assigned: Assigned, samples: Sequence[Mapping[str, Any]], packed: boo
     for piece, sample in zip(assigned.pieces, samples, strict=True):
         rows.append(_checked(piece, sample))
         if rows[-1].keys() != rows[0].keys():
-            raise RingShapeError(
-                f"data set: expected the same tensors in all samples, got {sorted(rows[0])} and, in sample"
-                f" {piece.document}, {sorted(rows[-1])}; make them equal"
+            raise RingShapeError.wrong(
+                "data set", f"{sorted(rows[0])} in each sample", sorted(rows[-1]), "make them equal"
             )
     if not assigned.ring.samples:  # one token of padding, with the names and types of a sample
         rows = [{key: tensor[:1].clone() for key, tensor in rows[0].items()}]
@@ -375,13 +374,11 @@ def _checked(piece: DocumentPart, sample: Mapping[str, Any]) -> dict[str, Tensor
     for key, tensor in tensors.items():
         if key in ("position_ids", DOCUMENT_IDS):
             raise RingPatternError(
-                f"data set: expected samples that are one document each under dynamic_ring, got {key} in"
-                f" sample {piece.document}"
+                f"data set: expected one document a sample, got {key} in sample {piece.document}"
             )
         if tensor.ndim == 0 or len(tensor) != tokens:
             raise RingShapeError(
-                f"data set: expected {tokens} entries, as lengths says, in {key} of sample {piece.document},"
-                f" got {list(tensor.shape)}"
+                f"sample {piece.document}: {key}: expected {tokens} entries (lengths), got {[*tensor.shape]}"
             )
     if "input_ids" not in tensors:
         raise RingShapeError(f"data set: expected input_ids in sample {piece.document}, got {[*tensors]}")
@@ -404,8 +401,7 @@ def sizes_of(model: torch.nn.Module) -> ModelSizes:
     missing = [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]
     if missing:
         raise RingConfigError(
-            "dynamic_ring: expected a transformers model whose configuration tells its sizes, got"
-            f" {type(model).__name__} without {', '.join(missing)}"
+            f"dynamic_ring: expected a transformers model, got {type(model).__name__} without {missing[0]}"
         )
     heads, hidden = sizes["heads"], sizes["hidden"]
     return ModelSizes(

@@ -245,8 +245,8 @@ class WholeBatches:
         by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         names = [name for name, one in self._parameters.items() if one.kind in by_place]
         if len(args) > len(names):
-            raise RingShapeError(
-                f"{type(self._module).__name__}: expected arguments by name, got {len(args)}"
+            raise RingShapeError.wrong(
+                type(self._module).__name__, "arguments by name", f"{len(args)}", "name them"
             )
         return dict(zip(names, args, strict=False)) | kwargs
 
@@ -282,8 +282,7 @@ class WholeBatches:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
         if key == "position_ids" and not takes_all and key not in self._parameters:
             raise RingConfigError(
-                f"{type(self._module).__name__}.forward: expected it to take position_ids, got"
-                f" {list(self._parameters)}; use them where positions count"
+                f"forward: expected position_ids among its arguments, got {list(self._parameters)}; use them"
             )
         return takes_all or key in self._parameters or key not in _LABELS
 
@@ -300,8 +299,8 @@ def _without_borders(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Leave out where documents begin, if position ids say it, too."""
     found = [key for key in _BORDERS if key in batch]
     if found and "position_ids" not in batch:
-        raise RingPatternError(
-            f'batch: expected position_ids with {found[0]}, got none; set "documents": true'
+        raise RingPatternError.wrong(
+            "batch", f"position_ids with {found[0]}", "none", 'set "documents": true'
         )
     return {key: x for key, x in batch.items() if key not in found}
 

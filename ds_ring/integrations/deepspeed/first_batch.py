@@ -263,8 +263,8 @@ def refuse_dropout(model: nn.Module) -> None:
             values = {"p": module.p}
         active = next((key for key, value in values.items() if isinstance(value, float) and value > 0), None)
         if active is not None:
-            raise RingConfigError(
-                f"verify_first_batch: expected no dropout, got {name}.{active} = {values[active]}; use 0"
+            raise RingConfigError.wrong(
+                "verify_first_batch", "no dropout", f"{name}.{active} = {values[active]}", "set it to 0"
             )
 
 

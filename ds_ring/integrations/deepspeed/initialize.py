@@ -291,8 +291,8 @@ def _config_source(
     if len(given) == 1:
         return next(iter(given.values()))
     got = " and ".join(given) if given else "none"
-    raise RingConfigError(
-        f"ds_ring.initialize: expected one DeepSpeed configuration, got {got}; pass config=path_or_dict"
+    raise RingConfigError.wrong(
+        "ds_ring.initialize", "one DeepSpeed configuration", got, "pass config=path_or_dict"
     )
 
 

@@ -208,8 +208,8 @@ class BatchTurns(DrawnBatches):
             if given is not None:
                 torch.Generator().set_state(given)
         except (TypeError, RuntimeError):
-            raise RingConfigError(
-                f"loader state: expected a torch.Generator's state, got {shown(given)}"
+            raise RingConfigError.wrong(
+                "loader state", "a torch.Generator's state", given, "pass its own"
             ) from None
         self._restored = given
 
@@ -246,13 +246,12 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     epoch, done = (state.get("epoch"), state.get(unit)) if isinstance(state, Mapping) else (None, None)
     if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MAX_TOKENS and done >= 0):
         keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
-        raise RingConfigError(
-            f'loader state: expected {{"epoch": ..., "{unit}": ...}}, whole numbers, got {keys}'
+        raise RingConfigError.wrong(
+            "loader state", f'{{"epoch": n, "{unit}": n}}', str(keys), "pass state_dict()"
         )
     if done % order.units_per_batch:
-        raise RingConfigError(
-            f"loader state: expected a multiple of the {order.units_per_batch} {unit} of all replicas, got"
-            f" {shown(done)}; keep samples per replica times replicas"
+        raise RingConfigError.wrong(
+            "loader state", f"a multiple of {order.units_per_batch} {unit}", done, "keep the batch size"
         )
     first = done // order.units_per_batch
     if batches is not None and first > batches:
@@ -366,9 +365,8 @@ class RingLoader:
 def check_dataset(dataset: object) -> None:
     """Raise RingConfigError for an iterable data set, which no sampler can divide."""
     if isinstance(dataset, IterableDataset):
-        raise RingConfigError(
-            "training_data: expected a data set with length and index, got the iterable"
-            f" {type(dataset).__name__}; pass a DataLoader to engine.ring.wrap"
+        raise RingConfigError.wrong(
+            "training_data", "a data set with indices", type(dataset).__name__, "wrap a DataLoader"
         )
 
 
@@ -451,9 +449,8 @@ def code_batch(dataset: Any, indices: Sequence[int]) -> Batch:
     lengths = torch.tensor([int(dataset.length(index)) for index in indices])
     tokens = int(lengths.max())
     if not 0 < tokens < _MAX_TOKENS or int(lengths.min()) < 1:
-        raise RingShapeError(
-            f"length: expected 1 to {_MAX_TOKENS - 1} tokens in a sample, got {lengths.tolist()} in the"
-            f" samples {list(indices)}"
+        raise RingShapeError.wrong(
+            "length", f"samples of 1 to {_MAX_TOKENS - 1} tokens", lengths.tolist(), "leave others out"
         )
     positions_T = torch.arange(tokens)
     real_BT = positions_T < lengths[:, None]

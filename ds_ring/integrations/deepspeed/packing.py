@@ -47,9 +47,8 @@ class RowGroup(NamedTuple):
             RingPatternError: the rows are trees.
         """
         if isinstance(self.pattern, Tree):
-            raise RingPatternError(
-                "a layer of the model: expected attention alone with a tree of rollouts, got recurrence or"
-                " blocks of the row; pass rollouts as rows of their own"
+            raise RingPatternError.wrong(
+                "a layer", "only attention with a tree", "recurrence or blocks", "pass rollouts as rows"
             )
         return self.pattern
 

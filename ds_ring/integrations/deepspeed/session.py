@@ -500,9 +500,8 @@ class RingSession:
         if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
             raise RingConfigError(f"most_tokens: expected a whole number of at least 1, got {most_tokens!r}")
         if pack_tokens is not None and (lengths is None or not self.config.pattern.documents):
-            raise RingConfigError(
-                'pack_tokens: expected lengths=... and "documents": true in the "pattern" section of the'
-                f" JSON, got {'no' if lengths is None else 'the'} lengths and the pattern {self.pattern}"
+            raise RingConfigError.wrong(
+                "pack_tokens", 'lengths=... and "documents": true', str(self.pattern), "give both"
             )
         if dynamic and self.needs.whole is not None:
             raise RingConfigError.wrong("loader", "no dynamic_ring with images", "both", "set it to false")

@@ -116,9 +116,8 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Divisio
         RingConfigError: a batch without samples, or a sample without tokens.
     """
     if min(batch.lengths, default=0) < 1:
-        raise RingConfigError(
-            f"lengths: expected at least one sample, of at least one token each, got"
-            f" {list(batch.lengths)[:8]}; leave empty samples out"
+        raise RingConfigError.wrong(
+            "lengths", "at least one token each", list(batch.lengths)[:8], "leave out empty samples"
         )
 
     @cache  # `times` is called once for a length

@@ -44,9 +44,8 @@ class MeasuredSpeeds:
 
     def __init__(self, engine: Any, session: RingSession) -> None:
         if session.device.type != "cpu":  # a trace has the host's times; kernels run later
-            raise RingConfigError(
-                f'rank_speeds: expected a list of numbers on {session.device.type}, got "measured", which'
-                " times hops on CPU ranks only; give [1, 0.5] for two ranks"
+            raise RingConfigError.wrong(
+                "rank_speeds", f"numbers on {session.device.type}", '"measured"', "give [1, 0.5]"
             )
         self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
         self._pairs = 0.0  # that this rank's attention computes in the step's training batches

@@ -72,9 +72,8 @@ class Monitor(EnginePart):
         """Refuse `"monitor": true` where DeepSpeed has no monitor that could show anything."""
         enabled = any((deepspeed_config.get(writer) or {}).get("enabled") for writer in _WRITERS)
         if config.monitor and not enabled:
-            raise RingConfigError(
-                f"ring_attention.monitor: expected one of {', '.join(_WRITERS)} to be enabled, got none;"
-                " add one to the DeepSpeed JSON, or set monitor to false"
+            raise RingConfigError.wrong(
+                "ring_attention.monitor", f"one of {', '.join(_WRITERS)}", "none", "enable one"
             )
 
     def patches(self, start: EngineStart) -> list[Any]:

@@ -128,9 +128,8 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
         write_ring_ranks(plugin.deepspeed_config, parallel)
     if plugin is None or not isinstance(plugin.deepspeed_config.get(SECTION), dict):
         got = "no DeepSpeed" if plugin is None else "none"
-        raise RingConfigError(
-            f'Accelerator: expected DeepSpeed with a "{SECTION}" section, got {got}; pass deepspeed=..., or'
-            " leave out ds_ring.enable()"
+        raise RingConfigError.wrong(
+            "Accelerator", f'DeepSpeed with a "{SECTION}" section', got, "pass deepspeed=..."
         )
     config = plugin.deepspeed_config
     ring = RingConfig.from_deepspeed(config)
@@ -138,8 +137,7 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
     if others:
         raise RingConfigError(
-            f"parallelism_config: expected no {others[0]} with a ring, got one above 1; leave it out, or"
-            f' give sp_size or cp_size the backend "{BACKEND}"'
+            f'parallelism_config: expected no {others[0]}, got one above 1; set its backend to "{BACKEND}"'
         )
     if accelerator.dispatch_batches:
         raise RingConfigError.wrong(

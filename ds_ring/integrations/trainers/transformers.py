@@ -59,9 +59,7 @@ def write_ring_ranks(json: dict[str, Any], parallel: Any) -> None:
         return
     asked = json.setdefault(SP_KEY, ranks)
     if asked not in (ranks, "auto"):
-        raise RingConfigError(
-            f'parallelism_config: expected {asked} ranks ("{SP_KEY}" of the DeepSpeed JSON), got {ranks}'
-        )
+        raise RingConfigError(f'parallelism_config: expected {asked} ranks ("{SP_KEY}"), got {ranks}')
     json[SP_KEY] = ranks
     json.setdefault(SECTION, {})
 
@@ -96,8 +94,8 @@ def _refuse_other_engines(args: Any) -> None:
     kind = type(args)
     for name, why in _ENGINES.items():
         if getattr(args, name, False):
-            raise RingConfigError(
-                f"{kind.__name__}: expected {name}=False, got True: {why}; use the model's own generate"
+            raise RingConfigError.wrong(
+                kind.__name__, f"{name}=False", f"True: {why}", "use the model's own generate"
             )
     uncompared = (one for one in kind.__mro__ if one.__module__.startswith(_UNCOMPARED))
     if any("temperature" in vars(one).get("__annotations__", {}) for one in uncompared):

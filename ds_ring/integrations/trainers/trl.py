@@ -110,8 +110,7 @@ class _Distillation:
         assert mine is not None
         if not np.array_equal(mine.slots_by_position(), layout.slots_by_position()):
             raise RingConfigError(
-                f"distillation: expected one layout of student and teacher, got {mine.name} and"
-                f' {layout.name}: name one in the "ring_attention" section, "layout": "zigzag"'
+                f'distillation: expected one layout, got {mine.name} and {layout.name}: set "layout"'
             )
 
 

@@ -229,9 +229,8 @@ def _is_the_same(function: Callable[..., Any], ours: RouterLoss) -> bool:
 
 
 def _refuse(model: nn.Module) -> NoReturn:
-    raise RingConfigError(
-        f"{type(model).__name__}: expected transformers' usual load balancing loss, got another one, which"
-        " a ring cannot compute; set output_router_logits to False in the model's configuration"
+    raise RingConfigError.wrong(
+        type(model).__name__, "transformers' router loss", "another", "set output_router_logits to False"
     )
 
 
@@ -320,8 +319,7 @@ def router_loss(model: PreTrainedModel, guard: LossGuard, session: RingSession) 
             return  # without output_router_logits there is none
         if getattr(output, "router_logits", None) is None:
             raise RingConfigError(
-                f"{type(model).__name__}: expected router_logits with aux_loss, got none (TRL's head drops"
-                " them): set router_aux_loss_coef=0.0"
+                "output: expected router_logits with aux_loss, got none; set router_aux_loss_coef=0.0"
             )
         if not isinstance(router, RouterLoss):
             raise router or RingConfigError(

@@ -247,9 +247,8 @@ class Generation(ModelPart):
         if positions is None and "position_ids" not in self.signature.parameters:
             positions = torch.arange(tokens, device=inputs.device)[None] + cache.get_seq_length()
         if positions is None or positions.ndim != 2:
-            raise RingShapeError(
-                f"{type(self.model).__name__}: expected position_ids [samples, tokens], got"
-                f" {None if positions is None else list(positions.shape)}; {_OFF}"
+            raise RingShapeError.wrong(
+                type(self.model).__name__, "position_ids [samples, tokens]", "others", _OFF
             )
         mask_BT = given.pop("attention_mask", None)
         if "output_router_logits" in self.signature.parameters:

@@ -21,7 +21,8 @@ from ds_ring.memory.regions import ResultStore
 
 log = logging.getLogger(__name__)
 
-_offload_patch = partial(patch, when="long_sequence.offload_checkpoints")
+_KEY = "long_sequence.offload_checkpoints"
+_offload_patch = partial(patch, when=_KEY)
 _checks_checkpoints = _offload_patch(
     MODEL, stage="before_forward", feature="offloaded checkpoints",
     reason="checkpointing may have been switched on anew",
@@ -75,8 +76,7 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
     if not model.supports_gradient_checkpointing:
         if asked != "auto":
             raise RingConfigError(
-                f"{name}: long_sequence.offload_checkpoints: expected layers that can be checkpointed, got"
-                ' a model that does not support it; set it to false or "auto"'
+                f'{name}: {_KEY}: expected layers that can be checkpointed, got none; set it to "auto"'
             )
         log.info('offload_checkpoints "auto": %s does not support checkpointing', name)
         return None
@@ -95,9 +95,8 @@ def offloaded_checkpoints(model: PreTrainedModel, session: RingSession) -> Calla
             if function is not None and not isinstance(function, _Offloading):
                 inner = getattr(function, "func", function)
                 if getattr(inner, "__module__", "").startswith("deepspeed."):
-                    raise RingConfigError(
-                        "long_sequence.offload_checkpoints: expected torch's checkpoints, got DeepSpeed's;"
-                        ' use "activation_checkpointing": {"cpu_checkpointing": true} instead'
+                    raise RingConfigError.wrong(
+                        _KEY, "torch's checkpoints", "DeepSpeed's", "use cpu_checkpointing instead"
                     )
                 apply(_offloads.to(_Offloading(function, memory)), session=session, checkpointed=module)
 

@@ -149,9 +149,11 @@ class RingCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refuse to forget tokens."""
-        raise RingConfigError(
-            f"generate: expected decoding that keeps all tokens, got one that takes {tokens_to_remove} back;"
-            " decode greedily, by sampling or with beams"
+        raise RingConfigError.wrong(
+            "generate",
+            "decoding that keeps all tokens",
+            f"{tokens_to_remove} taken back",
+            "sample, or use beams",
         )
 
 

@@ -209,9 +209,8 @@ class WrappedModel:
             return False
         session, sharding = self._session, self._session.batches.current
         if flow.shifts:
-            raise RingShapeError(
-                f"{self._name}: expected shift_labels to be used as they are, got a module that shifts its"
-                f" labels ({flow.found}), though those of a sharded batch are shifted"
+            raise RingShapeError.wrong(
+                self._name, "shift_labels to be used as they are", f"a shift ({flow.found})", "leave it out"
             )
         if flow.sends:
             if session.mesh.global_rank == 0:
@@ -319,8 +318,7 @@ class WrappedModel:
             return shard_sequence(x, sharding.layout, mesh=sharding.mesh, dim=1, pad_value=pad_value(name))
         if name in _TOKENS:
             raise RingShapeError(
-                f"{model}: {name}: expected the {tokens} tokens of the batch from {self._name}, got"
-                f" {list(x.shape)}; add tokens to the batch before it is sharded"
+                f"{name}: expected the batch's {tokens} tokens from {self._name}, got {list(x.shape)}"
             )
         return x
 

@@ -94,8 +94,7 @@ def _pair_of(
         if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
             names = [type(one).__name__ for one in (layout, key_layout)]
             raise RingLayoutError(
-                f"key_layout: expected two layouts, of the queries and of the keys, got"
-                f" {' and '.join(names)}; build both with ds_ring.make_layout"
+                f"key_layout: expected two layouts, got {' and '.join(names)}; use ds_ring.make_layout"
             )
         if not isinstance(pattern, Pattern):
             raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")

@@ -40,9 +40,8 @@ class PairLayout(Layout):
             RingShapeError: shards that cannot be split over the Ulysses ranks.
         """
         if queries.ring_size != keys.ring_size:
-            raise RingLayoutError(
-                f"key_layout: expected {queries.ring_size} ranks, as the layout of the queries, got"
-                f" {keys.ring_size}; make both for one ring"
+            raise RingLayoutError.wrong(
+                "key_layout", f"{queries.ring_size} ranks", keys.ring_size, "make both for one ring"
             )
         slots = sum(one.part_slots(parts) * parts for one in (queries, keys))
         return cls(slots * queries.ring_size, queries.ring_size, queries=queries, keys=keys, parts=parts)

@@ -48,9 +48,8 @@ def check_same_for_heads(bound: Pattern, pattern: Pattern) -> None:
     """
     assert isinstance(bound, BoundPattern), "plans bind their patterns"
     if len(bound.branches_by_head) > 1 or bound.mask_heads != (0,):
-        raise RingPatternError(
-            f"up_projection: expected a pattern that is the same for all heads, got {pattern}; pass expanded"
-            ' k and v ("latents": false in the JSON), or head_offsets "zero" of a dilated pattern'
+        raise RingPatternError.wrong(
+            "up_projection", "one pattern for all heads", f"{pattern}", "pass expanded k and v"
         )
 
 
@@ -66,8 +65,7 @@ def check_one_head(latent: Tensor, rope: Tensor) -> None:
             # no sizes: in a traced call they may be symbols, which are no constant text
             got = "several heads" if x.dim() == 4 else f"{x.dim()} dimensions"
             raise RingShapeError(
-                f"{name}: expected [batch, 1, tokens, {width}], got {got}; pass what all heads share, with"
-                " unsqueeze(1)"
+                f"{name}: expected [batch, 1, tokens, {width}], got {got}; pass what all heads share"
             )
 
 
@@ -90,15 +88,13 @@ def check_up_projection(up: Tensor, q: Tensor, latent: Tensor, rope: Tensor, que
         query_heads: H, those of all Ulysses ranks.
     """
     if up.dtype != q.dtype or up.device != q.device:
-        raise RingShapeError(
-            f"up_projection: expected q's dtype and device, got {up.dtype} on {up.device}, and q is {q.dtype}"
-            f" on {q.device}; cast or move it"
+        raise RingShapeError.wrong(
+            "up_projection", f"{q.dtype} on {q.device}, as q", f"{up.dtype} on {up.device}", "cast it"
         )
     nope = q.shape[3] - rope.shape[3]
     if nope < 0:
-        raise RingShapeError(
-            f"rope: expected at most q's head_dim {q.shape[3]}, got {rope.shape[3]}; q ends with its own"
-            " rotary part"
+        raise RingShapeError.wrong(
+            "rope", f"at most q's head_dim {q.shape[3]}", rope.shape[3], "give q a rotary part"
         )
     fits = up.dim() == 2 and up.shape[1] == latent.shape[3]
     if not fits or up.shape[0] % query_heads or up.shape[0] // query_heads <= nope:

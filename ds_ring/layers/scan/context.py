@@ -129,10 +129,7 @@ def scan_context(
         check_layout(layout, mesh.ring_size)
         if documents is not None and documents.tokens != layout.tokens:
             raise RingPatternError.wrong(
-                "documents",
-                f"ids for the layout's {layout.tokens} tokens",
-                documents.tokens,
-                "use one length",
+                "documents", f"{layout.tokens} ids", documents.tokens, "use one length"
             )
         return ScanContext(layout, documents, mesh, hop_timeout_s)
 

@@ -151,9 +151,8 @@ def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanConte
         raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
     slots = context.runs.local_tokens
     if not 0 <= dim < x.dim() or x.shape[dim] != slots:
-        raise RingShapeError(
-            f"halo: expected {slots} slots (this rank's part of the layout) in dim {dim}, got shape"
-            f" {tuple(x.shape)}; pass this rank's shard and its layout"
+        raise RingShapeError.wrong(
+            "halo", f"{slots} slots in dim {dim}", list(x.shape), "pass this rank's shard, and its layout"
         )
 
 

@@ -105,9 +105,8 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: i
         )
     least, most = int(chosen.min()), int(chosen.max())
     if least < -1 or most >= tokens:
-        raise RingShapeError(
-            f"chosen: expected positions -1 to {tokens - 1} of the layout's {tokens} tokens, got {least} to"
-            f" {most}; pass what ring_select returned"
+        raise RingShapeError.wrong(
+            "chosen", f"positions -1 to {tokens - 1}", f"{least} to {most}", "pass ring_select's result"
         )
 
 

@@ -57,15 +57,12 @@ class BlockLayout(Layout):
             lengths, ids = np.array([tokens]), np.array([0])
         else:
             if documents.tokens != tokens:
-                raise RingPatternError.wrong(
-                    "documents", f"ids for the layout's {tokens} tokens", documents.tokens, "use one length"
-                )
+                raise RingPatternError.wrong("documents", f"{tokens} ids", documents.tokens, "use one length")
             lengths, ids = np.diff([*documents.starts, tokens]), np.array(documents.ids)
             real = ids[ids >= 0]
             if len(np.unique(real)) < len(real):
-                raise RingPatternError(
-                    f"documents: expected documents of consecutive tokens, since blocks of {size} tokens"
-                    " begin with a document, got one with a gap; give each run an id of its own"
+                raise RingPatternError.wrong(
+                    "documents", "consecutive tokens", "one with a gap", "give each run an id of its own"
                 )
         return np.where(ids >= 0, (lengths if whole else lengths + size - 1) // size, 0)
 

@@ -47,8 +47,7 @@ def max_logits(
         fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
         if not fits or q.shape[1] % k.shape[1]:
             raise RingShapeError(
-                "max_logits: expected q [B, H, S, D] and k [B, G, S, D] with H a multiple of G, got"
-                f" {[tuple(q.shape), tuple(k.shape)]}; pass this rank's shards"
+                f"max_logits: expected q [B, H, S, D], k [B, G, S, D], got {list(q.shape)}, {list(k.shape)}"
             )
         factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, accumulator_dtype(q.dtype)
 

@@ -89,9 +89,8 @@ def best_keys(
     scores = scores_fn if with_positions else (lambda rows, of_keys, _: scores_fn(rows, of_keys))
     with collective(mesh, "selection of keys") as call, torch.no_grad():
         if blocks is not None and not (isinstance(pattern, Full) and blocks.of == layout):
-            raise RingConfigError(
-                f"ring_select: expected blocks of the {layout} and no pattern, got blocks of the {blocks.of}"
-                f" and {pattern}; use BlockLayout.of_tokens(layout, size, documents)"
+            raise RingConfigError.wrong(
+                "ring_select", f"blocks of the {layout} and no pattern", f"{blocks.of}, {pattern}", "pass one"
             )
         context = selection_context(pattern, layout, mesh, hop_timeout_s)
         heads, dtype = _checked_scores(scores, k, keys, context, blocks)
@@ -114,9 +113,8 @@ def _checked_scores(
     layout = context.layout_for(0, keys.device.type)
     slots = (blocks or layout).local_tokens
     if keys.dim() < 3 or keys.shape[1] != slots or 0 in keys.shape:
-        raise RingShapeError(
-            f"keys: expected this rank's [batch, {slots}, ...] (the layout's slots), got shape"
-            f" {tuple(keys.shape)}; shard them with ds_ring.shard_sequence(..., dim=1)"
+        raise RingShapeError.wrong(
+            "keys", f"[batch, {slots}, ...]", list(keys.shape), "use ds_ring.shard_sequence(..., dim=1)"
         )
     whole_number(k, "k", RingConfigError)
     context.pattern.check(layout.tokens, len(keys), 1, str(keys.device))
@@ -131,9 +129,8 @@ def _checked_scores(
     shape = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
     fits = isinstance(scores, Tensor) and scores.dtype in DTYPES and scores.dim() in (3, 4)
     if not fits or shape[0] != len(keys) or shape[-2:] != (1, 1):
-        raise RingShapeError(
-            f"scores_fn: expected floating scores [{len(keys)}, 1, 1] or [{len(keys)}, C, 1, 1] of one query"
-            f" and one key, got {shape}"
+        raise RingShapeError.wrong(
+            "scores_fn", f"floats [{len(keys)}, 1, 1] or [{len(keys)}, C, 1, 1]", shape, "keep the dims"
         )
     return scores.shape[:-2], torch.promote_types(scores.dtype, torch.float32)
 

@@ -66,9 +66,8 @@ class NsaSizes:
                 f" {block} and {stride}; the paper has 32, 64 and 16"
             )
         if self.first_blocks + self.local_blocks > self.top_k:
-            raise RingConfigError(
-                f"nsa_attention: expected top_k of first_blocks + local_blocks or more, got {self.top_k};"
-                " raise top_k"
+            raise RingConfigError.wrong(
+                "nsa_attention", "top_k >= first_blocks + local_blocks", self.top_k, "raise top_k"
             )
 
 
@@ -113,17 +112,15 @@ def nsa_attention(
     with collective(mesh, "nsa_attention"):
         asked.check()
         if len(three_k) != 3 or len(three_v) != 3:
-            raise RingConfigError(
-                "nsa_attention: expected one tensor of keys and one of values, or three of each, got"
-                f" {len(three_k)} and {len(three_v)}; pass those of each branch"
+            raise RingConfigError.wrong(
+                "nsa_attention", "one or three k and v", f"{len(three_k)}, {len(three_v)}", "pass three"
             )
         for keys, values in zip(three_k, three_v, strict=True):
             check_shards("nsa_attention", layout, mesh, ("q", q), ("k", keys), ("v", values))
         shape = (*q.shape[:3], 3)
         if gates.shape != shape or not gates.is_floating_point():
-            raise RingShapeError(
-                f"nsa_attention: gates: expected floating {shape}, one for each branch, got {gates.dtype}"
-                f" {tuple(gates.shape)}"
+            raise RingShapeError.wrong(
+                "nsa_attention: gates", f"floating {shape}", f"{gates.dtype} {list(gates.shape)}", "cast them"
             )
         in_blocks(layout, block_size)  # or what does not fit
         blocks, entries = BlockLayout.of_tokens(layout, block_size, whole=False), in_blocks(layout, stride)

@@ -95,9 +95,8 @@ class _TiledLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         found, ctx.gradients = ctx.gradients, None
         if found is None:
-            raise RingConfigError(
-                "tiled_loss: expected one backward pass through a loss, got a second one: the gradients were"
-                ' handed over; set "tiled_loss": false'
+            raise RingConfigError.wrong(
+                "tiled_loss", "one backward pass through a loss", "a second one", 'set "tiled_loss": false'
             )
         scaled = [None if one is None else one.mul_(gradient.to(one.dtype)) for one in found]
         return (*scaled, None, None, None, None)

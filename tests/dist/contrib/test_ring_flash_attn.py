@@ -219,7 +219,7 @@ def refused(rank: int, world_size: int, what: str) -> None:
     {
         "dropout": "dropout_p: expected 0, got 0.1",
         "slopes": "alibi_slopes: expected one number for each head, and no softcap, got (2, ",
-        "window": "expected one number for both sides",
+        "window": "window_size: expected two equal numbers",
         "tokens": "expected 4 tokens of q, k and v on each of 2 ranks",
         "ends": "that of llama3_flash_attn_prepare_cu_seqlens",
         "length": "cu_seqlens: expected 0 and the ascending ends",

@@ -315,7 +315,7 @@ def test_checkpointed_layers_at_zero_3_are_exact(rank_pool):
     [
         ({"layout": "striped"}, "RingConfigError", "expected shards of consecutive tokens"),
         ({"pattern": {"window": 8}}, "RingPatternError", "expected the plain causal pattern,.* got Sliding"),
-        ({"pattern": {"documents": True}}, "RingPatternError", "does not keep documents apart"),
+        ({"pattern": {"documents": True}}, "RingPatternError", "expected no packed documents"),
         ({"ring_size": 1, "ulysses_size": 2}, "RingConfigError", "ulysses_size: expected 1,.* got 2"),
     ],
 )

@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     "labels of samples in a short batch": (
         lambda _: batch.split_samples({"input_ids": IDS, "labels": torch.ones(2)}, 0, 2),
         RingShapeError,
-        "expected one for each token, got one for each sample",
+        "expected one for each token, got one for ",
     ),
     "images without ids": (
         lambda _: IMAGES.add_columns({"inputs_embeds": torch.ones(2, 4, 8)}, {}),
@@ -134,7 +134,11 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
     "compiled pair": (lambda _: compiled(batches=Pairs(len)), RingConfigError, "got an encoder-decoder"),
     "compiled by DeepCompile": (lambda _: compiled(deepcompile=True), RingConfigError, "compile.deepcompile"),
     "compiled twice": (lambda _: compiled(is_compiled=True), RingConfigError, "engine that is not compiled"),
-    "compiled for one ring": (lambda _: compiled(dynamic_ring=True), RingConfigError, "for one ring"),
+    "compiled for one ring": (
+        lambda _: compiled(dynamic_ring=True),
+        RingConfigError,
+        "false in a compiled graph",
+    ),
     "documents that do not divide": (
         lambda _: ring_flash_attn.llama3_flash_attn_prepare_cu_seqlens(torch.tensor([0, 5]), True, 0, 2),
         RingShapeError,
@@ -398,7 +402,7 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an image encoder that nobody compared": (
         lambda: attach(video_llava(), windowed()), RingConfigError, "no test compares its images"
     ),
-    "images beside the batch": (llava, RingShapeError, "expected images that were in the batch"),
+    "images beside the batch": (llava, RingShapeError, "images: expected those of the batch"),
     "rotary lengths inside layers": (
         lambda: positions.check_lengths(
             transformers.KyutaiSpeechToTextModel(

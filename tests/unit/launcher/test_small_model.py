@@ -43,7 +43,7 @@ def small(model_type: str, head: str = "causal-lm", tokens: int = 61) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a word that is wrong": (lambda _: read_config("lama"), "did you mean 'llama'"),
-    "a script": (lambda _: read_config(__file__), "which is not run"),
+    "a script": (lambda _: read_config(__file__), "got the script"),
     "an unknown type": (
         lambda f: read_config(written(f, model_type="lama")), "one of the installed transformers",
     ),
@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no features of images": (
         lambda _: add_images({}, small("llama"), 0), "expected get_image_features for images",
     ),
-    "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images for the small model"),
+    "images of no size": (lambda _: add_images({}, _without_images(), 0), "no images can be made"),
     "images that do not fit": (lambda _: _few_tokens(), "expected images of 6 tokens"),
 }  # fmt: skip
 

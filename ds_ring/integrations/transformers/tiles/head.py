@@ -24,7 +24,8 @@ from ds_ring.memory.tiles.deferred_logits import DeferredLogits, HeadFunction
 
 log = logging.getLogger(__name__)
 
-_loss_patch = partial(patch, feature="tiled loss", when="long_sequence.tiled_loss")
+_KEY = "long_sequence.tiled_loss"
+_loss_patch = partial(patch, feature="tiled loss", when=_KEY)
 _defers_logits = _loss_patch(
     TABLE.given("head", "torch.nn.Linear"), "forward", stage="around_forward", kind="replaced",
     reason="returns deferred logits",
@@ -72,7 +73,7 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
     elif type(head) is not nn.Linear:
         why_not = f"expected a torch.nn.Linear as its head, got {type(head).__name__}"
     else:
-        with imports_of("long_sequence.tiled_loss", "transformers"):
+        with imports_of(_KEY, "transformers"):
             from transformers.loss.loss_utils import ForCausalLMLoss
         loss = getattr(model.loss_function, "loss_function", model.loss_function)
         if loss is not ForCausalLMLoss:
@@ -80,9 +81,7 @@ def tiled_head(model: PreTrainedModel, session: RingSession) -> TiledHead | None
             why_not = f"expected the loss of causal language models, ForCausalLMLoss, got {name}"
     if why_not:
         if asked != "auto":
-            raise RingConfigError(
-                f'{type(model).__name__}: long_sequence.tiled_loss: {why_not}; set it to false or "auto"'
-            )
+            raise RingConfigError(f'{type(model).__name__}: {_KEY}: {why_not}; set it to "auto"')
         log.info('tiled_loss "auto": %s computes its logits at once: %s', type(model).__name__, why_not)
         return None
     return TiledHead(head, tile_tokens(asked, head.out_features, session.device.type), strict=asked != "auto")
@@ -119,9 +118,8 @@ class TiledHead:
         def loss(logits: Any, labels: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
             if not isinstance(logits, DeferredLogits):
                 if self.deferring and self._strict:
-                    raise RingConfigError(
-                        "long_sequence.tiled_loss: expected logits by get_output_embeddings(), got"
-                        f" logits {list(logits.shape)} that were computed at once; set it to false"
+                    raise RingConfigError.wrong(
+                        _KEY, "logits by get_output_embeddings()", list(logits.shape), "set it to false"
                     )
                 return plain(logits, labels, *args, **kwargs)
             return logits.loss(kwargs["shift_labels"], kwargs["num_items_in_batch"])  # there: families.py
@@ -137,9 +135,8 @@ class TiledHead:
             wanted = trains or kwargs.get("labels") is not None or session.batches.defers_logits
             if wanted and torch.compiler.is_compiling():
                 if self._strict:
-                    raise RingConfigError(
-                        "long_sequence.tiled_loss: expected a model that is not compiled, got"
-                        ' torch.compile; set it to "auto" or false'
+                    raise RingConfigError.wrong(
+                        _KEY, "a model that is not compiled", "torch.compile", 'set it to "auto"'
                     )
                 wanted = False
             self.deferring = wanted and not session.batches.is_off

@@ -22,10 +22,11 @@ from ds_ring.integrations.transformers.model_part import ModelPart
 from ds_ring.memory.tiles.tiled_call import tiled_call
 
 log = logging.getLogger(__name__)
+_KEY = "long_sequence.tiled_mlp"
 
 _tiles_layer = patch(
     TABLE.given("layer", "torch.nn.Module"), "forward", stage="around_forward", kind="replaced",
-    feature="tiled layers", when="long_sequence.tiled_mlp",
+    feature="tiled layers", when=_KEY,
     reason="calls the original tile by tile; MLPs also get deepspeed.utils.set_z3_leaf_module",
 )  # fmt: skip
 
@@ -75,10 +76,7 @@ def tiled_layers(model: PreTrainedModel, session: RingSession) -> dict[nn.Module
         found, why_not = [], f"{dropping[0]} has a dropout, which a second run would draw anew: set it to 0"
     if not found:
         if asked != "auto":
-            raise RingConfigError(
-                f"{type(model).__name__}: long_sequence.tiled_mlp: expected MLPs on single tokens, got none:"
-                f' {why_not}; set it to false or "auto"'
-            )
+            raise RingConfigError.wrong(_KEY, "MLPs on single tokens", f"none: {why_not}", 'set it to "auto"')
         log.info('tiled_mlp "auto": the MLPs of %s stay whole: %s', type(model).__name__, why_not)
         return {}
     widest = max(map(_widest, found))
@@ -137,9 +135,8 @@ class _TiledModule:
         if not all(isinstance(value, Tensor) and value.shape[:-1] == leading for value in inputs):
             name = type(self._module).__name__
             if self._asked != "auto":
-                raise RingConfigError(
-                    f"long_sequence.tiled_mlp: expected {name} to be called with tensors [..., tokens,"
-                    ' width], got others; set it to "auto" or false'
+                raise RingConfigError.wrong(
+                    _KEY, f"{name} called with tensors [..., tokens, width]", "others", 'set it to "auto"'
                 )
             _say_once(name)
             return self._plain(*args, **kwargs)

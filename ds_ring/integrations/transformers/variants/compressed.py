@@ -102,7 +102,7 @@ class CompressedAttention(Variant):
             return
         if call.softcap is not None or call.score_mod is not None:
             raise RingConfigError.wrong(
-                call.name, "no softcap or score_mod with compressed entries", "one", "set it to None"
+                call.name, "no softcap or score_mod with entries", "one", "set it to None"
             )
         # Keys are those of the tokens, followed by this rank's entries.
         call.taken["entries"] = entries, call.k_BGSD
@@ -132,19 +132,16 @@ def check_section(model: nn.Module, config: RingConfig) -> None:
     """
     name = type(model).__name__
     if config.pattern.documents:
-        raise RingPatternError(
-            f'{name}: expected no packed documents, got "documents": true: its entries cross borders, so the'
-            " model itself does not keep documents apart; pad samples"
+        raise RingPatternError.wrong(
+            name, "no packed documents, as entries cross them", '"documents": true', "pad samples"
         )
     if config.pattern != PatternConfig():
-        raise RingPatternError(
-            f"{name}: expected the plain causal pattern, since the model selects entries, got"
-            f' {pattern_from_config(config)}; leave "pattern" out of the section'
+        raise RingPatternError.wrong(
+            name, "the plain causal pattern", str(pattern_from_config(config)), 'leave "pattern" out'
         )
     if config.layout not in ("auto", "contiguous", "zigzag", "balanced"):
-        raise RingConfigError(
-            f"{name}: layout: expected shards of consecutive tokens"
-            f' ("auto", "zigzag", "contiguous" or "balanced"), got "{config.layout}"'
+        raise RingConfigError.wrong(
+            f"{name}: layout", "shards of consecutive tokens", f'"{config.layout}"', 'use "zigzag"'
         )
     if config.ulysses_size > 1:
         raise RingConfigError.wrong(
@@ -279,7 +276,7 @@ class CompressedEntries:
             raise RingConfigError.wrong(name, "a call without a cache", "one", "use engine.ring.off()")
         if not isinstance(sharding, BatchSharding) or torch.compiler.is_compiling():
             raise RingConfigError.wrong(
-                name, "the batch's sharding", type(sharding).__name__, "call it by the engine, uncompiled"
+                name, "the batch's sharding", type(sharding).__name__, "call the engine, uncompiled"
             )
         windows = _LocalWindows(sharding, self._layer.compressor.compress_rate, self._overlaps)
         self._windows, self._chosen = windows, None

@@ -331,7 +331,7 @@ REFUSED = {
     "another pattern": "expected Causal\\(\\) and no documents",
     "documents": "no documents or attention_mask with trees",
     "ALiBi": "expected no ALiBi with a tree",
-    "a recurrence": "expected attention alone with a tree",
+    "a recurrence": "expected only attention with a tree",
     "labels": "expected shift_labels with tree_ends",
     "a mask": "no documents or attention_mask with trees",
     "no labels": "logprobs: expected shift_labels",

@@ -134,7 +134,7 @@ def test_reports_of_a_save_in_the_background(tmp_path: Path) -> None:
     with pytest.raises(RingCheckpointError, match=r"rank 1: OSError: .*No space left"):
         exchange_reports(tmp_path, Storage((0, 1), 1), fail, limit)
     (tmp_path / "1.json").unlink()
-    with pytest.raises(RingCheckpointError, match=r"expected a report of every rank within .*none of rank 1"):
+    with pytest.raises(RingCheckpointError, match=r"expected a report in .*none of 1"):
         exchange_reports(tmp_path, Storage((0, 1), 0), list, limit)
 
 
@@ -163,7 +163,7 @@ CANNOT_BE_CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "frozen weights at ZeRO 3": (
         stage3({"lr": 1}),
         FROZEN,
-        "weights that are all trained at ZeRO 3, got frozen ones",
+        "no frozen weights at ZeRO 3",
     ),
     "another program's": ({"zero_stage": "x"}, {}, "expected the states that DeepSpeed saves, got ValueErr"),
     "no states": ({}, {}, "expected the states that DeepSpeed saves, got KeyError: 'zero_stage'; was it"),

@@ -339,7 +339,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
         RingPatternError,
         "computed inside an activation checkpoint",
     ),
-    "blocks by hand": (blocks_by_hand, Full(), RingPatternError, "build it with create_block_mask"),
+    "blocks by hand": (blocks_by_hand, Full(), RingPatternError, "use create_block_mask"),
     "the other triangle": (upper, Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
     "dropout": (with_dropout, Causal(), RingConfigError, "expected dropout_p 0, got 0.1"),
     "written out": (written_out, Causal(), RingPatternError, "attention written out"),
@@ -457,7 +457,7 @@ def test_a_float_mask_that_hides_tokens_is_replaced(made: str) -> None:
 def test_replaced_masks_need_a_layout_of_known_length() -> None:
     """A name stands for any length: 45 tokens on 2 ranks were taken for 48, gradients 2.3 % off."""
     known = {"mesh": RingMesh(Grid(2, 2), 0), "pattern": Causal(), "masks": "replace"}
-    with pytest.raises(RingConfigError, match="layout of known length"):
+    with pytest.raises(RingConfigError, match="a Layout with masks"):
         BackendOptions.read(known | {"layout": "zigzag"})
     layout = make_layout("zigzag", tokens=45, ring_size=2, pattern=Causal())
     assert BackendOptions.read(known | {"layout": layout}).masks == "replace"

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
         {"document_ids": DOCUMENTS},
         False,
         RingPatternError,
-        'lets documents see each other; set "documents": true',
+        'got some; set "documents": true',
     ),
     "restarting positions": (
         {"position_ids": POSITIONS},
@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
         {"position_ids": torch.zeros(2, 7, 3, dtype=torch.int64)},
         True,
         RingShapeError,
-        "multi-axis rotary",
+        r"expected \[samples, tokens\]",
     ),
     "numbers in the mask": (
         {"attention_mask": DOCUMENTS},

@@ -59,5 +59,5 @@ def test_experts_and_weight_are_read_off_the_model(monkeypatch: pytest.MonkeyPat
     right = modeling_mixtral.load_balancing_loss_func
     for wrong in (lambda *given: 2 * right(*given), lambda logits, e, k, mask: right(logits, e, k, None)):
         monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", wrong)
-        with pytest.raises(RingConfigError, match="expected transformers' usual load balancing loss"):
+        with pytest.raises(RingConfigError, match="expected transformers' router loss"):
             read_router_loss(model)

@@ -105,7 +105,7 @@ def test_median_and_times_of_the_choice() -> None:
 
 @pytest.mark.parametrize("name", ["", "missing/tuned.json"])
 def test_a_place_that_cannot_be_written(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RingConfigError, match=r"--output .* expected a file in a folder"):
+    with pytest.raises(RingConfigError, match=r"--output .* expected a file in a folder to write to"):
         require_writable(tmp_path / name, "--output")
 
 

@@ -106,9 +106,8 @@ class Recurrent(Variant):
     def refuse(self, model: PreTrainedModel, request: Request) -> None:
         layout = request.config.layout
         if layout in ("striped", "residue") and any(map(is_recurrent, model.modules())):
-            raise RingConfigError(
-                f"{type(model).__name__}: layout: expected shards of consecutive tokens"
-                f' ("auto", "zigzag", "contiguous" or "balanced"), got "{layout}"'
+            raise RingConfigError.wrong(
+                type(model).__name__, "shards of consecutive tokens", f'"{layout}"', 'use "zigzag"'
             )
 
     def covers(self, model: PreTrainedModel, as_is: bool) -> set[str]:
