@@ -15,13 +15,10 @@ from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    JsonValue,
-    PlainValidator,
     ValidationError,
 )  # fmt: skip
 from pydantic.fields import FieldInfo
@@ -107,16 +104,6 @@ def listed(choices: Sequence[object]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def short_numbers(options: dict[str, Any]) -> dict[str, Any]:
-    """Return JSON values as they are; Refused for an integer too long to be written as decimal digits."""
-    try:
-        json.dumps(options)
-    except ValueError as error:
-        got = str(error).split(";")[0]
-        raise Refused(sentence("numbers that can be written", got, "use shorter ones")) from None
-    return options
-
-
 def without_effect(got: str, beside: str, why: str) -> str:
     """Format the sentence for a value that nothing would read."""
     return sentence("the default", f"{got} beside {beside}, which {why}", "leave it out: it has no effect")
@@ -128,48 +115,33 @@ def as_int(value: Any) -> Any:
     return value if isinstance(value, bool) or not isinstance(value, Integral) else operator.index(value)
 
 
-SWITCH = Accepted('"auto", true or false', "write true or false, without quotes")
-
-
-def _switch(value: object) -> Literal["auto"] | bool:
-    if isinstance(value, bool) or (isinstance(value, str) and value == "auto"):
-        return value  # type: ignore[return-value]
-    raise Refused(sentence(SWITCH.what, shown(value), SWITCH.advice))
-
-
-FLAG_OR_PART = Accepted(
-    "true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"
-)
-
-
-def _flag_or_part(value: object) -> bool | float:
-    if isinstance(value, bool) or (isinstance(value, float) and 0 < value < 1):
-        return value
-    raise Refused(sentence(FLAG_OR_PART.what, shown(value), FLAG_OR_PART.advice))
-
-
 ONE_UP = "a whole number of at least 1"
 WORD = Accepted("a word", "write one of these in double quotes")
-JsonObject = Annotated[dict[str, JsonValue], AfterValidator(short_numbers)]
 AtLeastOne = Annotated[int, BeforeValidator(as_int), Field(ge=1, le=MAX_TOKENS)]
 Flag = Annotated[bool, Accepted("true or false", "write true or false, without quotes")]
-Switch = Annotated[Literal["auto"] | bool, PlainValidator(_switch), SWITCH]
+Switch = Annotated[
+    Literal["auto"] | bool, Accepted('"auto", true or false', "write true or false, without quotes")
+]
 Timeout = Annotated[
     float,
     Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False),
     Accepted("a number of seconds above 0", "use 10 or 60, say"),
 ]
-FlagOrPart = Annotated[bool | float, PlainValidator(_flag_or_part), FLAG_OR_PART]
+FlagOrPart = Annotated[
+    bool | Annotated[float, Field(gt=0, lt=1)],
+    Accepted("true, false or a number between 0 and 1", "use 0.5 for the first half of the sequence"),
+]
 
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
     """Return every problem that pydantic found in `model`, whose keys are under `prefix`."""
-    found = error.errors(include_url=False)
-    # To look for what was meant by each of 40 000 unknown keys would take minutes.
-    explained = [_problem(detail, model, prefix) for detail in found[:MAX_PROBLEMS]]
-    return explained + [
-        Problem(_dotted(prefix, detail["loc"]), detail["msg"]) for detail in found[MAX_PROBLEMS:]
-    ]
+    problems: dict[str, Problem] = {}  # one for each key: of a union, pydantic reports every member
+    for detail in error.errors(include_url=False):
+        # To look for what was meant by each of 40 000 unknown keys would take minutes.
+        key = _dotted(prefix, detail["loc"]) if len(problems) >= MAX_PROBLEMS else ""
+        found = Problem(key, detail["msg"]) if key else _problem(detail, model, prefix)
+        problems.setdefault(found.key, found)
+    return list(problems.values())
 
 
 class Section(BaseModel):
@@ -193,37 +165,41 @@ class Section(BaseModel):
 
 def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Problem:
     loc, value = detail["loc"], detail["input"]
-    owner, field = _field_at(root, loc)
+    owner, field, depth = _field_at(root, loc)
     if field is None:
-        return Problem(_dotted(prefix, loc), _unknown_key(str(loc[-1]), owner, root))
+        known = _keys(owner)
+        near = did_you_mean(loc[-1], known)
+        advice = f"did you mean '{near}'?" if near else "remove it, or move it to its section"
+        what = sentence(f"one of {', '.join(known)}", f"the unknown key '{str(loc[-1])[:80]}'", advice)
+        return Problem(_dotted(prefix, loc), what)
     takes = accepted_by(field)
-    key = _dotted("" if takes.outside else prefix, loc)
+    # Inside a field there are indices, keys of an object of options, and members of a union: not keys.
+    inside = [part for part in loc[depth:] if isinstance(part, int) or get_origin(field.annotation) is dict]
+    key = _dotted("" if takes.outside else prefix, (*loc[:depth], *inside))
     refused = detail.get("ctx", {}).get("error")
     if isinstance(refused, Refused):
         return Problem(key, str(refused))
     choices = choices_of(field)
     expected = f"one of {', '.join(map(shown, choices))}" if choices else takes.what
-    if detail["type"] in ("less_than", "less_than_equal") and "at most" not in expected:
-        limit = detail["ctx"].get("le", detail["ctx"].get("lt"))
-        expected = f"{takes.what}, at most {limit:,.0f}"
+    if detail["type"] == "less_than_equal" and "at most" not in expected:
+        expected = f"{takes.what}, at most {detail['ctx']['le']:,.0f}"
     near = did_you_mean(value, choices) if isinstance(value, str) and choices else None
-    guess = f'did you mean "{near}"?' if near else None
-    advice = _type_advice(value, takes.what) or guess or takes.advice
-    return Problem(key, sentence(expected, shown(value), advice))
+    return Problem(key, sentence(expected, shown(value), f'did you mean "{near}"?' if near else takes.advice))
 
 
-def _field_at(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """Return the model that owns the key at `loc`, and its field; no field where the key is unknown."""
+def _field_at(
+    root: type[BaseModel], loc: Sequence[int | str]
+) -> tuple[type[BaseModel], FieldInfo | None, int]:
+    """Return the model that owns the key at `loc`, its field (None if it is unknown), and the key's depth."""
     owner: type[BaseModel] = root
     field: FieldInfo | None = None
     inner: Any = root
-    for part in loc:
-        # Inside a list or an options object the field stays.
+    for depth, part in enumerate(loc):
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            break
+            return owner, field, depth
         owner, field = inner, inner.model_fields.get(str(part))
         inner = field.annotation if field else None
-    return owner, field
+    return owner, field, len(loc)
 
 
 def _dotted(prefix: str, loc: Sequence[int | str]) -> str:
@@ -245,34 +221,3 @@ def choices_of(field: FieldInfo) -> tuple[str, ...]:
 
 def _keys(model: type[BaseModel]) -> list[str]:
     return [name for name, field in model.model_fields.items() if not accepted_by(field).outside]
-
-
-def _unknown_key(word: str, owner: type[BaseModel], root: type[BaseModel]) -> str:
-    """Describe an unknown key: a near miss here, a key of the neighbouring section, or neither."""
-    known = _keys(owner)
-    near = did_you_mean(word, known)
-    advice = "remove it, or move it to the section that it belongs to"
-    if near:
-        advice = f"did you mean '{near}'?"
-    for name, field in root.model_fields.items():
-        section: Any = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel) and word in section.model_fields:
-            advice = f'move it to the sub-section "{name}"'
-    if owner is not root and word in _keys(root):
-        advice = "move it to the section above"
-    return sentence(f"one of {', '.join(known)}", f"the unknown key '{word[:80]}'", advice)
-
-
-def _type_advice(value: object, what: str) -> str | None:
-    """Return what to write instead of a value that is right but for its JSON type."""
-    if isinstance(value, bool) and "number" in what:
-        return "true and false are no numbers: write the number itself"
-    if isinstance(value, float) and value.is_integer() and "whole number" in what:
-        return f"write {int(value)} without the point"
-    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?[\d.]+\s*", value) and "number" in what:
-        return f"write {value.strip()} without quotes"
-    if isinstance(value, str) and value.lower() in ("true", "false", "null", "none"):
-        return f"write {value.lower().replace('none', 'null')} without quotes"
-    if isinstance(value, (int, float)) and what.startswith("a list") and 0 < value < 10**15:
-        return f"write [{value}]"
-    return None

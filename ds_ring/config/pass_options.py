@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PlainValidator, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, ValidationInfo, field_validator
 
 from ds_ring.config.messages import (
     ONE_UP,
@@ -19,7 +19,6 @@ from ds_ring.config.messages import (
     AtLeastOne,
     Flag,
     FlagOrPart,
-    JsonObject,
     Refused,
     Section,
     Timeout,
@@ -31,22 +30,15 @@ from ds_ring.config.messages import (
 from ds_ring.limits import MAX_BLOCK, MAX_BYTES, Timeouts
 from ds_ring.registry import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
 
-_STAGE = Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop")
-
-
-def _stage(value: object) -> Literal["auto"] | int:
-    value = as_int(value)
-    if (isinstance(value, str) and value == "auto") or (type(value) is int and 0 <= value <= MAX_BYTES):
-        return value  # type: ignore[return-value]
-    raise Refused(sentence(_STAGE.what, shown(value), _STAGE.advice))
-
-
 BlockSize = Annotated[
     int, Field(le=MAX_BLOCK), Accepted("a whole number that is a power of two and at least 16", "use 128")
 ]
-KernelOptions = Annotated[JsonObject, Accepted("an object of JSON values", "use {} for no options")]
+KernelOptions = Annotated[dict[str, JsonValue], Accepted("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP} (bytes), or null", "use null for the default")]
-StageBytes = Annotated[Literal["auto"] | int, PlainValidator(_stage), _STAGE]
+StageBytes = Annotated[
+    Literal["auto"] | Annotated[int, BeforeValidator(as_int), Field(ge=0, le=MAX_BYTES)],
+    Accepted('a whole number of bytes, 0 or more, or "auto"', "use 0 to go hop by hop"),
+]
 if TYPE_CHECKING:  # a type checker cannot read the words of a table
     KernelName = str
     TransportName = str

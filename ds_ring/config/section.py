@@ -15,13 +15,14 @@ from functools import lru_cache, reduce
 from operator import and_
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ds_ring.config.json_text import SECTION, SP_KEY, Json, JsonSource, resolve
 from ds_ring.config.messages import (
     ONE_UP,
     WORD,
     Accepted,
+    AtLeastOne,
     Flag,
     Refused,
     Section,
@@ -45,17 +46,13 @@ from ds_ring.registry import LAYOUTS
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
 
 TileChoice = Literal["auto"] | bool | int
-
-_TILE = Accepted('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say")
+Tile = Annotated[
+    Literal["auto"] | bool | AtLeastOne,
+    Accepted('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say"),
+]
 
 _MIB = 1 << 20
 _LEAST_TOKENS = 64
-
-
-def _tile(value: object) -> TileChoice:
-    if isinstance(value, bool) or value == "auto" or (type(value) is int and 1 <= value <= MAX_TOKENS):
-        return value
-    raise Refused(sentence(_TILE.what, shown(value), _TILE.advice))
 
 
 class LongSequenceConfig(Section):
@@ -65,13 +62,13 @@ class LongSequenceConfig(Section):
     with a line in the log.
     """
 
-    tiled_loss: Annotated[TileChoice, PlainValidator(_tile), _TILE] = Field(
+    tiled_loss: Tile = Field(
         default=False,
         description="compute logits, loss and their gradients one tile of tokens after the other, so that no"
         " tensor of a shard's tokens x vocabulary exists; true: tiles of 64 MiB of float32 logits on the CPU,"
         " 512 MiB on CUDA",
     )
-    tiled_mlp: Annotated[TileChoice, PlainValidator(_tile), _TILE] = Field(
+    tiled_mlp: Tile = Field(
         default=False,
         description="compute each layer's MLP, and the norms around it, one tile of tokens after the other,"
         " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"

@@ -93,11 +93,8 @@ def choose_free_port() -> int:
         port = draw.choice(_CANDIDATES)
         if is_free(port):
             return port
-    raise RingConfigError.wrong(
-        "ports",
-        f"one free in {_CANDIDATES.start}-{_CANDIDATES.stop}",
-        f"none in {_ATTEMPTS} tries",
-        "set master_port",
+    raise RingConfigError(
+        f"expected a free port in {_CANDIDATES.start}-{_CANDIDATES.stop}, got none; set master_port"
     )
 
 

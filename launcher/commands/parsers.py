@@ -243,10 +243,7 @@ def pattern_of(options: argparse.Namespace, config: RingConfig) -> Pattern:
 
     if config.pattern.documents:
         raise RingConfigError.wrong(
-            options.command,
-            'a pattern without "documents"',
-            "true",
-            "call ds_ring.simulate with Documents(...)",
+            options.command, 'a pattern without "documents"', "true", "call ds_ring.simulate"
         )
     return pattern_from_config(config)
 

@@ -74,5 +74,5 @@ def _show(status: RunStatus, options: argparse.Namespace) -> None:
             write_page(options.folder)
     except OSError as error:
         raise RingConfigError.wrong(
-            "--page", f"to write to {options.folder}", f"{error.strerror}", "copy the folder, or leave it out"
+            "--page", f"to write status.html in {options.folder}", f"{error.strerror}", "copy the folder"
         ) from None

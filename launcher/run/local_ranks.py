@@ -115,7 +115,7 @@ def _watch(ranks: list[BaseProcess], folder: str, deadline_s: float, waiting: Ca
     while not failed and (running := [process for process in ranks if process.is_alive()]):
         if time.monotonic() >= deadline:
             raise RanksError(
-                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} at work; raise it"
+                f"expected all ranks to end within {deadline_s:g} s, got {len(running)} still at work"
             )
         wait([process.sentinel for process in running], min(_LOOK_S, max(0.0, deadline - time.monotonic())))
         waiting()

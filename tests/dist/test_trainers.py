@@ -232,7 +232,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "no DeepSpeed": "expected DeepSpeed with a",
         "dispatch": "dispatch_batches: expected None or false",
         "other ranks": 'expected 2 ranks ("sequence_parallel_size" of the DeepSpeed JSON), got 4',
-        "another axis": "parallelism_config: expected no sp_size with a ring, got one above 1",
+        "another axis": "parallelism_config: expected no sp_size, got one above 1",
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
         "trl.GRPOConfig": "expected use_vllm=False, got True: vLLM samples on each rank by itself",

@@ -55,7 +55,7 @@ def ask(rank: int, world_size: int, tokens: list[int], ranks: int) -> None:
     ("tokens", "ranks", "error", "words"),
     [
         ([2048, 1024], 2, "RingMismatchError", ["tokens=2048", "on rank 0 and", "tokens=1024", "on rank 1"]),
-        ([2048, 2048], 4, "RingMeshError", ["expected 4 ranks, as the request says, got 2"]),
+        ([2048, 2048], 4, "RingMeshError", ["expected 4 ranks (the request's), got 2"]),
     ],
 )
 def test_requests_that_do_not_fit(

@@ -144,7 +144,7 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         CONFIG,
         "curriculum_learning",
     ),
-    "a stream": ({"training_data": Endless(), "config": GOOD}, CONFIG, "got the iterable Endless"),
+    "a stream": ({"training_data": Endless(), "config": GOOD}, CONFIG, "got Endless"),
     "an unknown key": (
         {"config": GOOD | {"ring_attention": {"ring_sice": 2}}},
         CONFIG,

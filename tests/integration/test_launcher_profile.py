@@ -51,7 +51,7 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("arguments", "words"),
     [
         (["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
-        (["--tokens", "3", "--ring-sizes", "1", "4"], "at least one token for each of 4 ranks, got 3"),
+        (["--tokens", "3", "--ring-sizes", "1", "4"], "at least one token a rank, got 3 for 4 ranks"),
         (["--ring-sizes", "0"], "--ring-sizes: expected a number of at least 1, got 0"),
         (["--ring-sizes", "-2", "2"], "--ring-sizes: expected a number of at least 1, got -2"),
         (["--kv-heads", "3"], "query heads: expected a multiple of K/V heads: got 4 and 3"),

@@ -78,8 +78,8 @@ BAD_YAML = {
     "hosts a word": ("hosts: node-0\n" + SCRIPT, 'got "node-0"'),
     "no slots": ("hosts: local\n" + SCRIPT, "slots: expected a whole number of at least 1, got null"),
     "slots 0": (LOCAL.replace("2", "0"), "slots: expected a whole number of at least 1, got 0"),
-    "slots quoted": (LOCAL.replace("2", "'2'"), "write 2 without quotes"),
-    "slots true": (LOCAL.replace("2", "true"), "true and false are no numbers"),
+    "slots quoted": (LOCAL.replace("2", "'2'"), 'at least 1, got "2"'),
+    "slots true": (LOCAL.replace("2", "true"), "at least 1, got true"),
     "host slots 0": (
         HOSTS.replace("2", "0") + SCRIPT,
         "hosts[1].slots: expected a whole number of at least 1",

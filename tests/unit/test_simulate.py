@@ -316,7 +316,7 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         (
             {"layout": make_layout("zigzag", tokens=300, ring_size=3)},
             RingShapeError,
-            "for 257 tokens (those of q), got one for 300",
+            "layout: expected 257 tokens, as q has, got 300",
         ),
         ({"pattern": "causal"}, RingPatternError, "expected a pattern, got 'causal'"),
         ({"pattern": PATTERNS["documents"](300)}, RingPatternError, "257 tokens"),

@@ -161,11 +161,8 @@ def _require_convertible(folder: Path) -> None:
     per_parameter = [set(state) - {"step"} for state in states["state"].values()]
     if any(names != _ADAM for names in per_parameter):
         got = sorted(set().union(*per_parameter)) or "none"
-        raise RingCheckpointError.wrong(
-            f"{folder}",
-            f"an optimizer with the states {sorted(_ADAM)}",
-            str(got),
-            "pass load_module_only=True",
+        raise RingCheckpointError(
+            f"{folder}: expected an optimizer with the states {sorted(_ADAM)}, got {got}"
         )
     if not stage3:
         return

@@ -248,7 +248,7 @@ def _static_source(given: dict[str, Any], replace_masks: bool) -> StaticSource:
     if config is not None:
         if not isinstance(config, RingConfig) or set(given) - {"layout", "pattern"}:
             raise RingConfigError.wrong(
-                "options: config", "it with mesh, layout, pattern alone", sorted(given), "leave others out"
+                "options: config", "a RingConfig, mesh, layout and pattern", sorted(given), "drop others"
             )
         options = Options.of(config)
         given = {"layout": config.layout, "pattern": pattern_from_config(config), **given}

@@ -518,7 +518,8 @@ def _checked(
             shapes[name] = list(fake.shape)
             if fake.ndim != 4:
                 raise RingShapeError(
-                    f"attention{where(node)}: {name}: expected four dimensions, got {shapes[name]}"
+                    f"attention{where(node)}: {name}: expected [batch, heads, tokens, head_dim], got"
+                    f" {shapes[name]}"
                 )
     q, k = shapes.get("q"), shapes.get("k")
     if q is not None and k is not None and str(q[2]) != str(k[2]):

@@ -311,11 +311,8 @@ def _check_padding(mask_BT: Tensor, labels_BT: Tensor | None, pattern: Pattern) 
     if bool(real_BT.all()):
         return
     if not pattern.is_causal:
-        raise RingPatternError.wrong(
-            "attention_mask",
-            f"no padding that {pattern} reads",
-            f"{int((~real_BT).sum())}",
-            'set "documents"',
+        raise RingPatternError(
+            f"attention_mask: expected no padding under {pattern}, got {int((~real_BT).sum())} masked"
         )
     restarts = (real_BT[:, 1:] & ~real_BT[:, :-1]).nonzero()
     if len(restarts):

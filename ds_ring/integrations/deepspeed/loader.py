@@ -247,7 +247,7 @@ def position_in(state: Mapping[str, Any], order: Order) -> tuple[int, int]:
     if type(epoch) is not int or type(done) is not int or not (0 <= epoch < MAX_TOKENS and done >= 0):
         keys = sorted(map(str, state))[:8] if isinstance(state, Mapping) else shown(state)
         raise RingConfigError.wrong(
-            "loader state", f'{{"epoch": n, "{unit}": n}}', str(keys), "pass state_dict()"
+            "loader state", f"whole numbers 'epoch' and '{unit}'", str(keys), "pass state_dict()"
         )
     if done % order.units_per_batch:
         raise RingConfigError.wrong(

@@ -150,10 +150,7 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refuse to forget tokens."""
         raise RingConfigError.wrong(
-            "generate",
-            "decoding that keeps all tokens",
-            f"{tokens_to_remove} taken back",
-            "sample, or use beams",
+            "generate", "decoding that keeps all tokens", f"{tokens_to_remove} taken back", "sample"
         )
 
 

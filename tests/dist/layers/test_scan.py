@@ -325,7 +325,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "of_both", "says"),
     [
         ("striped", True, "RingLayoutError: striped layout of 46 tokens over 2 ranks: expected shards of"),
-        ("documents", True, "RingPatternError: documents: expected ids for the layout's 46 tokens, got 45"),
+        ("documents", True, "RingPatternError: documents: expected 46 ids, got 45"),
         ("slots", False, "RingShapeError: halo: expected 23 slots"),
         ("width", True, "RingMismatchError: the ranks of this sequence call ds_ring with different"),
         ("nothing", True, "RingShapeError: halo: expected before or after above 0"),

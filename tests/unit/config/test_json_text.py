@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -46,43 +47,27 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
     assert RingConfig.from_deepspeed(path).ring_size == 4
 
 
-# (text, pieces: line and column, the line itself or the caret, the hint)
+# (text, where json says that the fault is)
 BROKEN = [
-    ('{\n  "a": 1,\n  "b": 2,\n}', ["line 3, column 9: JSON allows no trailing comma", '  "b": 2,\n']),
-    ('{"a": [1, 2,]}', ["line 1, column 12: JSON allows no trailing comma; remove this one"]),
-    ('{"a": {"b": 1 , \n\n } }', ["line 1, column 15: JSON allows no trailing comma"]),
-    ('{\n  // the ring\n  "a": 1}', ["line 2, column 3: JSON has no comments; remove it", "// the ring"]),
-    ('{\n  # the ring\n  "a": 1}', ["line 2, column 3: JSON has no comments"]),
-    ("{'a': 1}", ["line 1, column 2: JSON strings stand in double quotes"]),
-    ('{"a": True}', ["line 1, column 7: Python's True, False and None are true, false and null"]),
-    ('{"a": None}', ["Python's True, False and None"]),
-    ('{\n  "a": 1\n  "b": 2\n}', ["line 3, column 3: expected a comma or a closing bracket", '  "b": 2']),
-    ('{"a": 1', ["line 1, column 8: the text ends too early"]),
-    ('{"a": "x}', ["the text ends too early (Unterminated string"]),
-    ('{"a": 1} {"b": 2}', ["line 1, column 10: expected one JSON object, got more text after its end"]),
-    ('{"a" 1}', ["line 1, column 6: Expecting ':' delimiter"]),
-    ("{a: 1}", ["line 1, column 2: ", "double quotes"]),
-    ('{"a": 01}', ["line 1, column 8: "]),
-    ("ring_size: 4", ["line 1, column 1: Expecting value"]),
+    ('{\n  "a": 1,\n  "b": 2,\n}', "line (3|4) column "),
+    ('{"a": [1, 2,]}', "line 1 column 1[23]"),
+    ('{\n  // the ring\n  "a": 1}', "line 2 column 3"),
+    ("{'a': 1}", "line 1 column 2"),
+    ('{"a": True}', "Expecting value: line 1 column 7"),
+    ('{\n  "a": 1\n  "b": 2\n}', "Expecting ',' delimiter: line 3 column 3"),
+    ('{"a": 1', "line 1 column 8"),
+    ('{"a": "x}', "Unterminated string starting at: line 1 column 7"),
+    ('{"a": 1} {"b": 2}', "Extra data: line 1 column 10"),
+    ('{"a" 1}', "Expecting ':' delimiter: line 1 column 6"),
+    ("ring_size: 4", "Expecting value: line 1 column 1"),
 ]
 
 
-@pytest.mark.parametrize(("text", "pieces"), BROKEN, ids=[text for text, _ in BROKEN])
-def test_broken_json_is_shown_with_line_column_and_hint(tmp_path: Path, text: str, pieces: list[str]) -> None:
+@pytest.mark.parametrize(("text", "where"), BROKEN, ids=[text for text, _ in BROKEN])
+def test_broken_json_is_refused_in_the_words_of_json(tmp_path: Path, text: str, where: str) -> None:
     message = refusal_of(text, tmp_path)
-    for piece in pieces:
-        assert piece in message
-
-
-def test_the_caret_stands_under_the_fault(tmp_path: Path) -> None:
-    _, line, caret = refusal_of('{\n\t"ring_attention": {"ring_size": 4,}\n}', tmp_path).splitlines()
-    assert line[caret.index("^")] == ","
-
-
-def test_a_long_line_is_cut_around_the_fault(tmp_path: Path) -> None:
-    text = "{" + ", ".join(f'"key{n}": {n}' for n in range(2000)) + ",}"
-    _, line, caret = refusal_of(text, tmp_path).splitlines()
-    assert len(line) < 120 and line[caret.index("^")] == ","
+    assert re.search(f"not JSON: .*{where}", message)
+    assert message.endswith("; JSON has no comments, no trailing commas, and strings in double quotes")
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", '"x"', "4", "null", "true"])
@@ -92,7 +77,7 @@ def test_the_top_level_must_be_an_object(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
 def test_an_empty_file(tmp_path: Path, text: str) -> None:
-    assert "expected a JSON object, got an empty file; it must hold at least" in refusal_of(text, tmp_path)
+    assert "Expecting value: line " in refusal_of(text, tmp_path)
 
 
 def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
@@ -104,23 +89,15 @@ def test_a_file_that_is_not_utf8(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "key"),
     [
-        ('{"ring_attention": {"layout": "auto", "layout": "zigzag"}}', "ring_attention.layout"),
+        ('{"ring_attention": {"layout": "auto", "layout": "zigzag"}}', "layout"),
         ('{"ring_attention": {}, "ring_attention": {}}', "ring_attention"),
-        ('{"ring_attention": {}, "list": [{"x": 1, "x": 1}]}', "list[0].x"),
-        ('{"zero_optimization": {"stage": 1, "stage": 2}, "ring_attention": {}}', "zero_optimization.stage"),
+        ('{"ring_attention": {}, "list": [{"x": 1, "x": 1}]}', "x"),
+        ('{"a": {"layout": 1, "layout": 2}, "a": {}}', "layout"),
     ],
 )
 def test_a_key_that_stands_twice(tmp_path: Path, text: str, key: str) -> None:
-    message = refusal_of(text, tmp_path)
-    assert (
-        f"{key}: expected each key once in an object, got this one more than once; keep one of them"
-        in message
-    )
-
-
-def test_a_doubled_key_inside_a_doubled_section_is_still_named(tmp_path: Path) -> None:
-    message = refusal_of('{"a": {"layout": 1, "layout": 2}, "a": {}}', tmp_path)
-    assert "layout: expected each key once" in message and "a: expected each key once" in message
+    expected = f"expected each key once in an object, got '{key}' twice; keep one of them"
+    assert expected in refusal_of(text, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -144,31 +121,15 @@ def test_a_problem_in_the_section_names_the_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_missing_file_offers_its_neighbours(tmp_path: Path) -> None:
+def test_a_missing_file_offers_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(SOUND)
-    (tmp_path / "notes.txt").write_text("")
     missing = tmp_path / "ds_confg.json"
-    message = refusal(missing)
-    assert message.startswith(f"{missing}: the file does not exist: nothing of that name in {tmp_path}")
-    assert "did you mean ds_config.json?" in message
-    assert "the JSON files there: ds_config.json" in refusal(tmp_path / "zzz")
+    assert refusal(missing) == f"{missing}: the file does not exist; did you mean ds_config.json?"
+    assert "the file does not exist; the current folder is " in refusal(tmp_path / "zzz")
 
 
-def test_a_missing_relative_file_names_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    message = refusal("nowhere.json")
-    assert f"the current folder is {tmp_path}" in message and "there is no JSON file there" in message
-    assert "the folder configs does not exist either" in refusal("configs/ds_config.json")
-
-
-def test_a_folder_offers_its_files(tmp_path: Path) -> None:
-    for number in range(7):
-        (tmp_path / f"ds_{number}.json").write_text(SOUND)
-    message = refusal(tmp_path)
-    assert "expected a JSON file, got a directory; the JSON files there: ds_0.json, ds_1.json" in message
-    assert message.endswith("ds_4.json, ...")
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    assert "expected a JSON file, got a directory; name a file in it" in refusal(tmp_path)
 
 
 def test_json_text_in_place_of_a_path() -> None:

@@ -40,7 +40,7 @@ def test_runs_are_the_positions_in_their_order() -> None:
 def test_positions_that_are_not_given() -> None:
     assert query_positions(Causal(), LAYOUT, 3, None).tolist() == [37, 38, 39]
     assert len(query_positions(Full(), LAYOUT, 100, None)) == 100
-    with pytest.raises(RingShapeError, match=r"41 replicated queries.*last of 40"):
+    with pytest.raises(RingShapeError, match=r"at most 40 queries .*got 41"):
         query_positions(SlidingWindow(3), LAYOUT, 41, None)
 
 

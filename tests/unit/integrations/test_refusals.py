@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Callable[[Given], Any], type[RingError], str]] = {
             RingMesh.single(),
         ),
         RingShapeError,
-        "4 patches, got 5",
+        r"4 patches \(image_grid_thw\), got 5",
     ),
     "image tokens without types": (
         lambda _: images._axes_of(SimpleNamespace(get_rope_index=lambda x: x))({}),
@@ -349,9 +349,11 @@ COMPILED: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
 }  # fmt: skip
 MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "logits at once": (
-        lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)), RingConfigError, "computed at once"
+        lambda: tiled_head().loss_function(len)(torch.zeros(1, 2, 3)),
+        RingConfigError,
+        "expected logits by get_output_embeddings",
     ),
-    "tensors of other tokens": (tiled_module, RingConfigError, "expected Bilinear to be called with tensors"),
+    "tensors of other tokens": (tiled_module, RingConfigError, "expected Bilinear called with tensors"),
     "checkpoints of DeepSpeed": (checkpointed, RingConfigError, "got DeepSpeed's"),
     "no process group": (lambda: ring_flash_attn.mesh_of(None), RingMeshError, "init_process_group first"),
     "rows that are not packed": (
@@ -397,7 +399,7 @@ MORE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a cache without positions": (
         lambda: on_ring("Llama")(IDS, past_key_values=ring_cache.RingCache(0, 1)),
         RingShapeError,
-        r"expected position_ids \[samples, tokens\], got None",
+        r"expected position_ids \[samples, tokens\], got others",
     ),
     "an image encoder that nobody compared": (
         lambda: attach(video_llava(), windowed()), RingConfigError, "no test compares its images"

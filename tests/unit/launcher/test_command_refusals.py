@@ -26,7 +26,7 @@ REFUSED = {
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
     "a model without such a head": (
         ["check-model", "vit", "--head", "causal-lm"],
-        "expected a model with the head causal-lm, got none in transformers",
+        "expected the head causal-lm, got none",
     ),
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
     "a ring that does not divide": (
@@ -44,7 +44,7 @@ REFUSED = {
     "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device: expected 2 GPUs, got 0"),
     "a demo below a file": (
         ["demo", "--steps", "1", "--output", "train.py/out"],
-        "--output: expected a folder that can be written, got train.py/out",
+        "--output: expected a folder to write to, got train.py/out",
     ),
     "a page that is a folder": (["status", "run", "--page"], "--page: expected to write status.html in run"),
     "a number of 31 digits": (

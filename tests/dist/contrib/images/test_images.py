@@ -270,5 +270,5 @@ def test_training_generation_and_refusals(rank_pool: Pool) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert losses[2] == pytest.approx(losses[3], rel=1e-5)
         assert same
-        assert "for each of 8 features of its images, got 12" in heard[0]
+        assert "expected 8 image tokens, got 12" in heard[0]
         assert "got pixel_values_videos" in heard[1]

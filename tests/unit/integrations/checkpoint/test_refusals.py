@@ -158,15 +158,15 @@ CANNOT_BE_CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "groups at ZeRO 3": (
         stage3({"lr": 1}, {"lr": 2}),
         {},
-        "groups of parameters with equal settings at ZeRO 3, got 2",
+        "expected equal groups at ZeRO 3, got 2",
     ),
     "frozen weights at ZeRO 3": (
         stage3({"lr": 1}),
         FROZEN,
         "no frozen weights at ZeRO 3",
     ),
-    "another program's": ({"zero_stage": "x"}, {}, "expected the states that DeepSpeed saves, got ValueErr"),
-    "no states": ({}, {}, "expected the states that DeepSpeed saves, got KeyError: 'zero_stage'; was it"),
+    "another program's": ({"zero_stage": "x"}, {}, "expected DeepSpeed's states, got ValueErr"),
+    "no states": ({}, {}, "expected DeepSpeed's states, got KeyError: 'zero_stage'"),
 }
 
 
@@ -196,7 +196,7 @@ def test_where_a_conversion_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_sizes_are_asked_of_deepspeeds_states_alone(tmp_path: Path) -> None:
     folder = sealed(tmp_path, mp_rank_00_model_states={"ds_config": 3, "dp_world_size": 1})
-    with pytest.raises(RingCheckpointError, match="expected the states that DeepSpeed saves, got TypeError"):
+    with pytest.raises(RingCheckpointError, match="expected DeepSpeed's states, got TypeError"):
         resize.samples_of_a_step(tmp_path, "tag")
     (folder / "zero").mkdir()
     torch.save(torch.nn.Linear, folder / "zero" / "optimizer_state.pt")

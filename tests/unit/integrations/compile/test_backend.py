@@ -495,7 +495,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
         RingPatternError,
         "causal",
     ),
-    "inner": ({"mesh": MESH, "inner": "magic"}, RingConfigError, "expected .*inductor.* got 'magic'"),
+    "inner": ({"mesh": MESH, "inner": "magic"}, RingConfigError, "expected .*inductor.* got magic"),
     "masks": ({"mesh": MESH, "masks": "ignore"}, RingConfigError, "one of check, replace, got 'ignore'"),
     "session": ({"session": MESH}, RingConfigError, "an engine.ring, got RingMesh"),
     "config": ({"mesh": MESH, "config": {}}, RingConfigError, "expected a RingConfig"),

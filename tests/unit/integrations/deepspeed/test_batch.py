@@ -126,7 +126,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a number": (with_ids(weight=torch.tensor(1.0)), Causal(), SHAPE, r"'weight'.*got \[\]"),
     "left padding": (padded(ONES, LEFT), Causal(), PATTERN, "masked token 1 before .* sample 1"),
     "a hole": (padded(HOLE, ONES), Causal(), PATTERN, "masked token 2 before .* sample 0"),
-    "padding, full": (padded(ONES, RIGHT), Full(), PATTERN, "got 2 masked positions"),
+    "padding, full": (padded(ONES, RIGHT), Full(), PATTERN, "got 2 masked"),
     "4-D mask": (with_ids(attention_mask=torch.ones(2, 1, 7, 7)), Causal(), SHAPE, r"expected \[2, 7\]"),
     "labels of padding": (
         {**padded(ONES, RIGHT), "labels": IDS},

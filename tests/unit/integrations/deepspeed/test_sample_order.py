@@ -97,8 +97,8 @@ def test_positions_count_samples_of_all_replicas():
 
     assert position_in({"epoch": 2, "samples": 24}, order(4)) == (2, 6)
     assert position_in({"epoch": 2, "samples": 24}, order(8)) == (2, 3)
-    with pytest.raises(RingConfigError, match="multiple of the 16 samples of all replicas, got 24"):
+    with pytest.raises(RingConfigError, match="multiple of 16 samples, got 24"):
         position_in({"epoch": 2, "samples": 24}, order(16))
     for wrong in ({"epoch": 1, "batches": 3}, {}, {"epoch": 1.0, "samples": 8}, {"epoch": 0, "samples": -8}):
-        with pytest.raises(RingConfigError, match="whole numbers, got"):
+        with pytest.raises(RingConfigError, match="expected whole numbers "):
             position_in(wrong, order(4))

@@ -150,7 +150,7 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("job", "words"),
     [
-        (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token for each of 4 ranks, got 3"),
+        (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token a rank, got 3 for 4 ranks"),
         (ProfileJob(SIZES, Causal(), "zigzig"), "got 'zigzig'"),
         (ProfileJob(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
         (ProfileJob(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
