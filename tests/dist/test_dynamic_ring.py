@@ -343,7 +343,7 @@ REFUSED = {
     "most_tokens": ("RingConfigError", "most_tokens: expected a whole number", False),
     "most_tokens alone": ("RingConfigError", 'expected "dynamic_ring": true', False),
     "other lengths": ("RingMismatchError", "lengths of the samples", False),
-    "shorter": ("RingShapeError", "in input_ids of sample 7", True),
+    "shorter": ("RingShapeError", "sample 7: input_ids: ", True),
     "positions": ("RingPatternError", "position_ids in sample 7", True),
     "no labels": ("RingShapeError", "in each sample", True),
     "no configuration": ("RingConfigError", "Linear without layers", False),

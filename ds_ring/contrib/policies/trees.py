@@ -115,7 +115,7 @@ class TreeBatch:
         given = [torch.as_tensor(one, dtype=torch.float32) for one in weights]
         if [tuple(one.shape) for one in given] != [one.shape for one in ids]:
             raise RingShapeError.wrong(
-                "tree_batch: weights", f"numbers of {list(map(len, ids))}, as tokens", given, "add the others"
+                "tree_batch: weights", f"one for each token, {list(map(len, ids))}", given, "add the others"
             )
         for one, places in zip(given, self.places, strict=True):
             total[torch.from_numpy(places[:-1])] += one[1:]

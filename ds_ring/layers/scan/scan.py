@@ -100,7 +100,7 @@ def _check_scan(transition: Tensor, increment: Tensor, matrix: bool, context: Sc
         check_operand(f"ring_scan: {name}", x)
         if x.dtype not in (torch.float32, torch.float64) or x.dtype != increment.dtype:
             raise RingShapeError.wrong(
-                f"ring_scan: {name}", "one of float32 and float64", f"{x.dtype}", "cast both"
+                f"ring_scan: {name}", "float32 or float64", f"{x.dtype}", "cast both operands"
             )
     runs, shape = context.own_runs, tuple(increment.shape)
     fits = transition.dim() == increment.dim() and len(transition) == len(increment) == runs

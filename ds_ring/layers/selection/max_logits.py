@@ -47,7 +47,7 @@ def max_logits(
         fits = q.dim() == k.dim() == 4 and q.shape[::2] == k.shape[::2] and q.shape[3] == k.shape[3]
         if not fits or q.shape[1] % k.shape[1]:
             raise RingShapeError(
-                f"max_logits: expected q [B, H, S, D], k [B, G, S, D], got {list(q.shape)}, {list(k.shape)}"
+                f"max_logits: expected H a multiple of G in q and k, got {list(q.shape)}, {list(k.shape)}"
             )
         factor, dtype = q.shape[-1] ** -0.5 if scale is None else scale, accumulator_dtype(q.dtype)
 

@@ -183,8 +183,8 @@ WRONG_ROLLOUTS = {
     "none": ([], None, "at least one rollout, got none"),
     "empty": ([[1, 2], []], None, "rollout 1: expected token ids"),
     "floats": ([[1.0, 2.0]], None, "rollout 0: expected token ids, integers"),
-    "a table": ([[[1, 2]]], None, r"got int64 \[1, 2\]"),
-    "weights": ([[1, 2], [3]], [[1.0], [1.0]], r"one for each token of each rollout, \[2, 1\]"),
+    "a table": ([[[1, 2]]], None, r"got list \[\[1, 2\]\]"),
+    "weights": ([[1, 2], [3]], [[1.0], [1.0]], r"one for each token, \[2, 1\]"),
 }
 
 
@@ -332,7 +332,7 @@ REFUSED = {
     "documents": "no documents or attention_mask with trees",
     "ALiBi": "expected no ALiBi with a tree",
     "a recurrence": "expected only attention with a tree",
-    "labels": "expected shift_labels with tree_ends",
+    "labels": "expected shift_labels with a tree",
     "a mask": "no documents or attention_mask with trees",
     "no labels": "logprobs: expected shift_labels",
 }
