@@ -231,7 +231,7 @@ def test_what_cannot_be_honoured_is_refused(rank_pool: Any) -> None:
         "no section": "ring_attention: expected this section, got none",
         "no DeepSpeed": "expected DeepSpeed with a",
         "dispatch": "dispatch_batches: expected None or false",
-        "other ranks": 'expected 2 ranks ("sequence_parallel_size" of the DeepSpeed JSON), got 4',
+        "other ranks": 'expected 2 ranks ("sequence_parallel_size"), got 4',
         "another axis": "parallelism_config: expected no sp_size, got one above 1",
         "sum": 'gradient_allreduce_op: expected "mean"',
         "generated": "True",
@@ -296,7 +296,7 @@ def test_what_cannot_be_whole_on_a_ring_is_refused(rank_pool: Any) -> None:
         "dynamic": "dynamic_ring: expected false under ds_ring.enable(), got true",
         "loss": "Bare: expected logits, or a loss by num_items_in_batch, got a tensor",
         "places": "Bare: expected arguments by name, got 3",
-        "positions": "Unnumbered.forward: expected it to take position_ids, got ['input_ids', 'labels']",
+        "positions": "Unnumbered.forward: expected position_ids, got ['input_ids', 'labels']",
         "borders": "batch: expected position_ids with cu_seq_lens_q, got none",
         "short": "outputs: expected a sharded sequence, got 16 tokens, below min_sequence_length",
     }
@@ -559,7 +559,7 @@ def test_a_distillation_of_images_or_on_two_layouts_is_refused() -> None:
     distillation = _Distillation()
     distillation._layout = layouts[0]
     distillation._check_layout(layouts[0])
-    with pytest.raises(ds_ring.RingConfigError, match="got zigzag and contiguous: name one"):
+    with pytest.raises(ds_ring.RingConfigError, match="got zigzag and contiguous: set"):
         distillation._check_layout(layouts[1])
 
 

@@ -79,7 +79,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         (["--ring-sizes", "0"], "--ring-sizes: expected a number of at least 1, got 0"),
         (["--layout", "zigzig"], "got 'zigzig'"),
         (["--layout", "residue"], "residue"),
-        (["--pattern", "{window: 3}"], "--pattern: not JSON at line 1"),
+        (["--pattern", "{window: 3}"], "--pattern: not JSON: "),
         (["--pattern", '{"windw": 3}'], "did you mean 'window'?"),
         (["--pattern", '{"documents": true}'], 'without "documents"'),
         (["--pattern", "{}", "--config", "x.json"], "--pattern or --config, got both"),

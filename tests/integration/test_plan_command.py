@@ -160,7 +160,7 @@ def test_tables_for_people(capsys):
         ([*SIZES, "--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
         ([*SIZES, "--tokens", "64", "--hardware", "h10"], "did you mean 'h100'"),
         ([*SIZES, "--tokens", "64", "--pattern", '{"windw": 5}'], "did you mean 'window'"),
-        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: not JSON at line 1"),
+        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: not JSON: "),
         (
             [*SIZES, "--tokens", "64", "--pattern", "[1]"],
             "--pattern: expected a JSON object {...} at the top",
@@ -180,7 +180,7 @@ def test_tables_for_people(capsys):
             ["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],
             "num_hidden_layers: expected a whole number",
         ),
-        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON at line 1"),
+        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON: "),
         ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of 3 heads, got 256"),
         ([*SIZES, "--config", "/no/such.json", "--tokens", "64"], "does not exist"),
         ([*SIZES, "--tokens", "64", "--devices", "2", "--", "more"], "expected nothing after --, got more"),
@@ -196,7 +196,7 @@ def test_nothing_fits(capsys, tmp_path: Path):
     path.write_text(cpu.read_text().replace("4_000_000_000", "1_000_000"))
     small = [*SIZES, "--dtype", "float32", "--hardware", str(path)]
     assert "none up to 16384" in refused(capsys, *small, "--tokens", "4096")
-    assert "expected a length that fits 2 x CPU core" in refused(capsys, *small, "--devices", "2")
+    assert "expected a length that fits 2 devices" in refused(capsys, *small, "--devices", "2")
 
 
 @pytest.mark.parametrize("section", [{"transport": "reproducible"}, {"rank_speeds": [1, 0.5]}], ids=str)

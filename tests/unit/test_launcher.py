@@ -231,7 +231,7 @@ def test_a_port_in_use_ends_with_status_2_within_a_second(
     started = unqueued_seconds()
     assert cli.main(["launch", str(write(folder, LOCAL + f"master_port: {busy_port}\n"))]) == 2
     assert unqueued_seconds() - started < 1.0
-    assert f"master_port {busy_port} to be free, got a port in use" in capsys.readouterr().err
+    assert f"master_port: expected {busy_port} to be free, got a port in use" in capsys.readouterr().err
 
 
 BAD_LAUNCHES = {
@@ -285,7 +285,7 @@ def test_json_errors_pass_through(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_port_in_use_is_refused_where_the_master_is(folder: Path, busy_port: int) -> None:
     local = read_cluster(write(folder, LOCAL + f"master_port: {busy_port}\n"))
-    with pytest.raises(RingConfigError, match=f"master_port {busy_port} to be free, got a port in use"):
+    with pytest.raises(RingConfigError, match=f"master_port: expected {busy_port} to be free, got a port in use"):
         checks.resolve_port(local, 0)
     each = read_cluster(write(folder, ON_EACH_HOST.replace("23456", str(busy_port))))
     with pytest.raises(RingConfigError, match="port in use"):
@@ -301,7 +301,7 @@ def test_chosen_ports_are_free_and_differ() -> None:
 
 def test_a_machine_without_a_free_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "is_free", lambda port: False)
-    with pytest.raises(RingConfigError, match="expected a free port in 20000-29500, got none in 200 tries"):
+    with pytest.raises(RingConfigError, match="expected a free port in 20000-29500, got none"):
         checks.choose_free_port()
 
 

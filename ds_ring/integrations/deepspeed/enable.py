@@ -282,7 +282,7 @@ class WholeBatches:
         takes_all = any(one.kind is one.VAR_KEYWORD for one in self._parameters.values())
         if key == "position_ids" and not takes_all and key not in self._parameters:
             raise RingConfigError(
-                f"forward: expected position_ids among its arguments, got {list(self._parameters)}; use them"
+                f"{type(self._module).__name__}.forward: expected position_ids, got {list(self._parameters)}"
             )
         return takes_all or key in self._parameters or key not in _LABELS
 

@@ -157,7 +157,7 @@ def used_otherwise(rank: int, world_size: int) -> dict[str, Any]:
 
 
 SAID = {
-    "no answers": "RingShapeError: batch: expected labels or decoder_input_ids of an encoder-decoder",
+    "no answers": "RingShapeError: batch: expected labels or decoder_input_ids, got",
     "samples": "RingShapeError: batch: expected as many samples in both sequences, got 2 and 1",
     "labels of samples": "RingShapeError: labels: expected [samples, tokens], got [2]",
     "documents": "expected samples of one text and one answer, got ",
