@@ -285,7 +285,7 @@ def test_json_errors_pass_through(folder: Path, capsys: pytest.CaptureFixture[st
 
 def test_port_in_use_is_refused_where_the_master_is(folder: Path, busy_port: int) -> None:
     local = read_cluster(write(folder, LOCAL + f"master_port: {busy_port}\n"))
-    with pytest.raises(RingConfigError, match=f"master_port: expected {busy_port} to be free, got a port in use"):
+    with pytest.raises(RingConfigError, match=f"master_port: expected {busy_port} to be free"):
         checks.resolve_port(local, 0)
     each = read_cluster(write(folder, ON_EACH_HOST.replace("23456", str(busy_port))))
     with pytest.raises(RingConfigError, match="port in use"):
