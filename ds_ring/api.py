@@ -25,12 +25,12 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, context_for, context_of
 from ds_ring.ops.frontend import Request, attend, context_of_call
-from ds_ring.ops.options import Options
+from ds_ring.ops.options import Options, as_value
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
     from ds_ring.config.section import RingConfig
-    from ds_ring.masks.mask_mod import ScoreFunction
+    from ds_ring.masks.tiles import ScoreFunction
     from ds_ring.ops.compiled import Refusal
 
 
@@ -126,9 +126,7 @@ class RingAttention(nn.Module):
                 raise RingConfigError.wrong("RingAttention", expected, "none", advice)
             pattern = pattern_from_config(config_or_pattern) if pattern is None else pattern
         if score_mod is not None:
-            from ds_ring.masks.mask_mod import ScoreMod
-
-            options = options.replaced(score_mod=ScoreMod.lookup(score_mod))
+            options = options.replaced(score_mod=as_value(score_mod))
         pattern, where = self._placed(pattern, layout if layout is not None else name, mesh)
         self.context: RingContext = context_for(pattern, where, mesh, options, keeps_functions=True)
         self._mesh, self._handle = mesh, self.context.handle

@@ -31,15 +31,39 @@ class JsonKey(NamedTuple):
     conflicts: dict[str, str] = {}  # noqa: RUF012
 
 
-# Functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns (`Mix`).
+class LayoutRow(NamedTuple):
+    """Say where a layout is made.
+
+    Both are functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns
+    (`Mix`).
+
+    Attributes:
+        home: returns the layout.
+        for_blocks: returns layouts that "auto" compares for a kernel in blocks; None: not for these patterns.
+    """
+
+    home: str
+    for_blocks: str | None = None
+
+
 LAYOUTS = {
-    "auto": "ds_ring.schedule.choose.make_auto",
-    "contiguous": "ds_ring.schedule.layout.make_contiguous",
-    "zigzag": "ds_ring.schedule.layout.make_zigzag",
-    "striped": "ds_ring.schedule.layout.make_striped",
-    "residue": "ds_ring.schedule.choose.make_residue",
-    "balanced": "ds_ring.schedule.choose.make_balanced",
-    "document_zigzag": "ds_ring.schedule.choose.make_document_zigzag",
+    "auto": LayoutRow("ds_ring.schedule.choose.make_auto"),
+    "contiguous": LayoutRow("ds_ring.schedule.layout.make_contiguous"),
+    "zigzag": LayoutRow("ds_ring.schedule.layout.make_zigzag"),
+    "striped": LayoutRow("ds_ring.schedule.layout.make_striped"),
+    "residue": LayoutRow(
+        "ds_ring.patterns.dilated.layout.make_residue", "ds_ring.patterns.dilated.layout.for_blocks"
+    ),
+    "balanced": LayoutRow("ds_ring.schedule.choose.make_balanced"),
+    "document_zigzag": LayoutRow("ds_ring.patterns.documents.layout.make_document_zigzag"),
+}
+
+
+# Keys of "pattern" in the JSON for patterns that take more than a number of tokens (`FurtherKeys` in
+# `config/messages.py`), in the order in which they are composed.
+PATTERN_KEYS = {
+    "dilated": "ds_ring.patterns.dilated.keys.DilatedKeys",
+    "slices": "ds_ring.patterns.slices.keys.SliceKeys",
 }
 
 
@@ -180,6 +204,10 @@ GRADIENT_PAYLOADS = {
         exact=False,
     ),
 }
+
+# What makes a function of pairs a value that ranks compare. Its `for_heads` returns `Scores` in
+# `kernels/interface.py`.
+TRACERS = {"score_mod": "ds_ring.patterns.captured.score_mod.ScoreMod"}
 
 
 # What keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`): (out, lse) of checkpointed

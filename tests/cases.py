@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from ds_ring import Causal, Dilated, Documents, Full, MaskMod, RingLayoutError, SlidingWindow, make_layout
+import ds_ring
+from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
-from ds_ring.schedule.choose import ResidueLayout
+from ds_ring.registry import PUBLIC
 from ds_ring.schedule.layout import Layout
 from ds_ring_launcher.demo.lm_data import PackedBytes
+
+Row = TypeVar("Row")
 
 RING_SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = tuple(LAYOUT_ROWS)
@@ -32,24 +35,37 @@ def not_one_of_three(batch: Any, head: Any, q: Any, k: Any) -> Any:
     return (q - k) % 3 != 1
 
 
+def rows_of(name: str, rows: Callable[[Any], dict[str, Row]]) -> dict[str, Row]:
+    """Rows of a table for a public pattern; none in a copy of the tree without it (tests/removals.py)."""
+    return rows(getattr(ds_ring, name)) if name in PUBLIC else {}
+
+
 # For a sequence of so many tokens.
 PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "causal": lambda tokens: Causal(),
     "full": lambda tokens: Full(),
     "window": lambda tokens: SlidingWindow(50),
     "window both ways": lambda tokens: SlidingWindow(20, causal=False),
-    "dilated": lambda tokens: Dilated((64, 128, 2048), (1, 2, 4)),
-    "dilated, not nested, not causal": lambda tokens: Dilated((75, 210), (3, 5), False, "torchscale"),
-    "documents": lambda tokens: Documents(document_ids(tokens)),
-    "documents, causal": lambda tokens: Documents(document_ids(tokens)) & Causal(),
-    "mask function, causal": lambda tokens: MaskMod(not_one_of_three) & Causal(),
+    **rows_of(
+        "Dilated",
+        lambda dilated: {
+            "dilated": lambda tokens: dilated((64, 128, 2048), (1, 2, 4)),
+            "dilated, not nested, not causal": lambda tokens: dilated((75, 210), (3, 5), False, "torchscale"),
+        },
+    ),
+    "documents": lambda tokens: ds_ring.Documents(document_ids(tokens)),
+    "documents, causal": lambda tokens: ds_ring.Documents(document_ids(tokens)) & Causal(),
+    **rows_of(
+        "MaskMod",
+        lambda mask_mod: {"mask function, causal": lambda tokens: mask_mod(not_one_of_three) & Causal()},
+    ),
 }
 
 
 def library_documents(tokens: int, sample: int = 0) -> Pattern:
     """Causal attention within the files of Python's standard library, packed as the quick start does."""
     ids = PackedBytes(tokens, document_ids=True)[sample]["document_ids"]
-    return Documents(ids.numpy()) & Causal()
+    return ds_ring.Documents(ids.numpy()) & Causal()
 
 
 def longnet(tokens: int, shortest: int = 2048, growth: int = 2, causal: bool = True) -> Pattern:
@@ -57,7 +73,7 @@ def longnet(tokens: int, shortest: int = 2048, growth: int = 2, causal: bool = T
     count = 1
     while shortest * growth**count <= tokens:
         count += 1
-    return Dilated(
+    return ds_ring.Dilated(
         tuple(shortest * growth**i for i in range(count)), tuple(growth**i for i in range(count)), causal
     )
 
@@ -69,8 +85,13 @@ LONG_PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "window 4096": lambda tokens: SlidingWindow(4096),
     "documents": library_documents,
     "more documents": lambda tokens: library_documents(tokens, 2),
-    "LongNet": longnet,
-    "LongNet, growth 4": lambda tokens: longnet(tokens, 1024, 4),
+    **rows_of(
+        "Dilated",
+        lambda _: {
+            "LongNet": longnet,
+            "LongNet, growth 4": lambda tokens: longnet(tokens, 1024, 4),
+        },
+    ),
 }
 
 
@@ -81,9 +102,11 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
         return make_layout(name, pattern=pattern, **sizes)
     except RingLayoutError:
         if name == "document_zigzag":
-            return make_layout(name, pattern=Documents(document_ids(tokens)), **sizes)
+            return make_layout(name, pattern=ds_ring.Documents(document_ids(tokens)), **sizes)
         if name != "residue":
             raise
+        from ds_ring.patterns.dilated.layout import ResidueLayout
+
         window = 6 * max(1, sizes["tokens"] // 96)  # runs of a few tokens: every pair of runs is a tile
         return ResidueLayout(**sizes, window=window, moduli=(2, 6), chunks_per_rank=2)
 

@@ -15,20 +15,18 @@ import numpy as np
 from ds_ring import (
     Causal,
     Chunked,
-    Dilated,
     DilatedWindow,
     Documents,
     Full,
-    MaskMod,
     PrefixLM,
     Sinks,
-    Slices,
     SlidingWindow,
     Tree,
 )
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.labels import Remainder, Segment, in_range, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead
+from tests.cases import rows_of
 
 TOKENS = 93
 HEADS, KV_HEADS = 4, 2
@@ -101,42 +99,6 @@ MASKS: dict[str, Mask] = {
     "window both ways": Mask(SlidingWindow(9, False), lambda q, k, h: abs(q - k) < 9),
     "documents": Mask(Documents(PACKED) & Causal(), lambda q, k, h: (PACKED[q] == PACKED[k]) & (k <= q)),
     "documents mixed": Mask(Documents(MIXED), lambda q, k, h: (MIXED[q] == MIXED[k]) & (MIXED[q] >= 0)),
-    "dilated": Mask(Dilated(N, P3), lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)),
-    "dilated, not nested": Mask(
-        Dilated((15, 42), (3, 5), False, "zero"), lambda q, k, h: dilated(q, k, (15, 42), (3, 5), (0, 0))
-    ),
-    "dilated, irregular": Mask(
-        Dilated((7, 20, 50), (1, 2, 4)),
-        lambda q, k, h: dilated(q, k, (7, 20, 50), (1, 2, 4), [h % r for r in (1, 2, 4)]) * (k <= q),
-    ),
-    "dilated & window": Mask(
-        Dilated(N, P3) & SlidingWindow(21),
-        lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (q - k < 21)),
-    ),
-    "dilated & documents": Mask(
-        Dilated(N, P3) & Documents(PACKED),
-        lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (PACKED[q] == PACKED[k])),
-    ),
-    "dilated twice": Mask(
-        Dilated(N, P3, False, "zero") & Dilated((10, 40), (1, 3), True, "zero"),
-        lambda q, k, h: dilated(q, k, N, P3, (0, 0, 0)) * dilated(q, k, (10, 40), (1, 3), (0, 0)) * (k <= q),
-    ),
-    "mask function": Mask(
-        SlidingWindow(40) & MaskMod(three_apart),
-        lambda q, k, h: ((q - k) % 3 != 1) & (k <= q) & (q - k < 40),
-    ),
-    "mask function by head": Mask(
-        MaskMod(by_head) & SlidingWindow(30),
-        lambda q, k, h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30),
-    ),
-    "mask function & dilated": Mask(
-        MaskMod(by_head) & Dilated(N, P3),
-        lambda q, k, h: ((q + k) % (h + 2) != 0) * dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q),
-    ),
-    "mask function | window": Mask(
-        MaskMod(three_apart) & Causal() | SlidingWindow(10),
-        lambda q, k, h: (((q - k) % 3 != 1) | (q - k < 10)) & (k <= q),
-    ),
     "prefix": Mask(PrefixLM(17), lambda q, k, h: (k <= q) | ((q < 17) & (k < 17))),
     "prefix & documents": Mask(
         PrefixLM(20) & Documents(PACKED),
@@ -164,43 +126,113 @@ MASKS: dict[str, Mask] = {
         Documents(PACKED) & Causal() | SlidingWindow(5),
         lambda q, k, h: (k <= q) & ((PACKED[q] == PACKED[k]) | (q - k < 5)),
     ),
-    "slices, full": Mask(Slices((((10, 60), (5, 33), "full"),)), lambda q, k, h: inside(q, k, 10, 60, 5, 33)),
-    "slices, causal": Mask(
-        Slices((((10, 60), (5, 80), "causal"),)),
-        lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60),
-    ),
-    "slices, inverse-causal": Mask(
-        Slices((((10, 60), (25, 80), "inverse-causal"),)),
-        lambda q, k, h: inside(q, k, 10, 60, 25, 80) & (k - 25 >= q - 10),
-    ),
-    "slices, bi-causal": Mask(
-        Slices((((10, 60), (5, 80), "bi-causal"),)),
-        lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60) & (k - 5 >= q - 10),
-    ),
-    "slices together": Mask(
-        Slices(SLICES),
-        lambda q, k, h: (
-            (inside(q, k, 0, 30, 0, 40) & (k - q <= 10))
-            | inside(q, k, 30, 93, 0, 20)
-            | (inside(q, k, 30, 80, 20, 90) & (k - q <= 10) & (k - q >= -10))
-        ),
-    ),
     "tree": Mask(Tree(PARENTS, LENGTHS, TOKENS), lambda q, k, h: of_tree(q, k)),
-    "slices | window": Mask(
-        Slices(SLICES) & Causal() | SlidingWindow(7),
-        lambda q, k, h: (
-            (k <= q)
-            & (
-                (q - k < 7)
-                | inside(q, k, 0, 30, 0, 40)
-                | inside(q, k, 30, 93, 0, 20)
-                | (inside(q, k, 30, 80, 20, 90) & (q - k <= 10))
-            )
-        ),
-    ),
     "defined once": Mask(
         EvenSegments(24),
         lambda q, k, h: ((q // 24 == k // 24) & ((q - k) % 2 == 0) & (k <= q)) | inside(q, k, 0, 5, 60, 70),
+    ),
+    **rows_of(
+        "Dilated",
+        lambda dilated_of: {
+            "dilated": Mask(
+                dilated_of(N, P3), lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)
+            ),
+            "dilated, not nested": Mask(
+                dilated_of((15, 42), (3, 5), False, "zero"),
+                lambda q, k, h: dilated(q, k, (15, 42), (3, 5), (0, 0)),
+            ),
+            "dilated, irregular": Mask(
+                dilated_of((7, 20, 50), (1, 2, 4)),
+                lambda q, k, h: dilated(q, k, (7, 20, 50), (1, 2, 4), [h % r for r in (1, 2, 4)]) * (k <= q),
+            ),
+            "dilated & window": Mask(
+                dilated_of(N, P3) & SlidingWindow(21),
+                lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (q - k < 21)),
+            ),
+            "dilated & documents": Mask(
+                dilated_of(N, P3) & Documents(PACKED),
+                lambda q, k, h: (
+                    dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (PACKED[q] == PACKED[k]))
+                ),
+            ),
+            "dilated twice": Mask(
+                dilated_of(N, P3, False, "zero") & dilated_of((10, 40), (1, 3), True, "zero"),
+                lambda q, k, h: (
+                    dilated(q, k, N, P3, (0, 0, 0)) * dilated(q, k, (10, 40), (1, 3), (0, 0)) * (k <= q)
+                ),
+            ),
+        },
+    ),
+    **rows_of(
+        "MaskMod",
+        lambda mask_mod: {
+            "mask function": Mask(
+                SlidingWindow(40) & mask_mod(three_apart),
+                lambda q, k, h: ((q - k) % 3 != 1) & (k <= q) & (q - k < 40),
+            ),
+            "mask function by head": Mask(
+                mask_mod(by_head) & SlidingWindow(30),
+                lambda q, k, h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30),
+            ),
+            "mask function | window": Mask(
+                mask_mod(three_apart) & Causal() | SlidingWindow(10),
+                lambda q, k, h: (((q - k) % 3 != 1) | (q - k < 10)) & (k <= q),
+            ),
+        },
+    ),
+    **rows_of(
+        "Slices",
+        lambda slices: {
+            "slices, full": Mask(
+                slices((((10, 60), (5, 33), "full"),)), lambda q, k, h: inside(q, k, 10, 60, 5, 33)
+            ),
+            "slices, causal": Mask(
+                slices((((10, 60), (5, 80), "causal"),)),
+                lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60),
+            ),
+            "slices, inverse-causal": Mask(
+                slices((((10, 60), (25, 80), "inverse-causal"),)),
+                lambda q, k, h: inside(q, k, 10, 60, 25, 80) & (k - 25 >= q - 10),
+            ),
+            "slices, bi-causal": Mask(
+                slices((((10, 60), (5, 80), "bi-causal"),)),
+                lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60) & (k - 5 >= q - 10),
+            ),
+            "slices together": Mask(
+                slices(SLICES),
+                lambda q, k, h: (
+                    (inside(q, k, 0, 30, 0, 40) & (k - q <= 10))
+                    | inside(q, k, 30, 93, 0, 20)
+                    | (inside(q, k, 30, 80, 20, 90) & (k - q <= 10) & (k - q >= -10))
+                ),
+            ),
+            "slices | window": Mask(
+                slices(SLICES) & Causal() | SlidingWindow(7),
+                lambda q, k, h: (
+                    (k <= q)
+                    & (
+                        (q - k < 7)
+                        | inside(q, k, 0, 30, 0, 40)
+                        | inside(q, k, 30, 93, 0, 20)
+                        | (inside(q, k, 30, 80, 20, 90) & (q - k <= 10))
+                    )
+                ),
+            ),
+        },
+    ),
+    **rows_of(
+        "Dilated",
+        lambda dilated_of: rows_of(
+            "MaskMod",
+            lambda mask_mod: {
+                "mask function & dilated": Mask(
+                    mask_mod(by_head) & dilated_of(N, P3),
+                    lambda q, k, h: (
+                        ((q + k) % (h + 2) != 0) * dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)
+                    ),
+                ),
+            },
+        ),
     ),
 }
 

@@ -116,7 +116,7 @@ CAPABILITIES = {
         ("health.watchdog",), ("dist/test_checkpoint.py",), words=r"health\.watchdog|\babort_groups"
     ),
     "simulation": Capability(
-        ("simulation",), ("unit/masks/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
+        ("simulation",), ("unit/patterns/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
     ),
     "saved results": Capability(
         ("memory.saved_results",), ("dist/test_checkpointing.py",), words=r"saved_results|\bKeepResults"
@@ -159,6 +159,21 @@ CAPABILITIES = {
         ("integrations.trainers",),
         ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
         words=r"(?i)\baccelerate\b|\btrl\b",
+    ),
+    "dilated attention": Capability(
+        ("patterns.dilated",),
+        with_it=("MultiheadRingAttention",),
+        words=r"\bDilated\b|\b[Rr]esidue(?!\()|patterns\.dilated|segment_lengths|\bLongNet",
+        named=1,
+        why="the prefix pattern refuses the key segment_lengths",
+    ),
+    "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
+    "functions of pairs": Capability(
+        ("patterns.captured",),
+        ("dist/test_mask_mod.py", "dist/test_beyond_softmax.py"),
+        words=r"\bMaskMod\b|\bTraced\b|\bHeadMask\b|patterns\.captured",
+        named=1,
+        why="a refusal of | advises it",
     ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -27,6 +27,9 @@ from pydantic_core import ErrorDetails
 from ds_ring.errors import RingConfigError
 from ds_ring.errors import shown as shown_in_errors
 from ds_ring.limits import MAX_SECONDS, MAX_TOKENS
+
+if TYPE_CHECKING:
+    from ds_ring.masks.pattern import Pattern
 
 MAX_PROBLEMS = 20
 _MAX_LETTERS = 1200
@@ -161,6 +164,14 @@ class Section(BaseModel):
     # Only calls from Python come through __init__. Pydantic looks for this mark (BaseModel.__init__ bears it
     # too) and, finding it, builds nested sections itself and so keeps one list of all problems.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class FurtherKeys(Section):
+    """Base of the keys of "pattern" that a pattern's own folder has (`PATTERN_KEYS` in `registry.py`)."""
+
+    def composed(self, parts: list[Pattern], causal: bool) -> list[Pattern]:
+        """Return the patterns that are composed with `&`: `parts`, and that of these keys if they are set."""
+        raise NotImplementedError
 
 
 def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Problem:

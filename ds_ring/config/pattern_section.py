@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -19,10 +18,10 @@ from pydantic import (
 
 from ds_ring.config.messages import (
     ONE_UP,
-    WORD,
     Accepted,
     AtLeastOne,
     Flag,
+    FurtherKeys,
     Refused,
     Section,
     problems_of,
@@ -30,27 +29,12 @@ from ds_ring.config.messages import (
     shown,
     without_effect,
 )  # fmt: skip
-from ds_ring.errors import RingPatternError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slices import Slices
-from ds_ring.registry import PUBLIC, load
+from ds_ring.registry import PATTERN_KEYS, PUBLIC, load
 
-BRANCHES = Accepted(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
 Window = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for no window")]
 Beside = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP}, or null", "use null for none")]
 DilationStep = Annotated[AtLeastOne, Accepted(ONE_UP, "use 1 for every token")]
-_SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal" or "bi-causal"]'
-SliceList = Annotated[
-    tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
-    BeforeValidator(lambda value: None if value is None else _checked_slices(value)),
-    Accepted(f"a list, each item {_SLICE}", "use null for no slices"),
-]
-Branches = Annotated[
-    tuple[AtLeastOne, ...] | None,
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-    BRANCHES,
-]
-HeadOffsets = Annotated[Literal["paper", "paper_kv", "torchscale", "zero"], WORD]
 
 
 class PatternKeys(Section):
@@ -66,81 +50,29 @@ class PatternKeys(Section):
     sinks: Beside = Field(
         default=None, description="the first n tokens are seen by all after them, outside the window, too"
     )
-    slices: SliceList = Field(
-        default=None,
-        description="MagiAttention's slices, ends excluded, none overlapping: of queries x keys all (full),"
-        " up to the lower right corner's diagonal (causal), from the upper left corner's on (inverse-causal),"
-        " or between the two (bi-causal)",
-    )
-    segment_lengths: Branches = Field(
-        default=None, description="LongNet's w_i in tokens, one for each dilated branch; null: not dilated"
-    )
-    dilation_rates: Branches = Field(
-        default=None,
-        description="LongNet's r_i, one for each segment length: a branch keeps every r_i-th token",
-    )
-    head_offsets: HeadOffsets = Field(
-        default="paper",
-        description="the first token that query head h of H keeps in a branch of dilation r: paper h mod r; "
-        "paper_kv the same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
-    )
     documents: Flag = Field(
         default=False, description="tokens see their own document only; the batch's ids say which that is"
     )
 
-    @field_validator("segment_lengths", "dilation_rates")
-    @classmethod
-    def _increases(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if values == ():
-            raise Refused(sentence(BRANCHES.what, "[]", "use null where the pattern is not dilated"))
-        for before, after in pairwise(values or ()):
-            if after <= before:
-                got = f"{before} followed by {after} in {shown(values)}"
-                raise Refused(sentence(BRANCHES.what, got, "sort the branches, none twice"))
-        return values
-
-    @field_validator("window_dilation", "sinks", "head_offsets")
+    @field_validator("window_dilation", "sinks")
     @classmethod
     def _is_read(cls, value: Any, info: ValidationInfo) -> Any:
-        name = str(info.field_name)
-        other, why = "window", "sees all tokens already"
-        if name == "head_offsets":
-            other, why = "segment_lengths", "is not dilated"
-        if value != cls.model_fields[name].default and info.data.get(other, ()) is None:
-            raise Refused(without_effect(shown(value), f"{other} null", why))
+        usual = cls.model_fields[str(info.field_name)].default
+        if value != usual and info.data.get("window", ()) is None:
+            raise Refused(without_effect(shown(value), "window null", "sees all tokens already"))
         return value
 
-    @field_validator("dilation_rates")
-    @classmethod
-    def _one_for_each_segment(
-        cls, rates: tuple[int, ...] | None, info: ValidationInfo
-    ) -> tuple[int, ...] | None:
-        if "segment_lengths" not in info.data:  # refused already: nothing to compare with
-            return rates
-        segments: tuple[int, ...] | None = info.data["segment_lengths"]
-        if segments is None and rates is not None:
-            advice = f"add {len(rates)} segment_lengths, or set both to null"
-            raise Refused(sentence("null while segment_lengths is null", shown(rates), advice))
-        if segments is not None and len(segments) != len(rates or ()):
-            expected = f"{len(segments)} rates, one for each of segment_lengths {shown(segments)}"
-            got = "null" if rates is None else f"{len(rates)} in {shown(rates)}"
-            raise Refused(sentence(expected, got, "make the two lists equally long, or set both to null"))
-        return rates
 
+FURTHER_KEYS: list[type[FurtherKeys]] = [load(home) for home in PATTERN_KEYS.values()]
 
-def _checked_slices(value: Any) -> Any:
-    """Return the slices as nested tuples; Refused with the pattern's own error."""
-    try:
-        return Slices(value).slices
-    except RingPatternError as error:
-        raise Refused(str(error).removeprefix("Slices: ")) from None
-
-
-# The public patterns that say themselves what their key is (`Pattern.json_key`). Functions of a pair are no
-# JSON, and their modules take torch with them.
-_HOMES = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks.") and "_mod" not in home)
+# The public patterns that say themselves what their key is (`Pattern.json_key`).
+_HOMES = (home for home in PUBLIC.values() if home.startswith("ds_ring.masks."))
 _PATTERNS: list[type[Pattern]] = [load(home) for home in _HOMES]
 PATTERNS_BY_KEY = {one.json_key.name: (one.json_key, one) for one in _PATTERNS if one.json_key}
+
+
+_KEYS: list[type[Section]] = [PatternKeys, *FURTHER_KEYS]
+_DEFAULTS = {name: key.default for one in _KEYS for name, key in one.model_fields.items()}
 
 
 def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
@@ -148,7 +80,7 @@ def _has_an_effect(value: int | None, info: ValidationInfo) -> int | None:
     if value is not None:
         own = PATTERNS_BY_KEY[str(info.field_name)][0]
         for other, got in info.data.items():
-            usual = PatternKeys.model_fields[other].default if other in PatternKeys.model_fields else None
+            usual = _DEFAULTS.get(other)
             theirs = PATTERNS_BY_KEY[other][0].conflicts if other in PATTERNS_BY_KEY else {}
             why = own.conflicts.get(other) or theirs.get(own.name)
             if got != usual and why:
@@ -210,7 +142,7 @@ _LAYERS = (
 )
 if TYPE_CHECKING:
 
-    class PatternConfig(PatternKeys):
+    class PatternConfig(PatternKeys, FurtherKeys):
         """Add the keys of the patterns' own files, and of single layers."""
 
         layers: LayerList = None
@@ -218,7 +150,7 @@ else:
     _OWN = Annotated[Beside, AfterValidator(_has_an_effect)]
     PatternConfig = create_model(
         "PatternConfig",
-        __base__=PatternKeys,
+        __base__=(*reversed(FURTHER_KEYS), PatternKeys),  # the fields of the last base come first
         __module__=__name__,
         __doc__=PatternKeys.__doc__,
         **{

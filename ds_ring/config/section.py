@@ -34,13 +34,11 @@ from ds_ring.config.messages import (
     without_effect,
 )  # fmt: skip
 from ds_ring.config.pass_options import PassOptions, refuse_without_hops
-from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
+from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
 from ds_ring.errors import RingMeshError
 from ds_ring.limits import MAX_RANKS, MAX_TOKENS, Timeouts, divisors
 from ds_ring.masks.catalog import Causal, DilatedWindow, Full, Sinks, SlidingWindow
-from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slices import Slices
 from ds_ring.registry import LAYOUTS
 
 # The "long_sequence" part: what of a model besides attention is computed in tiles.
@@ -373,9 +371,6 @@ def named_patterns(config: RingConfig) -> dict[int, Pattern]:
 @lru_cache(maxsize=256)
 def _pattern(section: PatternConfig) -> Pattern:
     parts: list[Pattern] = []
-    if section.segment_lengths is not None and section.dilation_rates is not None:
-        lengths, rates = tuple(section.segment_lengths), tuple(section.dilation_rates)
-        parts.append(Dilated(lengths, rates, section.causal, section.head_offsets))
     if section.window is not None:
         near: Pattern = SlidingWindow(section.window, section.causal)
         if section.window_dilation > 1:
@@ -386,9 +381,8 @@ def _pattern(section: PatternConfig) -> Pattern:
         if tokens is not None:
             has_causal = any(field.name == "causal" for field in fields(kind))
             parts.append(make(tokens, section.causal) if has_causal else make(tokens))
-    if section.slices is not None:
-        # each kind of slice is causal or not; with "causal": true slices may only hide more
-        parts += [Slices(section.slices), *([Causal()] if section.causal and not parts else [])]
+    for keys in FURTHER_KEYS:
+        parts = keys.composed(section, parts, section.causal)
     return reduce(and_, parts) if parts else Causal() if section.causal else Full()
 
 

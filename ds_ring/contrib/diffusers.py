@@ -36,8 +36,8 @@ from ds_ring.contrib.ring_flash_attn import mesh_of
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.layers.cross.attention import cross_attention
+from ds_ring.layers.scores import with_key_terms
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.mask_mod import with_key_terms
 from ds_ring.schedule.layout import make_layout
 
 NAME = "ds_ring"

@@ -27,11 +27,11 @@ from ds_ring.errors import (
     whole_number,
 )
 from ds_ring.limits import MAX_HEADS
-from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.compiled import refusal_from, refused_results
+from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import Layout
 
 _MAX_FEATURES = 1 << 20

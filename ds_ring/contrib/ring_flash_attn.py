@@ -43,10 +43,11 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingMeshError, RingShapeError
 from ds_ring.integrations.adapter import PatchTable, apply, patch
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
-from ds_ring.masks.documents import Documents
-from ds_ring.masks.mask_mod import Alibi, ScoreFunction, Softcap
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, StripedLayout, make_layout
 
 _PACKAGE = "ring_flash_attn"

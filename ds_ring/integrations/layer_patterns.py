@@ -16,8 +16,8 @@ from operator import and_
 
 from ds_ring.errors import RingPatternError
 from ds_ring.masks.catalog import Causal, Chunked, Full, SlidingWindow
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
+from ds_ring.patterns.documents.pattern import Documents
 
 # words of `layer_types`, each with the key of the configuration that has its width
 NARROW = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

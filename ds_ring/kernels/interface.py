@@ -76,6 +76,30 @@ class Rows(NamedTuple):
         return self if repeats == 1 else self._replace(repeats=repeats, stride=every * self.step)
 
 
+class Scores(Protocol):
+    """A score_mod, and the numbers of the query heads that a kernel is given, among all of the model."""
+
+    mod: Any
+    heads: range
+
+    def of(self, heads: slice) -> Scores:
+        """Return the same for some of the heads."""
+
+    def changed(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        """Return the scores of all pairs as the function changes them."""
+
+    def gradient(self, scores_BHQK: Tensor, q_positions: Tensor, k_positions: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of the scores, from the gradient of the result of `changed`."""
+
+    def functions(
+        self, dtype: torch.dtype, device: torch.device, derived: bool
+    ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+        """Return it and its derivative, of tensors without dimensions, for scores of a dtype.
+
+        `derived`: the caller differentiates the code of the first one by itself.
+        """
+
+
 class TilePredicate(NamedTuple):
     """What differs from pair to pair inside a tile, and the positions that it depends on.
 

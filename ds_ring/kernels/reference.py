@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ds_ring.kernels.interface import PartialGrads, PartialOut, Tile, each_tile
-from ds_ring.masks.mask_mod import Scores
+from ds_ring.kernels.interface import PartialGrads, PartialOut, Scores, Tile, each_tile
 from ds_ring.masks.tiles import Tiles
 
 

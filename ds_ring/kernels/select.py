@@ -12,17 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ds_ring.errors import RingConfigError
-from ds_ring.kernels.interface import Kernel, KernelNeeds
+from ds_ring.kernels.interface import Kernel, KernelNeeds, Scores
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
-
-if TYPE_CHECKING:
-    from ds_ring.masks.mask_mod import Scores
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 

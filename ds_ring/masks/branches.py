@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ds_ring.masks.labels import ALL, LARGEST_LABEL, NO_LABEL, Partition, Primitive, Table, labelled
+from ds_ring.masks.labels import ALL, LARGEST_LABEL, NO_LABEL, Joined, Partition, Primitive, labelled
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, PairMask
 
@@ -52,7 +52,7 @@ class Branch:
         )
 
     @property
-    def labels_of(self) -> tuple[tuple[Primitive, Primitive], ...]:
+    def labels_of(self) -> tuple[Joined, ...]:
         """Return the pairs (primitive of the queries, primitive of the keys) whose labels are compared."""
         return tuple(zip(self.queries.primitives, self.keys.primitives, strict=True))
 
@@ -77,7 +77,7 @@ class Branch:
     @property
     def is_causal(self) -> bool:
         """Return whether no query attends to a key after itself."""
-        return self.distance[0] >= 0 or any(mask.whole.is_known_causal for mask in self.masks)
+        return self.distance[0] >= 0 or any(mask.is_known_causal for mask in self.masks)
 
     def labels(self, q: IntArray, k: IntArray) -> tuple[IntArray, IntArray]:
         """Return the labels of query positions q and key positions k, int64 [n] and [m].
@@ -137,12 +137,9 @@ def counts_twice(branches: tuple[Branch, ...]) -> bool:
 
 
 def _keys_differ(one: Branch, other: Branch) -> bool:
-    """Return whether tables of labels say that no key takes part in both branches."""
-    return any(
-        a.is_apart_from(b)
-        for a, b in itertools.product(one.keys.primitives, other.keys.primitives)
-        if isinstance(a, Table) and isinstance(b, Table)
-    )
+    """Return whether labels alone show that no key takes part in both branches."""
+    pairs = itertools.product(one.keys.primitives, other.keys.primitives)
+    return any(ours.is_apart_from(theirs) for ours, theirs in pairs)
 
 
 def union(first: tuple[Branch, ...], second: tuple[Branch, ...]) -> tuple[Branch, ...] | None:

@@ -20,6 +20,8 @@ from ds_ring.registry import JsonKey
 class Full(Pattern):
     """Attend to every key from every query."""
 
+    made_in_graphs = True
+
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(),)
 
@@ -27,6 +29,8 @@ class Full(Pattern):
 @dataclass(frozen=True)
 class Causal(Pattern):
     """Attend to the query itself and to what came before."""
+
+    made_in_graphs = True
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         return (Branch(least=0),)
@@ -44,6 +48,8 @@ class Before(Pattern):
 
 class _NumbersOfTokens:
     """Check the fields of a pattern: `causal`, if it has one, is a bool, all others positive integers."""
+
+    made_in_graphs = True
 
     def __post_init__(self) -> None:
         check_numbers(self, *(name for name in vars(self) if name != "causal"))

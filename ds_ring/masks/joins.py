@@ -5,9 +5,9 @@ A run is an arithmetic progression of tokens; a rectangle is a query run x a key
 are computed in three steps: cut both sides of each rectangle into runs of one label, join the runs with equal
 labels, and drop the rows and columns of the result that have no pair in the band of distances. Several
 branches with the same band are handled together. If they are a product of alternatives (documents x
-dilations), the rectangles are refined by one factor after the other; factors that are all dilations have a
-faster algorithm (`dilated.py`). Both are optimisations: the plain derivation gives the same pairs, as tests
-show.
+dilations), the rectangles are refined by one factor after the other; a primitive may have a faster way to
+refine by a sum of its kind (`Primitive.refine_sum`). Both are optimisations: the plain derivation gives the
+same pairs, as tests show.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import numpy as np
 
 from ds_ring.masks.branches import Branch
 from ds_ring.masks.cuts import within_distances
-from ds_ring.masks.labels import ALL, Partition, Pieces, Primitive, Residue
+from ds_ring.masks.labels import ALL, Joined, Partition, Pieces, Primitive
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, MaskInside, PairMask, Tiles
 
 MASK_BLOCK = 256  # side of the blocks inside which a mask function is evaluated, tokens
 
 BandOfPairs = tuple[int, int, tuple[PairMask, ...]]  # least and most distance, mask functions
-Joined = tuple[Primitive, Primitive]  # the primitives of queries and of keys whose labels are compared
 
 
 def tiles_by_head(
@@ -118,14 +117,11 @@ def _factors(joined: list[tuple[Joined, ...]]) -> list[list[list[Joined]]]:
 
 def _refine_by(tiles: Tiles, factor: list[Joined], causal: bool, plain: bool) -> Tiles:
     """Return the rectangles refined by a sum of alternatives."""
-    # The faster algorithm is for dilations that label both sides in the same way.
-    residues = [queries for queries, keys in factor if isinstance(queries, Residue) and queries == keys]
-    if len(residues) == len(factor) and not plain:
-        from ds_ring.masks.dilated import refine_dilations  # loaded for patterns that have them
-
-        return Tiles.concat(
-            [tiles.rows(np.zeros(len(tiles), dtype=bool)), *refine_dilations(tiles, residues, causal)]
-        )
+    kinds = {type(queries) for queries, _ in factor}
+    if not plain and len(kinds) == 1 and all(queries == keys for queries, keys in factor):
+        found = kinds.pop().refine_sum(tiles, [queries for queries, _ in factor], causal)
+        if found is not None:
+            return found
     parts = [join(tiles, queries, keys) for queries, keys in factor]
     return parts[0] if len(parts) == 1 else Tiles.concat(parts)
 

@@ -1,21 +1,20 @@
 """Labels: functions that give every token a label; only tokens with equal labels attend to one another.
 
-Owns the primitives (`Segment`, `Residue`, `Remainder`, and `Table` of ids) and `Partition`, their conjunction
-with a range of positions. Each primitive implements `labels` for single positions and `split` for whole runs
-(arithmetic progressions of positions). A new primitive is one class here; `joins.py` needs no change.
+Owns the primitives (`Segment`, `Remainder`) and `Partition`, their conjunction with a range of positions.
+Each primitive implements `labels` for single positions and `split` for whole runs (arithmetic progressions of
+positions). A new primitive is one class, in any folder; `joins.py` needs no change.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.masks.tiles import UNBOUNDED, Axis
+from ds_ring.masks.tiles import UNBOUNDED, Axis, Tiles
 
 LARGEST_LABEL = 1 << 31  # labels are int32 on a device
 NO_LABEL = -1  # the label of a token that takes no part
@@ -30,7 +29,16 @@ class Pieces(NamedTuple):
 
 
 class Primitive(ABC):
-    """Base of the functions that label positions: frozen dataclasses, which compare and hash."""
+    """Base of the functions that label positions: frozen dataclasses, which compare and hash.
+
+    `labels`, `bounds` and `split` define a primitive. Some override what is below them.
+
+    Attributes:
+        tile_kind: rank and name of the kind of tiles by which rates of kernels are measured; of several
+            primitives in a pattern the highest rank decides.
+    """
+
+    tile_kind: ClassVar[tuple[int, str]] = (0, "")
 
     @abstractmethod
     def labels(self, positions: IntArray) -> IntArray:
@@ -44,8 +52,35 @@ class Primitive(ABC):
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
         """Cut every row into pieces of one label; labels outside least .. greatest may be left out."""
 
+    @property
+    def only_length(self) -> int | None:
+        """Return the only sequence length for which it is defined; None for any."""
+        return None
 
-def _each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+    def is_apart_from(self, other: Any) -> bool:
+        """Return whether it is known that no token takes part in both."""
+        return False
+
+    @classmethod
+    def refine_sum(cls, tiles: Tiles, alternatives: list[Any], causal: bool) -> Tiles | None:
+        """Cut rectangles by a sum of primitives of this class that label queries and keys alike.
+
+        None: as `joins.py` does, one alternative after the other. If `causal`, keys after their query may be
+        left out: the band will drop them.
+        """
+        return None
+
+    @classmethod
+    def near_pairs(cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+        """Return the pairs of runs (start, step, length) that some conjunction may join; None: all pairs."""
+        return None
+
+
+Joined = tuple[Primitive, Primitive]  # of queries and of keys: their labels are compared
+Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
+
+
+def each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
     """Return (row, number) for each number from first to last of every row."""
     row, which = repeat_rows(np.maximum(last - first + 1, 0))
     return row, first[row] + which
@@ -64,34 +99,9 @@ class Segment(Primitive):
         return axis.position // self.length, axis.last_position // self.length
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        row, label = _each_number(least, greatest)
+        row, label = each_number(least, greatest)
         start = label * self.length
         return Pieces(row, axis.rows(row).between(start, start + self.length), label)
-
-
-@dataclass(frozen=True)
-class Residue(Primitive):
-    """Label every `rate`-th token of a segment, from `offset` on, by its segment: a dilation (LongNet).
-
-    The label of position p is p // length if p % length % rate == offset; otherwise p takes no part.
-    """
-
-    length: int
-    rate: int
-    offset: int
-
-    def labels(self, positions: IntArray) -> IntArray:
-        held = positions % self.length % self.rate == self.offset
-        return np.where(held, positions // self.length, NO_LABEL)
-
-    def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        # These bounds may be too wide: not every segment of the row has a token with this residue.
-        return Segment(self.length).bounds(axis)
-
-    def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        row, inside, label = Segment(self.length).split(axis, least, greatest)
-        first = label * self.length + self.offset
-        return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
 
 @dataclass(frozen=True)
@@ -110,56 +120,8 @@ class Remainder(Primitive):
         return np.where(alike, first, 0), np.where(alike, first, self.rate - 1)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        row, label = _each_number(least, greatest)
+        row, label = each_number(least, greatest)
         return Pieces(row, axis.rows(row).residue(label, self.rate), label)
-
-
-@dataclass(frozen=True)
-class Table(Primitive):
-    """Label every position of one sequence by a table of ids; tokens with a negative id take no part.
-
-    The ids are the labels, so those of two tables may be compared. They may come in any order.
-    """
-
-    starts: tuple[int, ...]  # positions at which the id changes, ascending, the first 0
-    ids: tuple[int, ...]  # the id from each start to the next, below `LARGEST_LABEL`; it may occur again
-    tokens: int  # length T of the sequence, and the only one that a pattern with this table fits
-
-    @cached_property
-    def _stretches(self) -> tuple[IntArray, IntArray, IntArray, bool]:
-        """Return start, end and label of every stretch of one id, and whether each label is its number."""
-        starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
-        numbered = bool(((ids == np.arange(len(ids))) | (ids < 0)).all())
-        return starts, np.append(starts[1:], self.tokens), np.maximum(ids, NO_LABEL), numbered
-
-    def labels(self, positions: IntArray) -> IntArray:
-        starts, _, label, _ = self._stretches
-        return label[np.searchsorted(starts, positions, side="right") - 1]
-
-    def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        _, _, labels, numbered = self._stretches
-        # An id that occurs twice may be anywhere in the sequence, so there are no useful bounds.
-        if not numbered:
-            return np.zeros_like(axis.position), np.full_like(axis.position, labels.max(initial=0))
-        return self._stretch_of(axis.position), self._stretch_of(axis.last_position)
-
-    def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
-        starts, ends, labels, numbered = self._stretches
-        low, high = self._stretch_of(axis.position), self._stretch_of(axis.last_position)
-        if numbered:  # cut each row only at the documents of interest, not at all that it spans
-            low, high = np.maximum(low, least), np.minimum(high, greatest)
-        row, stretch = _each_number(low, high)
-        held = labels[stretch] >= 0
-        row, stretch = row[held], stretch[held]
-        return Pieces(row, axis.rows(row).between(starts[stretch], ends[stretch]), labels[stretch])
-
-    def is_apart_from(self, other: Table) -> bool:
-        """Return whether no token takes part in both tables, which have the same stretches."""
-        mine, theirs = np.array(self.ids), np.array(other.ids)
-        return self.starts == other.starts and not ((mine >= 0) & (theirs >= 0)).any()
-
-    def _stretch_of(self, positions: IntArray) -> IntArray:
-        return np.searchsorted(self._stretches[0], positions, side="right") - 1
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from ds_ring.errors import RingPatternError, whole_number
 from ds_ring.masks.branches import Branch, counts_twice, product, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.labels import ALL, Primitive, Residue, Table
+from ds_ring.masks.labels import ALL, Primitive
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, PairMask, Tiles
 from ds_ring.registry import JsonKey
@@ -43,6 +43,8 @@ class Pattern(ABC):
     """
 
     json_key: ClassVar[JsonKey | None] = None
+    # torch.compile may make it inside a graph: its fields are numbers, texts and other patterns of this kind
+    made_in_graphs = False
 
     @abstractmethod
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
@@ -76,7 +78,7 @@ class Pattern(ABC):
     @property
     def mask_ids(self) -> tuple[int, ...]:
         """Return which objects the mask functions are: they are equal if their traces are."""
-        return tuple(id(mask.whole) for mask in self.masks)
+        return tuple(mask.identity for mask in self.masks)
 
     @property
     def primitives(self) -> tuple[Primitive, ...]:
@@ -87,11 +89,10 @@ class Pattern(ABC):
     @cached_property
     def tile_kind(self) -> str:
         """Return the kind of tiles by which rates are measured (`tools/benchmarks/gpu_rates.py`)."""
-        primitives, branch = self.primitives, self._of_one_head[0]
-        if any(isinstance(one, Residue) for one in primitives):
-            return "LongNet"
-        if any(isinstance(one, Table) for one in primitives):
-            return "documents"
+        rank, name = max((one.tile_kind for one in self.primitives), default=(0, ""))
+        if rank:
+            return name
+        branch = self._of_one_head[0]
         least, most = branch.distance
         if least > -UNBOUNDED and most < UNBOUNDED:
             return "window"
@@ -198,8 +199,7 @@ def _evaluated_together(each: list[tuple[Branch, ...]], branches: tuple[Branch, 
     for index, branch in enumerate(branches):
         for number, mask in enumerate(branch.masks):
             heads = tuple(head for one in each for head in one[index].masks[number].heads)
-            alone = replace(mask, heads=heads if mask.whole.facts.by_head else ())
-            masks = (*found[index].masks[:number], alone, *branch.masks[number + 1 :])
+            masks = (*found[index].masks[:number], mask.for_heads(heads), *branch.masks[number + 1 :])
             found[index] = replace(branch, masks=masks)
     return tuple(found)
 
@@ -229,7 +229,7 @@ class BoundPattern(Pattern):
         """Return (least distance, most, mask functions) of each branch; one entry if all agree."""
         branches = self.branches_by_head[0]
         # for any heads: the kernel that reads the functions evaluates them head by head
-        bands = tuple((b.least, b.most, tuple(replace(mask, heads=()) for mask in b.masks)) for b in branches)
+        bands = tuple((b.least, b.most, tuple(mask.for_heads(()) for mask in b.masks)) for b in branches)
         return bands[:1] if len(set(bands)) == 1 else bands
 
     @cached_property
@@ -244,10 +244,11 @@ class BoundPattern(Pattern):
     def tiles(self, q_runs: IntArray, k_runs: IntArray) -> Tiles:
         """Return the non-empty tiles of two shards, given by their runs in slot order, int64 [n, 3]."""
         near = None
-        if len(q_runs) * len(k_runs) > MANY_PAIRS and self.tile_kind == "LongNet":
-            from ds_ring.masks.dilated import near_pairs  # loaded for patterns that have dilations
-
-            near = near_pairs({branch for one in self.branches_by_head for branch in one}, q_runs, k_runs)
+        if len(q_runs) * len(k_runs) > MANY_PAIRS:
+            joined = {branch.labels_of for branches in self.branches_by_head for branch in branches}
+            one_each = {type(one): one for one in self.primitives}.values()
+            found = (one.near_pairs(joined, q_runs, k_runs) for one in one_each)
+            near = next((pairs for pairs in found if pairs is not None), None)
         return self.cut(Tiles.rectangles(q_runs, k_runs, near))
 
     def cut(self, rectangles: Tiles) -> Tiles:
@@ -264,6 +265,7 @@ class BoundPattern(Pattern):
 class Intersection(Pattern):
     """Attend where both of two patterns do: `a & b`."""
 
+    made_in_graphs = True
     first: Pattern
     second: Pattern
 
@@ -282,6 +284,7 @@ class Intersection(Pattern):
 class Union(Pattern):
     """Attend where at least one of two patterns does, each pair counted once: `a | b`."""
 
+    made_in_graphs = True
     first: Pattern
     second: Pattern
 

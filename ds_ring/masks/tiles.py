@@ -8,9 +8,10 @@ local tensor; a position is an index into the global sequence. There are no empt
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,12 +19,64 @@ from ds_ring.errors import RingPatternError
 from ds_ring.masks.slots import IntArray
 
 if TYPE_CHECKING:
-    from ds_ring.masks.mask_mod import HeadMask
     from ds_ring.masks.pattern import BoundPattern
 
 MaskFunction = Callable[[Any, Any, Any, Any], Any]  # FlexAttention's mask_mod(batch, head, q_pos, k_pos)
-PairMask: TypeAlias = "HeadMask"  # a mask function of single pairs, for some heads; only its file needs torch
+ScoreFunction = Callable[[Any, Any, Any, Any, Any], Any]  # its score_mod(score, batch, head, q_pos, k_pos)
 UNBOUNDED = 1 << 60  # larger than any distance between positions, small enough not to overflow int64
+
+
+class ByIdentity:
+    """Hold an object, a function of pairs for example, that is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ByIdentity) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+class PairMask(ABC):
+    """A mask function of single pairs for some query heads: a frozen value, equal if what it computes is."""
+
+    heads: tuple[int, ...]  # their numbers; empty if it does not depend on the head
+
+    @property
+    @abstractmethod
+    def identity(self) -> int:
+        """Return which object the function is."""
+
+    @property
+    @abstractmethod
+    def is_known_causal(self) -> bool:
+        """Return whether no query attends to a key after itself."""
+
+    @abstractmethod
+    def for_heads(self, heads: tuple[int, ...]) -> PairMask:
+        """Return the mask for other heads; for none in particular if it does not depend on the head."""
+
+    @abstractmethod
+    def __call__(self, samples: int, q: Any, k: Any) -> Any:
+        """Return the mask of positions int64 [n] and [m], bool [n, m]; batch and head lead if they matter."""
+
+    @abstractmethod
+    def function(self, device: Any) -> MaskFunction:
+        """Return it as a mask_mod of FlexAttention, on a device."""
+
+    @abstractmethod
+    def pairs(self, q: IntArray, k: IntArray) -> IntArray:
+        """Return bool of pairs of positions for the first head; refuse a mask that differs by sample."""
+
+    @abstractmethod
+    def check(self, tokens: int, samples: int, query_heads: int, device: str) -> None:
+        """Try the function at some positions; see `Pattern.check`."""
+
+    @abstractmethod
+    def check_unchanged(self) -> None:
+        """Refuse a mask whose function has captured other values since it was made."""
 
 
 @dataclass(frozen=True)
@@ -229,22 +282,6 @@ class Tiles:
         concerned = (self.head_in_group < 0) | (self.head_in_group == head_in_group)
         part = self if concerned.all() else self.rows(concerned)
         return replace(part, head_in_group=np.full(len(part), head_in_group, dtype=np.int64))
-
-    def times(self, multiplicity: IntArray | int) -> Tiles:
-        """Return the same tiles with the multiplicity of every pair multiplied by a number."""
-        return replace(self, multiplicity=self.multiplicity * multiplicity)
-
-    def weighted(self, weights: Weights) -> Tiles:
-        """Return the same tiles with the multiplicity of every pair multiplied by `weights` of the pair."""
-        assert (self.weight < 0).all(), "expected tiles without weights, got tiles that have some"
-        q, k = self.q, self.k
-        # a step that is a multiple of the period stays in its residue class
-        stays = [(x.position_step % weights.period == 0) | (x.length <= 1) for x in (q, k)]
-        varies = ~(stays[0] & stays[1])
-        # Where m is constant inside a tile, put it into the multiplicity: the kernel then evaluates no
-        # function.
-        constant = np.where(varies, 1, weights(q.position, k.position))
-        return replace(self.times(constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
     @staticmethod
     def concat(parts: list[Tiles]) -> Tiles:

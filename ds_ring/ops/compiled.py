@@ -19,10 +19,6 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
-from ds_ring.masks.catalog import Causal, Chunked, DilatedWindow, Full, PrefixLM, Sinks, SlidingWindow
-from ds_ring.masks.dilated import Dilated
-from ds_ring.masks.mask_mod import Alibi, MaskMod, Softcap
-from ds_ring.masks.pattern import Intersection, Union
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import context_of
 from ds_ring.ops.frontend import NAMES, Request, check_derivatives, check_operands, made_context
@@ -111,37 +107,18 @@ def attend_compiled(
     return with_ulysses(run, q, k, v, found, mesh.ulysses_size, return_lse)
 
 
-# Patterns and score_mods that a compiled function may make itself, with their fields: see [Note: handles in
-# compiled code]. Others are handed over as objects.
-_MADE_OF: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (Causal, ()),
-    (Full, ()),
-    (SlidingWindow, ("window", "causal")),
-    (DilatedWindow, ("window", "rate", "causal")),
-    (Sinks, ("sinks", "causal")),
-    (Chunked, ("chunk", "causal")),
-    (PrefixLM, ("prefix",)),
-    (Dilated, ("segment_lengths", "dilation_rates", "causal", "head_offsets")),
-    (Intersection, ("first", "second")),
-    (Union, ("first", "second")),
-    (Softcap, ("cap",)),
-    (Alibi, ("slopes",)),
-)
 _PARTS, _OBJECT = "ds_ring parts", "ds_ring object"
 
 
 def described(value: Any, objects: list[Any]) -> Any:
     """Return a pattern or a score_mod as constants; what is none is put into `objects`. Traced by Dynamo."""
-    for kind, names in _MADE_OF:
-        if type(value) is kind:
-            return (_PARTS, kind, *[described(getattr(value, name), objects) for name in names])
-    if type(value) is MaskMod and value.made_in_a_graph:
-        objects.append(value.function)
-        return (_PARTS, MaskMod, (_OBJECT, len(objects) - 1), value.is_known_causal)
-    if isinstance(value, tuple):
-        return tuple([described(one, objects) for one in value])
     if value is None or isinstance(value, (bool, int, float, str)):
         return constant(value)
+    if isinstance(value, tuple):
+        return tuple([described(one, objects) for one in value])
+    if getattr(value, "made_in_graphs", False):
+        kind = type(value)
+        return (_PARTS, kind, *[described(getattr(value, name), objects) for name in kind.__match_args__])
     objects.append(value)
     return _OBJECT, len(objects) - 1
 

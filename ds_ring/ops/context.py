@@ -129,10 +129,8 @@ class RingContext:
         """Return the kernel that the options, the pattern and q ask for."""
         options, scores = self.options, None
         if options.score_mod is not None:
-            from ds_ring.masks.mask_mod import Scores  # loaded with the first function of pairs
-
             here = self.heads_here(q)
-            scores = Scores(options.score_mod, range(here.start, here.stop))
+            scores = options.score_mod.for_heads(range(here.start, here.stop))
         asked = KernelNeeds(q.device.type, q.dtype, q.shape[-1], self.pattern)
         row = (options.kernel, q.device.type, options.kernel_pairs, options.block_size)
         return get_kernel(*row, scores, asked)

@@ -20,13 +20,13 @@ from ds_ring.errors import RingShapeError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_derivative, check_operand
 from ds_ring.ops.context import ContextCache, RingContext, context_for
-from ds_ring.ops.options import Options
+from ds_ring.ops.options import Options, as_value
 from ds_ring.ops.ring_op import EagerAttention, ring_attention_op, sees_plain
 from ds_ring.ops.ulysses import with_ulysses
 from ds_ring.schedule.layout import Layout
 
 if TYPE_CHECKING:
-    from ds_ring.masks.mask_mod import ScoreFunction
+    from ds_ring.masks.tiles import ScoreFunction
 
 NAMES = ("q", "k", "v", "sinks")
 
@@ -67,13 +67,8 @@ def context_of_call(request: Request, check: Callable[[RingContext], None] | Non
 def made_context(request: Request, keeps_functions: bool = False) -> RingContext:
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     pattern, layout, mesh, scale, kernel, given, score_mod = request
-    mod = None
-    if score_mod is not None:
-        from ds_ring.masks.mask_mod import ScoreMod  # loaded with the first function of pairs
-
-        mod = ScoreMod.lookup(score_mod)
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}
-    options = Options.of(given, scale=scale, score_mod=mod, **chosen)
+    options = Options.of(given, scale=scale, score_mod=as_value(score_mod), **chosen)
     return context_for(pattern, layout, mesh, options, keeps_functions)
 
 

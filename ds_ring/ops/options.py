@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, ValidationInfo, field_validator
 
 from ds_ring.config.messages import Accepted, Refused, Switch, sentence, shown
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError
-from ds_ring.registry import PASSES, SAVED_TENSORS, PassRow
+from ds_ring.masks.tiles import ScoreFunction
+from ds_ring.registry import PASSES, SAVED_TENSORS, TRACERS, PassRow, load
 from ds_ring.schedule.lowering import chunk_bytes_on, heads_on_host
-
-if TYPE_CHECKING:
-    from ds_ring.masks.mask_mod import ScoreMod
-
-    ScoreModOrNone = ScoreMod | None
-else:  # the class is loaded with the first score_mod
-    ScoreModOrNone = Any
 
 _SCALE = Accepted("a finite number", "use None for 1 / sqrt(head_dim)")
 
@@ -33,6 +27,15 @@ def _scale(value: Any) -> float | None:
     raise Refused(sentence(_SCALE.what, shown(value), _SCALE.advice))
 
 
+def as_value(score_mod: ScoreFunction | None) -> Any:
+    """Return a score_mod as a value that ranks compare and that kernels evaluate; None for none."""
+    if score_mod is None:
+        return None
+    if "score_mod" not in TRACERS:
+        raise RingConfigError.wrong("score_mod", "none, as no module traces one", score_mod, "leave it out")
+    return load(TRACERS["score_mod"]).lookup(score_mod)
+
+
 class Options(PassOptions):
     """Hold the keys of the JSON that a pass reads, and what a call from Python may add.
 
@@ -41,14 +44,12 @@ class Options(PassOptions):
     Attributes:
         scale: of the scores; None is 1 / sqrt(head_dim).
         offload_attention: keep q, k, v, out and lse on the host between both passes; "auto" for long shards.
-        score_mod: changes scores pair by pair; a `ScoreMod`.
+        score_mod: changes scores pair by pair; of `as_value`.
     """
 
     scale: Annotated[float | None, PlainValidator(_scale), _SCALE] = Field(default=None)
     offload_attention: Switch = Field(default=False)
-    score_mod: Annotated[ScoreModOrNone, Accepted("a ScoreMod", "use ScoreMod.lookup(function)")] = Field(
-        default=None
-    )
+    score_mod: Annotated[Any, Accepted("a value of as_value(function)", "call it")] = Field(default=None)
 
     @classmethod
     def of(cls, given: PassOptions | None, **more: Any) -> Options:

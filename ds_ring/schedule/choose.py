@@ -1,4 +1,4 @@
-"""Layouts that depend on the pattern: residue, balanced, auto. Owns the choice and its cost function.
+"""Layouts that depend on the pattern: auto and balanced. Owns the choice and its cost function.
 
 [Note: the cost of a layout]
 The imbalance of a layout is the number of (query, key) pairs that the rank with most work computes, divided
@@ -13,17 +13,14 @@ For a kernel that computes whole blocks a layout is even enough if it computes a
 minimum.
 
 [Note: what auto compares]
-For a kernel in blocks (FlexAttention), "auto" takes the residue layout for LongNet as long as a shard has at
-most `MAX_RUNS` runs. `document_zigzag` is not among the candidates: it is even for every set of documents,
-but each rank has two pieces of every document, so nearly all tokens travel. `balanced` keeps short documents
-together.
+Contiguous and zigzag shards; where both are uneven, balanced ones; for a kernel in blocks (FlexAttention)
+also the layouts that rows of `LAYOUTS` make for blocks.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -31,19 +28,18 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.cuts import block_intervals, cut_at_blocks
-from ds_ring.masks.labels import Residue, Table
-from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
+from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
+from ds_ring.registry import LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
-from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout, expand_runs
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
 SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
-MAX_RUNS = 1024  # per shard, for residue layouts in "auto": tables of tiles grow faster than the runs
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 # [Note: sampled rows]
 # A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
@@ -52,11 +48,6 @@ COMPARED = 4  # how many even layouts, starting with the fewest runs, are compar
 ROWS = 32
 FEW_RANKS = 8
 _log = logging.getLogger(__name__)
-
-
-def is_dilated(pattern: Pattern) -> bool:
-    """Return whether a dilation is among what a pattern is made of."""
-    return any(isinstance(primitive, Residue) for primitive in pattern.primitives)
 
 
 def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
@@ -137,7 +128,7 @@ def _imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
     return float(sum((work / relative).max() for work in works) / mean) if mean else 1.0
 
 
-def _rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
+def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
     works = [layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix]
     return Candidate(layout, _imbalance(works, speeds))
@@ -147,15 +138,15 @@ def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candi
     """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
-    rated = []
+    compared = []
     for option in even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]:
         size, sent = option.layout.ring_size, 0
         for pattern, layers in mix:
             # as much in both directions
             travel = HeadClass(ReadsOfShards(pattern, option.layout), slice(0, 1), one_way(size))
             sent += layers * sum(map(travel.tokens_sent, sampled_origins(size)))
-        rated.append(option._replace(tokens_sent=sent))
-    return min(rated, key=lambda c: c.tokens_sent), rated
+        compared.append(option._replace(tokens_sent=sent))
+    return min(compared, key=lambda c: c.tokens_sent), compared
 
 
 def make_auto(
@@ -163,49 +154,45 @@ def make_auto(
 ) -> Layout:
     """Compare contiguous and zigzag layouts and, if both are uneven, balanced ones; choose one and log why.
 
-    For a kernel that computes in blocks of `block` x `block` slots, residue layouts are compared as well.
+    For a kernel in blocks of `block` x `block` slots, layouts that are made for blocks are compared, too.
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    options = [_rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
+    options = [rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
     least = 1.0
-    # Without dilation the runs are long in all of these layouts, so blocks add the same work to each.
-    if block > 1 and not speeds and (ring_size <= FEW_RANKS or any(is_dilated(one) for one, _ in mix)):
-        options = _in_blocks([*options, *_residue_options(tokens, ring_size, multiple_of, mix)], bound, block)
-        least = min(o.imbalance for o in options)
-    best, rated = _best(bound, options, least)
-    others = "; ".join(str(c) for c in rated if c is not best) or "no other was even enough"
+    if block > 1 and not speeds:
+        made = [
+            load(row.for_blocks)(tokens, ring_size, multiple_of, mix)
+            for row in LAYOUTS.values()
+            if row.for_blocks
+        ]
+        found = [layouts for layouts in made if layouts is not None]
+        # Where no layout is made for blocks, the runs of all are long, and blocks add the same work to each.
+        if found or ring_size <= FEW_RANKS:
+            layouts = [*(one.layout for one in options), *itertools.chain(*found)]
+            options = _in_blocks(layouts, bound, block)
+            least = min(o.imbalance for o in options)
+    best, compared = _best(bound, options, least)
+    others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
     blocks = f" in blocks of {block}" if block > 1 else ""
     _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
     return best.layout
 
 
 def _in_blocks(
-    options: list[Candidate], mix: tuple[tuple[BoundPattern, int], ...], block: int
+    layouts: list[Layout], mix: tuple[tuple[BoundPattern, int], ...], block: int
 ) -> list[Candidate]:
-    """Return the options with the imbalance of the work in whole blocks."""
-    mean = sum(layers * work_of_ranks(one, options[0].layout).mean() for one, layers in mix) or 1.0
+    """Return layouts with the imbalance of the work in whole blocks."""
+    mean = sum(layers * work_of_ranks(one, layouts[0]).mean() for one, layers in mix) or 1.0
     found = []
-    for layout, *_ in options:
+    for layout in layouts:
         executed = sum(layers * executed_of_fullest(one, layout, block) for one, layers in mix)
         found.append(Candidate(layout, executed / mean))
     return found
-
-
-def _residue_options(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Candidate]:
-    """Return the residue layouts for a dilated pattern; none for other patterns or too many runs a shard."""
-    try:
-        shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
-    except RingLayoutError:
-        return []
-    few = [one for one in shapes if tokens // ring_size <= MAX_RUNS * (one.window // one.moduli[-1])]
-    if not few:
-        _log.info("ds_ring: layout auto left out residue: more than %d runs a shard", MAX_RUNS)
-    return [Candidate(layout, 1.0) for layout in few]
 
 
 def in_words(mix: Mix) -> str:
@@ -236,7 +223,7 @@ def _balanced_options(
     shares = np.array(speeds or [1.0] * ring_size) / sum(speeds or [1.0] * ring_size)
     cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0), shares)
     if cuts is not None:
-        found.append(_rated(mix, cuts, speeds))
+        found.append(rated(mix, cuts, speeds))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
@@ -310,111 +297,3 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
         load[full] -= gain[best]
         load[empty] += gain[best]
     return owners
-
-
-def make_residue(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Return the residue layout of a dilated pattern (alone, in a composition, or in some layers)."""
-    shapes = _residue_layouts(tokens, ring_size, multiple_of, mix)
-    if ring_size == 1:
-        return shapes[0]
-    options = [_rated(mix, layout) for layout in shapes]
-    return next((o for o in options if o.imbalance <= EVEN), min(options, key=lambda o: o.imbalance)).layout
-
-
-@dataclass(frozen=True)
-class ResidueLayout(Layout):
-    """Sort tokens of each window by residue class, so that a dilation becomes block-sparse.
-
-    Inside windows of `window` positions the order is by (p mod moduli[0], p mod moduli[1], ..., p); with
-    moduli that divide one another every class of every modulus is a contiguous range of slots. Windows
-    go to ranks as in a chunk layout.
-
-    """
-
-    window: int = 1  # positions of a window; the smallest segment of the pattern
-    moduli: tuple[int, ...] = (1,)  # r_1, lcm(r_1, r_2), ...: each divides the next
-    chunks_per_rank: int = 1  # 1 for contiguous chunks, 2 for zigzag
-
-    name = "residue"
-
-    def runs(self, ring_rank: int) -> IntArray:
-        # a chunk layout of windows instead of tokens
-        chunks = ChunkLayout(-(-self.tokens // self.window), self.ring_size, 1, self.chunks_per_rank)
-        windows = expand_runs(chunks.runs(ring_rank)) * self.window
-        period = self.moduli[-1]
-        residues = np.arange(min(period, self.window))
-        # lexsort's last key counts most, so the first modulus comes last
-        order = np.lexsort([residues % modulus for modulus in reversed(self.moduli)])
-        # one run for each residue of each window, in slot order
-        starts = (windows[:, None] + residues[order][None, :]).reshape(-1)
-        ends = np.repeat(np.minimum(windows + self.window, self.tokens), len(residues))
-        # ceil; 0 where the last window ends before the residue
-        length = np.maximum(-((starts - ends) // period), 0)
-        runs = np.stack([starts, np.full_like(starts, period), length], axis=1)
-        return runs[length > 0]
-
-    def __str__(self) -> str:
-        how = f"windows of {self.window}, moduli {self.moduli}, chunks {self.chunks_per_rank}"
-        return f"{super().__str__()}, {how}"
-
-
-def _residue_layouts(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[ResidueLayout]:
-    """Return the residue layouts of contiguous and of zigzag windows.
-
-    Raises:
-        RingLayoutError: no dilated pattern, or rates that repeat only after more than the smallest segment.
-    """
-    for pattern, _ in mix:
-        sides = (branch.queries.primitives for branch in pattern.branches(QueryHead()))
-        residues = ([one for one in side if isinstance(one, Residue)] for side in sides)
-        # shortest segment first; of two dilated patterns combined by `&`, the first one's
-        dilations = sorted({some[0] for some in residues if some}, key=lambda residue: residue.length)
-        if dilations:
-            break
-    else:
-        raise RingLayoutError.wrong(
-            'layout "residue"', "a pattern with Dilated(...)", in_words(mix), 'give one, or take "auto"'
-        )
-    window, rates = dilations[0].length, tuple(dilation.rate for dilation in dilations)
-    # each divides the next, as `ResidueLayout` asks for
-    moduli = [math.lcm(*rates[: i + 1]) for i in range(len(rates))]
-    if moduli[-1] > window:
-        raise RingLayoutError(
-            f'layout "residue": the rates {rates} repeat after {moduli[-1]} tokens, more'
-            f' than the smallest segment {window}; take "auto" or "contiguous"'
-        )
-    return [ResidueLayout(tokens, ring_size, multiple_of, window, tuple(moduli), n) for n in (1, 2)]
-
-
-@dataclass(frozen=True)
-class DocumentZigzag(PieceLayout):
-    """Give rank p chunks p and 2P - 1 - p of the 2P chunks of every document: even work for any lengths."""
-
-    name = "document_zigzag"
-
-
-def make_document_zigzag(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> Layout:
-    """Cut every document of a pattern (alone, in a composition, or in some layers) into 2P chunks."""
-    primitives = dict.fromkeys(one for pattern, _ in mix for one in pattern.primitives)
-    tables = [one for one in primitives if isinstance(one, Table)]
-    if not tables:
-        raise RingLayoutError(
-            'layout "document_zigzag": expected a pattern with Documents(...), in the JSON "documents":'
-            f' true, got {in_words(mix) or None}; give one, or take "auto"'
-        )
-    if {table.tokens for table in tables} != {tokens}:
-        raise RingLayoutError(
-            f'layout "document_zigzag": expected documents of {tokens} tokens, got'
-            f" {', '.join(str(table.tokens) for table in tables)}; pass the length that they have"
-        )
-    starts = np.unique([start for table in tables for start in table.starts])
-    length, chunks = np.diff(starts, append=tokens), 2 * ring_size
-    chunk = np.arange(chunks)
-    # Remainders are dealt round-robin: the next document continues with the chunk after the last one that got
-    # an extra token. So ranks differ by at most two tokens even with many short documents.
-    more = (chunk - starts[:, None]) % chunks < (length % chunks)[:, None]
-    lengths = (length[:, None] // chunks + more).reshape(-1)
-    owners = np.tile(np.minimum(chunk, chunks - 1 - chunk), len(starts))
-    kept = lengths > 0  # a document of fewer tokens has empty chunks
-    boundaries = (0, *np.cumsum(lengths[kept]).tolist())
-    return DocumentZigzag(tokens, ring_size, multiple_of, boundaries, tuple(owners[kept].tolist()))

@@ -325,5 +325,5 @@ def _made(
 ) -> Layout:
     more: dict[str, Any] = {"block": block} if block > 1 else {}  # only "auto" has this parameter
     more |= {"speeds": speeds} if speeds else {}
-    made: Layout = load(LAYOUTS[name])(tokens, ring_size, multiple_of, mix, **more)
+    made: Layout = load(LAYOUTS[name].home)(tokens, ring_size, multiple_of, mix, **more)
     return made

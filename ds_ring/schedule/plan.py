@@ -22,7 +22,6 @@ from ds_ring.errors import (
     whole_number,
 )
 from ds_ring.limits import MAX_HEADS
-from ds_ring.masks.labels import Table
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
 from ds_ring.registry import GRADIENT_PAYLOADS, KV_PAYLOADS, CodecRow
@@ -190,11 +189,11 @@ def check_length(pattern: Pattern, layout: Layout) -> None:
 
     Not called for replicated queries: their pattern may cover less than a cache has room for.
     """
-    for table in pattern.primitives:
-        if isinstance(table, Table) and table.tokens != layout.tokens:
+    for primitive in pattern.primitives:
+        if primitive.only_length not in (None, layout.tokens):
             raise RingPatternError(
                 f"{pattern}: expected a pattern of {layout.tokens} tokens, as the layout, got one of"
-                f" {table.tokens}; give document ids for all tokens, negative for padding"
+                f" {primitive.only_length}; give document ids for all tokens, negative for padding"
             )
 
 

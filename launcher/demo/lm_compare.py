@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ds_ring.integrations.deepspeed.first_batch import Tolerance, compare_gradients, largest
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.measure.memory import MemoryPeak, measure_cpu_memory
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.registry import KV_PAYLOADS
 
 MIB = 2**20

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
-from ds_ring.schedule.choose import bound_to_one_head, executed_of_fullest, is_dilated, work_of_ranks
+from ds_ring.schedule.choose import bound_to_one_head, executed_of_fullest, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
@@ -101,7 +101,7 @@ def executed_of(plan: Plan, block: int) -> Callable[[Tiles], int] | None:
     Every tile counts as the fullest rank's do on average (`schedule/choose.py`). Searches go without: they
     underestimate arithmetic, so that what they say hides does.
     """
-    if block == 1 or not is_dilated(plan.pattern):
+    if block == 1 or plan.pattern.tile_kind != "LongNet":
         return None
     waste = _waste(plan.pattern, plan.layout, block)
     return lambda tiles: round(waste * int(tiles.pairs.sum()))

@@ -20,7 +20,7 @@ from ds_ring import (
     ring_attention,
     shard_sequence,
 )
-from ds_ring.masks.mask_mod import Alibi, Softcap
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options

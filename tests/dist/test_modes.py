@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ds_ring
 from ds_ring import RingMesh
-from ds_ring.masks.mask_mod import Alibi, Softcap
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.schedule.layout import Layout
 from tests import calls
 from tests.dist.harness import RankPool

@@ -400,7 +400,7 @@ def test_pass_traffic_counts_what_waits_and_what_does_not(monkeypatch: pytest.Mo
 
 def test_a_raise_that_nothing_reaches_is_listed(tmp_path: Path) -> None:
     """A child of the command refuses one pattern: its statement is reached, the other ones are listed."""
-    path, record = "ds_ring/masks/slices.py", tmp_path / "record"
+    path, record = "ds_ring/patterns/slices/pattern.py", tmp_path / "record"
     child = "import ds_ring\ntry: ds_ring.Slices(3)\nexcept ds_ring.RingError: pass"
     command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     tool = [sys.executable, raise_coverage.__file__, "--record", str(record), "--", sys.executable, "-c"]

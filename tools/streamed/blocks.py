@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.labels import Primitive, Remainder, Residue, Segment
+from ds_ring.masks.labels import Primitive, Remainder, Segment
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import SlotRanges, no_slots, ranges_of_progressions
 from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.patterns.dilated.residues import Residue
 from ds_ring.schedule.head_class import tiles_of_payload
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ds_ring import make_layout
 from ds_ring.errors import RingMeshError
-from ds_ring.masks.dilated import Dilated
 from ds_ring.ops.context import context_for, context_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import run_backward, run_forward
+from ds_ring.patterns.dilated.pattern import Dilated
 from streamed.long_run import LongRun
 
 HEADS = 4

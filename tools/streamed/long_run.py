@@ -20,8 +20,8 @@ import torch
 
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.slots import IntArray
+from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.schedule.layout import make_layout
 from ds_ring.simulation.generate import GeneratedSource
 from streamed.ledger import Ledger, StateFile

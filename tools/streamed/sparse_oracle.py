@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_ring.masks.dilated import Dilated
 from ds_ring.masks.slots import IntArray
+from ds_ring.patterns.dilated.pattern import Dilated
 from ds_ring.simulation.rank import Source
 from streamed.numbers import read, runs_at
 

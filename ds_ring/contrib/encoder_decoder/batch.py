@@ -38,7 +38,7 @@ from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowGroup, group
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.documents import Documents
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.registry import ROW_KINDS
 
 DECODER = "decoder_"

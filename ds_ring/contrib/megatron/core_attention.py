@@ -30,8 +30,8 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.contrib.ring_flash_attn import mesh_of as mesh_of_group
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout, make_layout
 
 _CAUSAL = {AttnMaskType.causal, AttnMaskType.padding_causal}

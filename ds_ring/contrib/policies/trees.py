@@ -32,9 +32,9 @@ from ds_ring.integrations.deepspeed.batch import IGNORE, LOSS_WEIGHTS, Batch
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowKind
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.documents import Tree
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import IntArray
+from ds_ring.patterns.documents.pattern import Tree
 
 TREE_ENDS = "tree_ends"
 

@@ -25,12 +25,12 @@ from ds_ring.integrations.deepspeed.packing import positions_in_documents
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.integrations.layer_patterns import pattern_of_layer
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.handles import new_handle, object_of, operator
 from ds_ring.ops.options import Options
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
 Parts = tuple[tuple[RingContext, tuple[int, ...]], ...]

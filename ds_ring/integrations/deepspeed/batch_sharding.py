@@ -34,11 +34,12 @@ from ds_ring.integrations.deepspeed.batch import (
 )
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.layer_patterns import LayerPatterns
+from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Chunked
-from ds_ring.masks.documents import Tree
-from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
+from ds_ring.patterns.documents.pattern import Tree
 from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
-from ds_ring.masks.documents import Documents, Tree
 from ds_ring.masks.pattern import Pattern
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.registry import ROW_KINDS, load
 
 DOCUMENT_IDS = "document_ids"

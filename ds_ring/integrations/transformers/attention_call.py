@@ -21,8 +21,9 @@ from ds_ring.integrations.transformers.layer_masks import (
     pattern_in,
     pattern_of_call,
 )
-from ds_ring.masks.mask_mod import ScoreFunction, Softcap
+from ds_ring.layers.scores import Softcap
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 
 
 @dataclass

@@ -45,8 +45,8 @@ from ds_ring.integrations.transformers.layer_masks import makes_such_masks
 from ds_ring.integrations.transformers.model import GENERATOR, MODEL
 from ds_ring.integrations.transformers.model_part import Loss, ModelPart
 from ds_ring.integrations.transformers.variants import variants
-from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
 from ds_ring.ring.observer import Observers

@@ -31,11 +31,9 @@ from ds_ring.kernels.flex.block_mask import (
     TableOptions,
 )
 from ds_ring.kernels.flex.options import checked_options, options_on
-from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows
-from ds_ring.masks.mask_mod import DERIVATIVE, VALUE, Scores
+from ds_ring.kernels.interface import HeadsOfPass, Operands, PartialGrads, PartialOut, Rows, Scores
 from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.tiles import Tiles
-from ds_ring.masks.traced import ByIdentity
+from ds_ring.masks.tiles import ByIdentity, Tiles
 
 # FlexAttention's mask_mod, score_mod and BlockMask, made from a hop's tensors inside the compiled function.
 #
@@ -476,13 +474,9 @@ class FlexKernel:
         """Return the score_mod and its derivative for queries like these; None for none."""
         if self._scores is None:
             return None
-        mod, traced = self._scores.mod, self._scores.mod.traced(torch.promote_types(q.dtype, torch.float32))
-        value, derivative = (traced.function(q.device, result) for result in (VALUE, DERIVATIVE))
-        if self._backend is not None and mod.has_own_derivative:
-            # The compiler derives the gradient of the code that it is given: only the function itself has it.
-            mod.check_unchanged()
-            value = mod.untraced
-        return value, derivative
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        # the compiler derives the gradient of the code that it is given
+        return self._scores.functions(dtype, q.device, derived=self._backend is not None)
 
     def _operator(
         self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, mask: HopMask,

@@ -17,8 +17,8 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingLayoutError, RingPatternError
 from ds_ring.layers.cross.layout import PairLayout
-from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import Refusal
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.frontend import Request, attend, context_of_call

@@ -7,12 +7,24 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
+from ds_ring.masks.branches import Branch
 from ds_ring.masks.catalog import Full
-from ds_ring.masks.documents import Documents
-from ds_ring.masks.pattern import Pattern
-from ds_ring.masks.slices import Slices
+from ds_ring.masks.labels import in_range
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
+
+
+@dataclass(frozen=True)
+class _QueriesToKeys(Pattern):
+    """Attend from the first `queries` positions to those from there up to `end`."""
+
+    queries: int
+    end: int
+
+    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
+        return (Branch(in_range(0, self.queries), in_range(self.queries, self.end)),)
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class PairLayout(Layout):
             RingPatternError: another one, or documents of another number of tokens.
         """
         queries, both = self.queries.tokens, self.queries.tokens + self.keys.tokens
-        found: Pattern = Slices((((0, queries), (queries, both), "full"),))
+        found: Pattern = _QueriesToKeys(queries, both)
         for part in pattern.conjuncts:
             if isinstance(part, Full):
                 continue

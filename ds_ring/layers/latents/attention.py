@@ -17,8 +17,8 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.layers.latents.kernel import check_one_head, check_transport, latent_value_dim
 from ds_ring.layers.latents.latent_op import latent_attention_op
-from ds_ring.masks.mask_mod import ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import (
     Refusal,
     check_traced,

@@ -18,10 +18,10 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingPatternError
 from ds_ring.layers.scan.sequence_runs import Piece, SequenceRuns, pieces, sequence_runs
-from ds_ring.masks.documents import Documents
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.context import cached_context
 from ds_ring.ops.handles import constant_in_graphs, new_handle, number_of
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
 ByRank = dict[int, Tensor]  # by rank of the sequence

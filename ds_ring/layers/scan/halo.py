@@ -15,11 +15,11 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
 Indices = dict[int, IntArray]  # by rank of the sequence

@@ -21,10 +21,10 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, handle_of
 from ds_ring.layers.scan.sequence_runs import ScanStep, SequenceRuns
-from ds_ring.masks.documents import Documents
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import constant, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
 

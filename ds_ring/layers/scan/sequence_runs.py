@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.slots import IntArray
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout, PieceLayout
 
 

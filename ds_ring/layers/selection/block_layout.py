@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
-from ds_ring.masks.documents import Documents
 from ds_ring.masks.slots import IntArray, repeat_rows
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.schedule.layout import Layout
 
 

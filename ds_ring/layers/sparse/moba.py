@@ -16,8 +16,8 @@ from ds_ring.errors import RingConfigError, whole_number
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ring_select
 from ds_ring.layers.sparse.blocks import attend_to_blocks, check_shards, tokens_of_blocks, without_padding
-from ds_ring.masks.documents import Documents
 from ds_ring.ops.handles import never_traced
+from ds_ring.patterns.documents.pattern import Documents
 from ds_ring.ring.merge import accumulator_dtype
 from ds_ring.schedule.layout import Layout
 

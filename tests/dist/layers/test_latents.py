@@ -32,11 +32,11 @@ from ds_ring import (
 )
 from ds_ring.layers.latents.kernel import LatentKernel
 from ds_ring.layers.latents.latent_op import latent_attention_op
-from ds_ring.masks.mask_mod import ScoreMod
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from tests import calls
 from tests.dist.deepspeed_ranks import (
     Size,

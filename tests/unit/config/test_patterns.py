@@ -9,21 +9,16 @@ import pytest
 from ds_ring import (
     Causal,
     Chunked,
-    Dilated,
     DilatedWindow,
     Full,
     PrefixLM,
     RingConfig,
     RingConfigError,
     Sinks,
-    Slices,
     SlidingWindow,
 )
 from ds_ring.config.section import named_patterns, pattern_from_config
 from ds_ring.masks.pattern import Pattern
-
-SLICES: Any = [[[0, 8], [0, 8], "full"], [[8, 16], [0, 16], "causal"]]
-DILATED: dict[str, Any] = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
 
 
 @pytest.mark.parametrize(
@@ -39,12 +34,6 @@ DILATED: dict[str, Any] = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]
         ({"chunk": 16}, Chunked(16)),
         ({"chunk": 16, "window": 8}, SlidingWindow(8) & Chunked(16)),
         ({"prefix": 5}, PrefixLM(5)),
-        ({"slices": SLICES}, Slices(SLICES) & Causal()),
-        ({"slices": SLICES, "causal": False}, Slices(SLICES)),
-        ({"slices": SLICES, "window": 8}, SlidingWindow(8) & Slices(SLICES)),
-        (DILATED, Dilated((16, 64), (1, 4))),
-        (DILATED | {"head_offsets": "zero", "causal": False}, Dilated((16, 64), (1, 4), False, "zero")),
-        (DILATED | {"window": 8}, Dilated((16, 64), (1, 4)) & SlidingWindow(8)),
     ],
     ids=str,
 )
@@ -60,20 +49,6 @@ def test_sections_and_their_patterns(section: dict[str, Any], pattern: Pattern) 
         ({"window_dilation": 2}, "pattern.window_dilation: .*it has no effect"),
         ({"prefix": 2, "causal": False}, "pattern.prefix: .*causal false, which hides no later token"),
         ({"prefix": 2, "window": 8}, "pattern.prefix: .*beside window 8, which hides later tokens"),
-        (
-            DILATED | {"prefix": 2},
-            r"pattern.prefix: .*beside segment_lengths \[16, 64\], which hides later tokens",
-        ),
-        ({"slices": []}, "pattern.slices: expected a list"),
-        (
-            {"slices": [[[0, 4], [0, 4], "round"]]},
-            "pattern.slices: slice 0: kind: expected one of full, causal",
-        ),
-        (
-            {"slices": [[[0, 4], [0, 4], "full"], [[3, 9], [3, 9], "causal"]]},
-            "which overlap; cut one of them",
-        ),
-        ({"slices": 3}, "pattern.slices: expected a list"),
         ({"chunk": 0}, "pattern.chunk: expected a whole number of at least 1, or null, got 0"),
     ],
     ids=str,

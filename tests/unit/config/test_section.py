@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import registry
-from ds_ring.config.pattern_section import PATTERNS_BY_KEY, PatternConfig
+from ds_ring.config.pattern_section import FURTHER_KEYS, PATTERNS_BY_KEY, PatternConfig
 from ds_ring.config.section import RingConfig, by_json_key, strip_section, tile_tokens
 from ds_ring.errors import RingConfigError, RingError, RingMeshError
+from tests.cases import rows_of
 from tests.clock import unqueued_seconds
 
 Json = dict[str, Any]
@@ -29,6 +30,8 @@ def differing_keys(a: RingConfig, b: RingConfig) -> list[str]:
 
 
 LONG = 10**5000  # Python itself refuses to print it
+
+DILATED: Json = {"segment_lengths": [2048, 4096], "dilation_rates": [1, 2], "head_offsets": "paper_kv"}
 
 DESIGN_EXAMPLE: Json = {
     "sequence_parallel_size": 4,
@@ -42,11 +45,8 @@ DESIGN_EXAMPLE: Json = {
             "window": None,
             "window_dilation": 1,
             "sinks": None,
-            "slices": None,
-            "segment_lengths": None,
-            "dilation_rates": None,
-            "head_offsets": "paper",
             "documents": False,
+            **{name: key.default for keys in FURTHER_KEYS for name, key in keys.model_fields.items()},
             **dict.fromkeys(PATTERNS_BY_KEY),
             "layers": None,
         },
@@ -128,11 +128,11 @@ def test_every_key_can_be_set() -> None:
             "window": 512,
             "window_dilation": 2,
             "sinks": 4,
-            "slices": [[[0, 8], [0, 8], "causal"], [[8, 16], [0, 8], "bi-causal"]],
-            "segment_lengths": [2048, 4096],
-            "dilation_rates": [1, 2],
-            "head_offsets": "paper_kv",
             "documents": True,
+            **rows_of(
+                "Slices", lambda _: {"slices": [[[0, 8], [0, 8], "causal"], [[8, 16], [0, 8], "bi-causal"]]}
+            ),
+            **rows_of("Dilated", lambda _: DILATED),
             **{name: None if key.conflicts else 1024 for name, (key, _) in PATTERNS_BY_KEY.items()},
             "layers": None,
         },
@@ -169,7 +169,6 @@ def test_every_key_can_be_set() -> None:
     }
     config = RingConfig.from_deepspeed(section(**keys))
     assert json.loads(config.model_dump_json()) == keys | {"sequence_parallel_size": 4}
-    assert config.pattern.segment_lengths == (2048, 4096)
 
 
 @pytest.mark.parametrize(
@@ -218,13 +217,6 @@ def test_layouts(choice: str) -> None:
     assert RingConfig.from_deepspeed(section(layout=choice)).layout == choice
 
 
-@pytest.mark.parametrize("choice", ["paper", "paper_kv", "torchscale", "zero"])
-def test_head_offsets(choice: str) -> None:
-    dilated = {"segment_lengths": [8], "dilation_rates": [2]} if choice != "paper" else {}
-    got = RingConfig.from_deepspeed(pattern(head_offsets=choice, **dilated))
-    assert got.pattern.head_offsets == choice
-
-
 @pytest.mark.parametrize("choice", ["auto", *registry.KERNELS])
 def test_kernels(choice: str) -> None:
     assert RingConfig.from_deepspeed(section(kernel=choice)).kernel == choice
@@ -254,7 +246,7 @@ def test_two_sided_window_is_allowed() -> None:
 
 
 def test_the_callers_dict_is_left_alone_and_not_shared() -> None:
-    ds_config = section(kernel_options={"a": [1]}, pattern={"segment_lengths": [4], "dilation_rates": [1]})
+    ds_config = section(kernel_options={"a": [1]}, pattern={"layers": {"0": {"window": 4}}})
     before = copy.deepcopy(ds_config)
     config = RingConfig.from_deepspeed(ds_config)
     stripped = strip_section(ds_config)
@@ -397,14 +389,6 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("huge whole", {"sequence_parallel_size": LONG, "ring_attention": {}}, ["at most 1,048,576"]),
     ("huge block", section(block_size=LONG), ["ring_attention.block_size: ", "at most 2,147,483,648"]),
     ("huge window", pattern(window=LONG), ["or null, at most 9,007,199,254,740,992"]),
-    (
-        "huge segment",
-        pattern(segment_lengths=[LONG], dilation_rates=[1]),
-        [
-            "pattern.segment_lengths[0]: ",
-            "at most 9,007,199,254,740,992, got a number of more than 30 digits",
-        ],
-    ),
     ("huge chunk", section(chunk_bytes=LONG), ["(bytes), or null, at most 9,007,199,254,740,992"]),
     (
         "dynamic Ulysses",
@@ -427,7 +411,6 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("ringSize", section(ringSize=4), ["did you mean 'ring_size'?"]),
     ("hop_timeout", section(hop_timeout=4), ["did you mean 'hop_timeout_seconds'?"]),
     ("windw", pattern(windw=4), ["ring_attention.pattern.windw: ", "did you mean 'window'?"]),
-    ("segment_length", pattern(segment_length=[4]), ["did you mean 'segment_lengths'?"]),
     ("causal one up", section(causal=True), ["unknown key 'causal'; remove it, or move it to its section"]),
     (
         "kernel one down",
@@ -448,11 +431,6 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
         "transport",
         section(transport="rinng"),
         [", ".join(f'"{name}"' for name in registry.PASSES) + ', got "rinng"; did you mean "ring"?'],
-    ),
-    (
-        "offsets",
-        pattern(head_offsets="papr"),
-        ["ring_attention.pattern.head_offsets: ", 'did you mean "paper"?'],
     ),
     # flags
     ("overlap string", section(overlap="true"), ['true or false, got "true"; ']),
@@ -486,72 +464,6 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("window -1", pattern(window=-1), ["got -1; use null"]),
     ("window float", pattern(window=512.0), ["got 512.0; "]),
     ("window true", pattern(window=True), ["got true; "]),
-    (
-        "segments alone",
-        pattern(segment_lengths=[4, 8]),
-        ["dilation_rates: expected 2 rates, one for each of segment_lengths [4, 8], got null; "],
-    ),
-    (
-        "rates alone",
-        pattern(dilation_rates=[1, 2]),
-        ["null while segment_lengths is null, got [1, 2]; add 2 segment_lengths"],
-    ),
-    (
-        "lengths differ",
-        pattern(segment_lengths=[4, 8, 16], dilation_rates=[1, 2]),
-        ["expected 3 rates, one for each of segment_lengths [4, 8, 16], got 2 in [1, 2]; make the two lists"],
-    ),
-    (
-        "segments fall",
-        pattern(segment_lengths=[8, 4], dilation_rates=[1, 2]),
-        ["pattern.segment_lengths: ", "larger than the one before, got 8 followed by 4 in [8, 4]; sort"],
-    ),
-    (
-        "segments equal",
-        pattern(segment_lengths=[8, 8], dilation_rates=[1, 2]),
-        ["got 8 followed by 8 in [8, 8]; sort the branches, none twice"],
-    ),
-    (
-        "rates equal",
-        pattern(segment_lengths=[4, 8], dilation_rates=[2, 2]),
-        ["pattern.dilation_rates: ", "got 2 followed by 2"],
-    ),
-    (
-        "rates fall",
-        pattern(segment_lengths=[4, 8], dilation_rates=[2, 1]),
-        ["pattern.dilation_rates: ", "got 2 followed by 1 in [2, 1]"],
-    ),
-    (
-        "segment 0",
-        pattern(segment_lengths=[0, 8], dilation_rates=[1, 2]),
-        ["pattern.segment_lengths[0]: ", "at least 1", "got 0; "],
-    ),
-    (
-        "rate negative",
-        pattern(segment_lengths=[4, 8], dilation_rates=[1, -2]),
-        ["pattern.dilation_rates[1]: ", "at least 1", "got -2; "],
-    ),
-    ("empty lists", pattern(segment_lengths=[], dilation_rates=[]), ["2 problems", "got []; use null"]),
-    (
-        "segment string",
-        pattern(segment_lengths=["2048"], dilation_rates=[1]),
-        ["segment_lengths[0]: ", 'got "2048"; '],
-    ),
-    (
-        "segments bare",
-        pattern(segment_lengths=2048, dilation_rates=[1]),
-        ["a list", "got 2048; "],
-    ),
-    (
-        "segments word",
-        pattern(segment_lengths="2048,4096", dilation_rates=[1]),
-        ["a list", 'got "2048,4096"; '],
-    ),
-    (
-        "segment true",
-        pattern(segment_lengths=[True], dilation_rates=[1]),
-        ["segment_lengths[0]: ", "got true; "],
-    ),
     # numbers
     ("block 100", section(block_size=100), ["a power of two of at least 16 tokens, got 100; use 64 or 128"]),
     (
@@ -648,7 +560,7 @@ def test_all_problems_stand_in_one_message_each_on_a_line() -> None:
             "ring_attention": {
                 "ring_size": 3,
                 "layuot": "zigzag",
-                "pattern": {"window": "512", "segment_lengths": [8, 4], "dilation_rates": [2, 1]},
+                "pattern": {"window": "512", "window_dilation": 0, "sinks": 0},
                 "hop_timeout_seconds": 1,
             },
         }
@@ -659,8 +571,8 @@ def test_all_problems_stand_in_one_message_each_on_a_line() -> None:
         "mesh_param",
         "ring_attention.ring_size",
         "ring_attention.pattern.window",
-        "ring_attention.pattern.segment_lengths",
-        "ring_attention.pattern.dilation_rates",
+        "ring_attention.pattern.window_dilation",
+        "ring_attention.pattern.sinks",
         "ring_attention.hop_timeout_seconds",
         "ring_attention.layuot",
     ]
@@ -786,12 +698,8 @@ def test_fingerprint_is_short_stable_and_blind_to_order_and_spelling() -> None:
         ({"chunk_bytes": 4096}, ["ring_attention.chunk_bytes"]),
         ({"ring_size": 2, "ulysses_size": 2}, ["ring_attention.ulysses_size", "ring_attention.ring_size"]),
         (
-            {"pattern": {"segment_lengths": [4], "dilation_rates": [1]}, "prune": False},
-            [
-                "ring_attention.prune",
-                "ring_attention.pattern.segment_lengths",
-                "ring_attention.pattern.dilation_rates",
-            ],
+            {"pattern": {"window": 4, "sinks": 1}, "prune": False},
+            ["ring_attention.prune", "ring_attention.pattern.window", "ring_attention.pattern.sinks"],
         ),
     ],
 )

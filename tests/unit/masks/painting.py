@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 
 from ds_ring.masks.tiles import Tiles
 
+runs = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4)
 Weight = Callable[[Tiles, int, np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -69,3 +71,12 @@ def positions_agree(tiles: Tiles, q_positions: np.ndarray, k_positions: np.ndarr
             if (positions[slots] != axis.position[row] + axis.position_step[row] * index).any():
                 return False
     return True
+
+
+def in_order(gaps: list[tuple[int, int, int]]) -> np.ndarray:
+    """Runs (gap before it, step, length) one after the other, so that no position is in two of them."""
+    rows, position = [], 0
+    for gap, step, length in gaps:
+        rows.append((position + gap, step, length))
+        position += gap + (length - 1) * step + 1
+    return np.array(rows)

@@ -14,13 +14,11 @@ from streamed.blocks import primitive_key, shift_key
 from ds_ring import (
     Causal,
     Chunked,
-    Dilated,
     Documents,
     Full,
     PrefixLM,
     RingPatternError,
     Sinks,
-    Slices,
     SlidingWindow,
 )
 from ds_ring.integrations.layer_patterns import covers
@@ -30,27 +28,32 @@ from ds_ring.masks.labels import (
     LARGEST_LABEL,
     Primitive,
     Remainder,
-    Residue,
     Segment,
-    Table,
     in_range,
     labelled,
 )
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
+from ds_ring.patterns.documents.table import Table
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
+from tests.cases import rows_of
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS, dense
-from tests.unit.masks.painting import coverage, paint, positions_agree
-from tests.unit.masks.test_dilated import in_order, runs
+from tests.unit.masks.painting import coverage, in_order, paint, positions_agree, runs
 
 IDS = (3, 1, 3, -1, 0, 7)
+
+
+def residues() -> dict[str, Primitive]:
+    from ds_ring.patterns.dilated.residues import Residue
+
+    return {str(one): Residue(*one) for one in ((12, 4, 1), (5, 7, 3), (20, 3, 2))}
+
+
 PRIMITIVES = [
     Segment(7),
     Segment(1000),
-    Residue(12, 4, 1),
-    Residue(5, 7, 3),
-    Residue(20, 3, 2),
+    *rows_of("Dilated", lambda _: residues()).values(),
     Remainder(1),
     Remainder(5),
     Table((0, 5, 9, 30, 31, 60), IDS, 1000),
@@ -122,8 +125,10 @@ def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primit
         Sinks(5) | SlidingWindow(4),
         PrefixLM(17),
         Chunked(20) & SlidingWindow(6),
-        Slices((((10, 60), (5, 80), "causal"), ((60, 90), (3, 7), "full"))),
-        Dilated((8, 16, 64), (1, 2, 4)),
+        *rows_of(
+            "Slices", lambda slices: {"": slices((((10, 60), (5, 80), "causal"), ((60, 90), (3, 7), "full")))}
+        ).values(),
+        *rows_of("Dilated", lambda dilated: {"": dilated((8, 16, 64), (1, 2, 4))}).values(),
     ],
     ids=str,
 )
@@ -153,7 +158,7 @@ def test_a_billion_positions_cost_nothing() -> None:
         Chunked(1 << 20),
         PrefixLM(1 << 22),
         SlidingWindow(4096) | Sinks(4),
-        Dilated((1 << 28,), (1,)),
+        *rows_of("Dilated", lambda dilated: {"": dilated((1 << 28,), (1,))}).values(),
     ):
         assert len(pattern.tiles(whole, whole)) < 4096
 
@@ -213,6 +218,7 @@ def test_a_pattern_class_overrides_nothing_but_its_branches() -> None:
         "branches",
         "conjuncts",
         "json_key",
+        "made_in_graphs",
     }
     for kind in Pattern.__subclasses__():
         if kind is not BoundPattern:
@@ -233,7 +239,6 @@ def test_unions_count_each_pair_once() -> None:
             Documents(ids) & Causal() | Documents(ids) & SlidingWindow(6, False),
             (ids[q] == ids[k]) & ((k <= q) | (abs(q - k) < 6)),
         ),
-        (Sinks(3) | SlidingWindow(4) | Slices((((50, 60), (10, 20), "full"),)), None),
     ):
         counts = pattern.multiplicity(0, 1, 1, q, k)
         assert counts.max() == 1
@@ -246,8 +251,13 @@ def test_unions_count_each_pair_once() -> None:
     [
         (Documents([0, 0, 1, 1]), Chunked(3)),
         (Chunked(3), Chunked(4)),
-        (Dilated((8, 16), (1, 2)), Causal()),  # a pair of both would have several m
-        (Causal(), Dilated((8, 16), (1, 2))),
+        *rows_of(  # a pair of both would have several m
+            "Dilated",
+            lambda dilated: {
+                "first": (dilated((8, 16), (1, 2)), Causal()),
+                "second": (Causal(), dilated((8, 16), (1, 2))),
+            },
+        ).values(),
     ],
     ids=str,
 )
@@ -262,30 +272,6 @@ def test_only_patterns_are_united() -> None:
     with pytest.raises(RingPatternError, match=r"\|: expected a pattern on both sides, got int"):
         Causal() | 3  # type: ignore[operator]
     assert str(Causal() & (SlidingWindow(3) | Sinks(2))) == f"{Causal()} & ({SlidingWindow(3)} | {Sinks(2)})"
-
-
-@pytest.mark.parametrize(
-    ("slices", "said"),
-    [
-        ((), r"expected a list of \(\(q_start"),
-        ((((0, 4), (0, 4), "round"),), "slice 0: kind: expected one of full, causal, .* got 'round'"),
-        ((((0, 4), (0, 4)),), "slice 0: expected"),
-        ((((0, 4), (4, 4), "full"),), "slice 0: k_range: expected start below end, got 4 and 4"),
-        (
-            (((0, 9), (0, 9), "causal"), ((4, 12), (2, 6), "full")),
-            r"\(0, 9\).* and .*\(4, 12\).*overlap; cut one",
-        ),
-    ],
-)
-def test_slices_that_cannot_be(slices: tuple, said: str) -> None:
-    with pytest.raises(RingPatternError, match=said):
-        Slices(slices)
-
-
-def test_slices_may_share_ranges_where_their_kinds_part_them() -> None:
-    upper, lower = ((0, 8), (0, 8), "inverse-causal"), ((1, 8), (0, 7), "causal")
-    pattern, at = Slices((upper, lower)), np.arange(8)
-    assert pattern.mask(at, at).all() and Slices([list(upper), list(lower)]) == pattern  # type: ignore[arg-type]
 
 
 def test_what_only_looks_like_a_window_is_none() -> None:

@@ -18,12 +18,13 @@ from ds_ring.comm import exchange
 from ds_ring.comm.collective import collective
 from ds_ring.kernels.flex import block_mask
 from ds_ring.kernels.flex.kernel import FlexKernel, _compiled_calls
-from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
+from ds_ring.layers.scores import Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops import patience, prepare
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from tests.cases import document_ids
 from tests.host_waits import DeviceWork, HostWaits, fake_ring
 
@@ -83,7 +84,7 @@ def masked(ids: Tensor) -> MaskMod:
 
 def kernel_of(context: RingContext, q: Tensor) -> FlexKernel:
     options = context.options
-    scores = None if options.score_mod is None else Scores(options.score_mod, range(q.shape[1]))
+    scores = None if options.score_mod is None else options.score_mod.for_heads(range(q.shape[1]))
     made = options.kernel_options
     return FlexKernel(options.block_size, BACKEND, scores=scores, **made)
 

@@ -21,10 +21,11 @@ from ds_ring.integrations.compile.graph_sharding import check_positions
 from ds_ring.kernels.flash.kernel import _checked_width
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.mask_mod import ScoreMod, Scores, Softcap
+from ds_ring.layers.scores import Softcap
 from ds_ring.memory.tiles.deferred_logits import DeferredLogits
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.schedule.plan import build_plan
 from tests import calls
 
@@ -124,7 +125,7 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     ),
     "a device without a kernel": (lambda: get_kernel("auto", "xpu"), RingConfigError, "which has none"),
     "scores by cpu": (
-        lambda: get_kernel("cpu", "cpu", scores=Scores(ScoreMod(Softcap(2.0)), range(2))),
+        lambda: get_kernel("cpu", "cpu", scores=ScoreMod(Softcap(2.0)).for_heads(range(2))),
         RingConfigError, "expected a kernel that changes scores",
     ),
     "small heads of flex": (small_heads_of_flex, RingShapeError, "head_dim 16 or more, got 8"),

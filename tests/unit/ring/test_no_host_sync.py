@@ -20,13 +20,14 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flex.kernel import FlexKernel
-from ds_ring.kernels.interface import Kernel
-from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores
+from ds_ring.kernels.interface import Kernel, Scores
+from ds_ring.layers.scores import Alibi
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.saved_results import KeepResults
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import SavedTensors
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
@@ -118,7 +119,7 @@ def test_slots_of_kept_rows_go_over_once_and_without_a_wait(mesh: RingMesh) -> N
 
 
 def test_changed_scores_wait_for_nothing(mesh: RingMesh) -> None:
-    scores = Scores(ScoreMod(Alibi((0.5, 0.25, 0.125, 0.0625))), range(4))
+    scores = ScoreMod(Alibi((0.5, 0.25, 0.125, 0.0625))).for_heads(range(4))
     made = ring_pass(mesh, Causal(), "zigzag", scores)
     with FakeTensorMode():
         one_pass(made, *operands())

@@ -6,21 +6,25 @@ from collections.abc import Callable
 
 import pytest
 
-from ds_ring import Dilated, RingLayoutError, make_layout
-from ds_ring.kernels.select import block_side, get_kernel
+from ds_ring import RingLayoutError, make_layout
+from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS, KERNELS
 from ds_ring.schedule.choose import EVEN, bound_to_one_head, executed_of_fullest
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
-from tests.cases import PATTERNS, longnet
+from tests.cases import PATTERNS, longnet, rows_of
 
 OTHERS = ("contiguous", "zigzag", "balanced", "residue")
 BLOCK = 32
 CASES: dict[str, Callable[[int], Pattern]] = {
     **PATTERNS,
-    "LongNet": lambda tokens: longnet(tokens, 256),
-    "LongNet, both ways": lambda tokens: longnet(tokens, 256, 4, causal=False),
+    **rows_of(
+        "Dilated",
+        lambda _: {
+            "LongNet": lambda tokens: longnet(tokens, 256),
+            "LongNet, both ways": lambda tokens: longnet(tokens, 256, 4, causal=False),
+        },
+    ),
 }
 
 
@@ -52,36 +56,12 @@ def test_auto_executes_least(name: str, block: int) -> None:
     assert executed(pattern, auto, block) <= EVEN * min(found.values()), (auto, found)
 
 
-@pytest.mark.parametrize("name", ["causal", "window", "documents, causal", "LongNet"])
+@pytest.mark.parametrize(
+    "name", [one for one in ("causal", "window", "documents, causal", "LongNet") if one in CASES]
+)
 def test_blocks_are_counted_as_flex_counts_them(name: str) -> None:
     pattern = CASES[name](2000)
     for layout_name in ("zigzag", "residue" if name == "LongNet" else "balanced"):
         layout = make_layout(layout_name, tokens=2000, ring_size=4, pattern=pattern)
         counted = executed_of_fullest(bound_to_one_head(pattern), layout, BLOCK)
         assert counted == executed(pattern, layout, BLOCK)
-
-
-def test_sampled_rows_stand_for_all() -> None:
-    pattern = longnet(1 << 14, 256)
-    for name in ("contiguous", "residue"):
-        layout = make_layout(name, tokens=1 << 14, ring_size=4, pattern=pattern)
-        counted = executed_of_fullest(bound_to_one_head(pattern), layout, 32)  # 128 rows a shard
-        assert counted == pytest.approx(executed(pattern, layout, 32), rel=0.1)
-
-
-def test_longnet_on_flex_and_on_kernels_that_compute_pairs() -> None:
-    """At blocks of 128: one executes what the tables of blocks hold, and gets another layout for it."""
-    pattern = longnet(1 << 15)
-    sizes = {"tokens": 1 << 15, "ring_size": 8, "pattern": pattern}
-    exact, blocks = make_layout("auto", **sizes), make_layout("auto", **sizes, block_size=128)
-    assert exact.name in ("contiguous", "zigzag", "balanced") and blocks.name == "residue"
-    assert executed(pattern, blocks, 128) < 0.6 * executed(pattern, exact, 128)
-
-
-def test_the_side_goes_by_the_kernel() -> None:
-    assert FAST_KERNELS["cuda"] == "flex" and KERNELS["flex"].takes_blocks
-    pattern = (Dilated((8, 16), (1, 2)),)
-    assert [block_side(name, "cuda", pattern, 64) for name in ("auto", "flex", "flash", "reference")] == [
-        *(64, 64, 1, 1)
-    ]
-    assert block_side("auto", "cpu", pattern, 64) == 1

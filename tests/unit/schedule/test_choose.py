@@ -12,10 +12,10 @@ import pytest
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, _best, _rated, _snake, bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import EVEN, _best, _snake, bound_to_one_head, rated, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes
-from tests.cases import LONG_PATTERNS, longnet
+from tests.cases import LONG_PATTERNS, longnet, rows_of
 
 MAX_BYTES = 1.05  # over the least that must cross
 PatternOf = Callable[[int], Pattern]
@@ -24,12 +24,15 @@ PatternOf = Callable[[int], Pattern]
 SENT: dict[str, PatternOf] = {"causal": lambda tokens: Causal()}
 SENT |= {f"window {w}": partial(lambda w, tokens: SlidingWindow(w), w) for w in (256, 1024, 4096)}
 SENT |= {"window both ways": lambda tokens: SlidingWindow(1024, causal=False)}
-SENT |= {
-    f"LongNet {shortest} x{growth}, causal {causal}": partial(
-        longnet, shortest=shortest, growth=growth, causal=causal
-    )
-    for shortest, growth, causal in product((2048, 1024, 512), (2, 4), (True, False))
-}
+SENT |= rows_of(
+    "Dilated",
+    lambda _: {
+        f"LongNet {shortest} x{growth}, causal {causal}": partial(
+            longnet, shortest=shortest, growth=growth, causal=causal
+        )
+        for shortest, growth, causal in product((2048, 1024, 512), (2, 4), (True, False))
+    },
+)
 
 
 @pytest.mark.parametrize(("tokens", "ring_size"), [(4096, 2), (4096, 8), (16384, 4), (16384, 8)])
@@ -95,6 +98,6 @@ def test_traffic_counts_every_layer() -> None:
     def sent(**layers: int) -> int:
         patterns = {"window": SlidingWindow(512), "whole": Causal()}
         mix = tuple((bound_to_one_head(patterns[name]), count) for name, count in layers.items())
-        return _best(mix, [_rated(mix, layout)])[0].tokens_sent
+        return _best(mix, [rated(mix, layout)])[0].tokens_sent
 
     assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ds_ring import Causal, Dilated, Documents, Full, RingLayoutError, RingShapeError, make_layout
-from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import work_of_ranks
+from ds_ring import Causal, Full, RingLayoutError, RingShapeError, make_layout
 from ds_ring.schedule.layout import ChunkLayout, PieceLayout
-from tests.cases import LAYOUTS, document_ids, layout_for
+from tests.cases import LAYOUTS, layout_for, rows_of
+
+(PATTERN,) = rows_of("Dilated", lambda dilated: {"": dilated((12, 40), (1, 3))}).values() or (Causal(),)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -20,8 +20,7 @@ from tests.cases import LAYOUTS, document_ids, layout_for
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("multiple_of", [1, 4])
 def test_every_position_has_one_slot(name: str, tokens: int, ring_size: int, multiple_of: int) -> None:
-    pattern = Dilated((12, 40), (1, 3))
-    layout = layout_for(name, pattern, tokens=tokens, ring_size=ring_size, multiple_of=multiple_of)
+    layout = layout_for(name, PATTERN, tokens=tokens, ring_size=ring_size, multiple_of=multiple_of)
     shards = [layout.positions(rank) for rank in range(ring_size)]
     assert {len(shard) for shard in shards} == {layout.local_tokens}
     assert layout.local_tokens % multiple_of == 0
@@ -83,39 +82,6 @@ def test_shards_that_ulysses_ranks_cannot_share_are_refused() -> None:
 def test_chunks_per_rank_are_one_or_two() -> None:
     with pytest.raises(RingLayoutError, match=r"expected 1 \(contiguous\) or 2 \(zigzag\), got 3"):
         ChunkLayout(16, 2, 1, 3)
-
-
-def test_document_zigzag_cuts_every_document() -> None:
-    layout = make_layout("document_zigzag", tokens=16, ring_size=2, pattern=Documents([0] * 4 + [1] * 12))
-    assert layout.positions(0).tolist() == [0, 3, 4, 5, 6, 13, 14, 15]
-    assert layout.positions(1).tolist() == [1, 2, 7, 8, 9, 10, 11, 12]
-
-
-@pytest.mark.parametrize("ring_size", [2, 3, 8])
-@pytest.mark.parametrize("mean", [3, 100, 1500])
-def test_document_zigzag_is_even_whatever_the_lengths(ring_size: int, mean: int) -> None:
-    tokens = 12_345
-    pattern = Documents(document_ids(tokens, mean)) & Causal()
-    layout = make_layout("document_zigzag", tokens=tokens, ring_size=ring_size, pattern=pattern)
-    work = work_of_ranks(pattern, layout)
-    assert work.max() / work.mean() < (1.02 if mean > 3 else 1.1)  # of 3 tokens each has few of its 2P chunks
-    assert layout.local_tokens - min(map(layout.valid_tokens, range(ring_size))) <= 2
-    if mean == 1500:  # which is what zigzag over the whole sequence is not
-        plain = work_of_ranks(pattern, make_layout("zigzag", tokens=tokens, ring_size=ring_size))
-        assert plain.max() / plain.mean() > 1.1
-
-
-@pytest.mark.parametrize(
-    ("pattern", "said"),
-    [
-        (None, "expected a pattern with Documents.*got None"),
-        (Causal(), r'with Documents.*in the JSON "documents": true, got Causal\(\)'),
-        (Documents([0] * 7) & Causal(), "expected documents of 8 tokens, got 7"),
-    ],
-)
-def test_document_zigzag_needs_documents_of_the_sequence(pattern: Pattern | None, said: str) -> None:
-    with pytest.raises(RingLayoutError, match=said):
-        make_layout("document_zigzag", tokens=8, ring_size=2, pattern=pattern)
 
 
 @pytest.mark.parametrize("changed", [{"boundaries": (0, 4, 6, 12)}, {"owners": (0, 1, 1)}], ids="".join)

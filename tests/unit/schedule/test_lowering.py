@@ -8,12 +8,13 @@ from __future__ import annotations
 import pytest
 from schedule_proof.validate import validate_plan
 
-from ds_ring import Causal, Dilated, Full, SlidingWindow, build_plan, make_layout
+from ds_ring import Causal, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.schedule.lowering import MANY_CHUNKS, lower_rank, stage_shards
 from ds_ring.schedule.plan import one_way, stage_sizes
 from ds_ring.schedule.steps import Accumulate, Payload
+from tests.cases import rows_of
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_a_chunk_sets_out_at_the_last_hop_of_the_one_before(
     [
         (Causal(), "zigzag", False),
         (SlidingWindow(9, False), "striped", False),
-        (Dilated((64, 128), (1, 2)), "zigzag", True),
+        *rows_of("Dilated", lambda dilated: {"": (dilated((64, 128), (1, 2)), "zigzag", True)}).values(),
         (SlidingWindow(50), "zigzag", True),
     ],
     ids=str,

@@ -7,23 +7,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring import Causal, Dilated, Full, RingPatternError, SlidingWindow
+from ds_ring import Causal, Full, RingPatternError, SlidingWindow
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_class import find_reads, tiles_of_payload
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
-from tests.unit.masks.painting import paint
-from tests.unit.masks.test_dilated import in_order, runs
+from tests.cases import rows_of
+from tests.unit.masks.painting import in_order, paint, runs
 from tests.unit.masks.test_slot_ranges import as_ranges
 
 PATTERNS: list[Pattern] = [
     Full(),
     Causal(),
     SlidingWindow(9),
-    Dilated((8, 16, 64), (1, 2, 4)),
-    Dilated((7, 30), (2, 3), False, "zero"),
-    Dilated((32, 128), (2, 4), True, "zero") & SlidingWindow(20),
+    *rows_of(
+        "Dilated",
+        lambda dilated: {
+            "nested": dilated((8, 16, 64), (1, 2, 4)),
+            "not nested": dilated((7, 30), (2, 3), False, "zero"),
+            "in a window": dilated((32, 128), (2, 4), True, "zero") & SlidingWindow(20),
+        },
+    ).values(),
 ]
 
 

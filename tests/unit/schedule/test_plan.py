@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ds_ring import Causal, Dilated, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
+from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
-from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
+from ds_ring.schedule.head_class import ReadsOfShards
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import Plan, one_way
 from ds_ring.schedule.rank_plan import Direction
@@ -213,30 +213,6 @@ def test_a_window_sends_what_it_looks_back_and_no_more_however_long_the_sequence
     for causal, ways in ((True, 1), (False, 2)):
         plan = build_plan(SlidingWindow(64, causal), layout)
         assert plan.tokens_sent == plan.tokens_needed == ways * 7 * 63
-
-
-@pytest.mark.parametrize(("rule", "classes"), [("zero", 1), ("paper_kv", 4), ("paper", 4)])
-def test_heads_that_are_read_alike_go_together(rule: str, classes: int) -> None:
-    pattern = Dilated((16, 64), (1, 4), True, rule)
-    plan = build_plan(pattern, make_layout("contiguous", tokens=256, ring_size=4), query_heads=8, kv_heads=8)
-    assert len(plan.classes) == classes
-    heads = [head for head_class in plan.classes for head in range(8)[head_class.kv_heads]]
-    assert sorted(heads) == list(range(8))
-    per_class = [
-        sum(map(head_class.tokens_sent, range(4))) * len(range(8)[head_class.kv_heads])
-        for head_class in plan.classes
-    ]
-    assert plan.tokens_sent == sum(per_class)
-
-
-def test_what_must_cross_is_each_token_once_for_each_other_rank_that_reads_it() -> None:
-    pattern, layout = Dilated((16, 64), (1, 4), False, "zero"), make_layout("zigzag", tokens=96, ring_size=4)
-    (head_class,) = build_plan(pattern, layout).classes
-    assert isinstance(head_class, HeadClass)
-    for origin in range(4):
-        own = layout.positions(origin)
-        reads = [attended(pattern, 0, layout.positions(r), own).any(0) for r in range(4) if r != origin]
-        assert head_class.tokens_needed(origin) == np.sum(reads)
 
 
 def test_a_plan_of_1024_ranks_is_built_for_one_rank_at_a_time() -> None:

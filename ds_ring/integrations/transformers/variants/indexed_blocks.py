@@ -43,7 +43,7 @@ from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.select import ScoresFunction, ring_select
 from ds_ring.layers.sparse.blocks import tokens_of_blocks
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.documents import Documents
+from ds_ring.patterns.documents.pattern import Documents
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.attention_call import AttentionCall

@@ -25,7 +25,7 @@ from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import attend_to_chosen, selected
 from ds_ring.integrations.transformers.variants.variant import Request, Variant
-from ds_ring.masks.mask_mod import with_key_terms
+from ds_ring.layers.scores import with_key_terms
 from ds_ring.masks.pattern import Pattern
 
 if TYPE_CHECKING:

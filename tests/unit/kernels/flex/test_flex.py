@@ -27,9 +27,10 @@ from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
 from ds_ring.kernels.interface import Operands
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.mask_mod import Alibi, ScoreMod, Scores, Softcap
+from ds_ring.layers.scores import Alibi, Softcap
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
@@ -286,7 +287,7 @@ def test_options_are_checked() -> None:
         get_kernel("flex", "cpu")
     FlexKernel(bwd_BLOCK_M1=64, num_warps=4)
     assert get_kernel("auto", "cpu").name == "cpu" and get_kernel("auto", "cuda").name == "flex"
-    scores = Scores(ScoreMod(Softcap(2.0)), range(4))
+    scores = ScoreMod(Softcap(2.0)).for_heads(range(4))
     assert get_kernel("auto", "cpu", scores=scores).name == "reference"
     assert get_kernel("auto", "cuda", scores=scores).name == "flex"
 
@@ -352,7 +353,7 @@ def test_scores_values_of_another_width_and_the_gradient_of_the_lse(
     torch.manual_seed(0)
     q, k, v, grad = (torch.randn(2, h, TOKENS, d) for h, d in ((2, 16), (1, 16), (1, 24), (2, 24)))
     grad_lse = torch.randn(2, 2, TOKENS)
-    scores = Scores(ScoreMod(cap_and_slope), range(4)).of(slice(2, 4)) if changed else None
+    scores = ScoreMod(cap_and_slope).for_heads(range(4)).of(slice(2, 4)) if changed else None
     layout = layout_for("zigzag", Causal(), tokens=TOKENS, ring_size=1)
     tiles = build_plan(Causal(), layout, query_heads=2, kv_heads=1).rank(0).classes[0].hops[0].tiles
     reference = ReferenceKernel(scores)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ds_ring.errors import RingPatternError
+from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Causal, Full, SlidingWindow
-from ds_ring.masks.mask_mod import Alibi, ScoreFunction
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 
 # Of an attention module, and what the bias is multiplied by after it was added: the bias of a pair.
 Bias = Callable[[Any, float], ScoreFunction]

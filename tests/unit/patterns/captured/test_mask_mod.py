@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import and_masks
 
 from ds_ring import MaskMod, RingConfigError, RingError, RingPatternError
-from ds_ring.masks.mask_mod import ScoreMod, trace_mask
+from ds_ring.patterns.captured.mask_mod import trace_mask
+from ds_ring.patterns.captured.score_mod import ScoreMod
 from tests.masks import MaskFunction, causal
 
 IDS = torch.arange(64)
@@ -104,3 +105,11 @@ def test_what_is_no_mask_or_has_changed_is_refused(
 ) -> None:
     with pytest.raises(error, match=said):
         call()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_mask_function_gets_arrays_of_its_own(tokens: int) -> None:
+    """A broadcast array of one pair is contiguous and read-only; torch warns where it shares such memory."""
+    pattern, positions = MaskMod(lambda b, h, q, k: q >= k), np.arange(tokens)
+    np.testing.assert_array_equal(pattern.mask(positions, positions), np.tri(tokens, dtype=bool))

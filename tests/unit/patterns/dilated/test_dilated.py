@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_ring import Dilated, RingPatternError, build_plan
+from ds_ring import Dilated, RingPatternError, SlidingWindow, build_plan
+from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.layout import expand_runs
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LAYOUTS, layout_for
 from tests.dilated_definition import RULES, Branches
-from tests.unit.masks.painting import coverage, paint, positions_agree
+from tests.unit.masks.painting import coverage, in_order, paint, positions_agree, runs
 
 # Segment lengths, dilation rates, tokens.
 SETS = [
@@ -82,18 +83,6 @@ def test_tiles_are_the_definition(
         layout = layout_for(layout_name, pattern, tokens=tokens, ring_size=3)
         reader, origin = ((0, 2), (1, 0), (2, 1), (2, 2))[(len(layout_name) + tokens) % 4]
         check(branches, tokens, (4, 2), layout.runs(reader), layout.runs(origin))
-
-
-runs = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=4)
-
-
-def in_order(gaps: list[tuple[int, int, int]]) -> np.ndarray:
-    """Runs (gap before it, step, length) one after the other, so that no position is in two of them."""
-    rows, position = [], 0
-    for gap, step, length in gaps:
-        rows.append((position + gap, step, length))
-        position += gap + (length - 1) * step + 1
-    return np.array(rows)
 
 
 @st.composite
@@ -242,3 +231,62 @@ def test_dilations_that_cannot_be(arguments: tuple, said: str) -> None:
 def test_lists_are_as_good_as_tuples_and_equal_patterns_hash_alike() -> None:
     a, b = Dilated([8, 16], [1, 2]), Dilated((8, 16), (1, 2))  # type: ignore[arg-type]
     assert a == b and hash(a) == hash(b) and a.is_causal and not Dilated((8,), (1,), causal=False).is_causal
+
+
+Runs = list[tuple[int, int, int]]
+
+
+@given(
+    window=st.integers(1, 60),
+    causal=st.booleans(),
+    nested=st.booleans(),
+    rule=st.sampled_from(RULES),
+    turned=st.booleans(),
+    q=runs,
+    k=runs,
+)
+def test_a_dilated_window_is_both(
+    window: int, causal: bool, nested: bool, rule: str, turned: bool, q: Runs, k: Runs
+) -> None:
+    """The multiplicities of the one where the other attends, for every head, whichever is written first."""
+    branches = (
+        Branches((8, 16, 32), (1, 2, 4), causal, rule) if nested else Branches((7, 20), (2, 3), causal, rule)
+    )
+    dilated = Dilated(branches.segment_lengths, branches.dilation_rates, causal, rule)
+    other = SlidingWindow(window, causal=False)
+    pattern: Pattern = other & dilated if turned else dilated & other
+    q_runs, k_runs = in_order(q), in_order(k)
+    q_at, k_at = expand_runs(q_runs), expand_runs(k_runs)
+    tokens = 1 + int(max(q_at.max(), k_at.max()))
+    near = np.abs(q_at[:, None] - k_at[None, :]) < window
+    for kv_heads, bound in head_classes(pattern, 4, 2):
+        tiles = bound.tiles(q_runs, k_runs)
+        if nested:
+            assert all(
+                coverage(tiles, *near.shape, head_in_group).max(initial=0) <= 1 for head_in_group in (0, 1)
+            )
+        for kv_head in range(2)[kv_heads]:
+            for head_in_group in (0, 1):
+                head = 2 * kv_head + head_in_group
+                want = branches.multiplicity(head, 4, 2, tokens)[np.ix_(q_at, k_at)] * near
+                np.testing.assert_array_equal(paint(tiles, *near.shape, head_in_group), want)
+                np.testing.assert_array_equal(pattern.mask(q_at, k_at, head, 4, 2), want > 0)
+    assert pattern.is_causal is (causal or window == 1)
+
+
+@pytest.mark.parametrize("rules", [("paper", "zero"), ("zero", "zero"), ("paper", "torchscale")])
+def test_two_dilations_at_once_multiply(rules: tuple[str, str]) -> None:
+    both = [
+        Branches((8, 16, 64), (1, 2, 4), False, rules[0]),
+        Branches((5, 32), (1, 3), True, rules[1]),
+    ]
+    first, second = (Dilated(b.segment_lengths, b.dilation_rates, b.causal, b.rule) for b in both)
+    whole, every = np.array([[0, 1, 70]]), np.arange(70)
+    for kv_heads, bound in head_classes(first & second, 6, 2):
+        tiles = bound.tiles(whole, whole)
+        for kv_head, head_in_group in itertools.product(range(2)[kv_heads], range(3)):
+            head = 3 * kv_head + head_in_group
+            want = both[0].multiplicity(head, 6, 2, 70) * both[1].multiplicity(head, 6, 2, 70)
+            np.testing.assert_array_equal(paint(tiles, 70, 70, head_in_group), want)
+            counts = (first & second).multiplicity(head, 6, 2, every[:, None], every[None, :])
+            np.testing.assert_array_equal(counts, want)

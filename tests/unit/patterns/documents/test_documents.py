@@ -14,7 +14,7 @@ from ds_ring import Causal, Documents, RingPatternError, SlidingWindow, build_pl
 from ds_ring.schedule.layout import expand_runs
 from tests.cases import LAYOUTS, document_ids, layout_for
 from tests.unit.masks.painting import coverage, paint, positions_agree
-from tests.unit.masks.test_dilated import in_order, runs
+from tests.unit.patterns.dilated.test_dilated import in_order, runs
 
 
 def same_document(ids: list[int]) -> np.ndarray:

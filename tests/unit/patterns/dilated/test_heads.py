@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ds_ring.masks.catalog import Causal, HeadShard
-from ds_ring.masks.dilated import Dilated
+from ds_ring.patterns.dilated.pattern import Dilated
 
 HEADS, KV_HEADS, POSITIONS = 8, 4, np.arange(64)
 

@@ -1,9 +1,8 @@
-"""Dilated attention (LongNet): the pattern, and faster ways to the tiles of its branches.
+"""Residues: the labels of a dilation, and faster ways to the tiles of a sum of them.
 
 LongNet's dilations are few large rectangles, where the plain join would make many small ones: two rewrites of
 a sum of `Residue` branches (every r-th token of a segment attends to the same). Both give every pair its
-multiplicity m (how many branches have the pair). `tests/unit/masks/test_branches.py` compares both with the
-plain derivation.
+multiplicity m (how many branches have the pair).
 
 [Note: smallest segment]
 If every rate divides the next one and the offsets agree, the tokens of branch i + 1 are a subset of those of
@@ -28,96 +27,52 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingPatternError, shown, true_or_false, whole_number
-from ds_ring.masks.branches import Branch, equal_labels
-from ds_ring.masks.labels import Residue
-from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.labels import NO_LABEL, Joined, Pairs, Pieces, Primitive, Segment
 from ds_ring.masks.slots import IntArray, repeat_rows
-from ds_ring.masks.tiles import UNBOUNDED, Tiles, Weights
+from ds_ring.masks.tiles import Axis, Tiles, Weights
 
-Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
-HEAD_OFFSETS = ("paper", "paper_kv", "torchscale", "zero")
+MAX_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
 
 
 @dataclass(frozen=True)
-class Dilated(Pattern):
-    """Dilated attention (Ding et al. 2023, LongNet): branches of (segment length, dilation rate).
+class Residue(Primitive):
+    """Label every `rate`-th token of a segment, from `offset` on, by its segment: a dilation (LongNet).
 
-    LongNet mixes its branches by their softmax denominators. That equals a single softmax over all keys with
-    log m added to the score, m the number of branches in which a pair takes part (`joins.py`).
-
-    A pair takes part in branch i if both positions are in the same segment of length w_i, both have offset
-    o(h, i) modulo r_i in it, and, if causal, the key is not after the query.
-
-    Attributes:
-        segment_lengths: w_i in tokens, strictly increasing; longer than the sequence means all of it.
-        dilation_rates: r_i, strictly increasing, one for each segment length.
-        causal: no key after its query.
-        head_offsets: "paper": h mod r_i; "paper_kv": the same with the K/V head; "torchscale":
-            h // ceil(H / r_i); "zero".
-
-    Raises:
-        RingPatternError: lists of different length, not positive, not increasing; unknown offset rule.
+    The label of position p is p // length if p % length % rate == offset; otherwise p takes no part.
     """
 
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    causal: bool = True
-    head_offsets: str = "paper"
+    tile_kind = (2, "LongNet")
+    length: int
+    rate: int
+    offset: int
 
-    def __post_init__(self) -> None:
-        for name in ("segment_lengths", "dilation_rates"):
-            values = _whole_numbers(getattr(self, name), name)
-            object.__setattr__(self, name, values)
-            if any(b <= a for a, b in itertools.pairwise(values)):
-                raise RingPatternError(
-                    f"Dilated: {name}: expected strictly increasing numbers, got {list(values)}"
-                )
-        if len(self.segment_lengths) != len(self.dilation_rates):
-            raise RingPatternError(
-                f"Dilated: expected {len(self.segment_lengths)} dilation rates, got"
-                f" {len(self.dilation_rates)}"
-            )
-        true_or_false(self.causal, "Dilated: causal", RingPatternError)
-        if not isinstance(self.head_offsets, str) or self.head_offsets not in HEAD_OFFSETS:
-            names, got = ", ".join(HEAD_OFFSETS), shown(self.head_offsets)
-            raise RingPatternError(f"Dilated: head_offsets: expected one of {names}, got {got}")
+    def labels(self, positions: IntArray) -> IntArray:
+        held = positions % self.length % self.rate == self.offset
+        return np.where(held, positions // self.length, NO_LABEL)
 
-    def branches(self, head: QueryHead) -> tuple[Branch, ...]:
-        offsets, least = self.offsets(*head), 0 if self.causal else -UNBOUNDED
-        numbers = zip(self.segment_lengths, self.dilation_rates, offsets, strict=True)
-        return tuple(equal_labels(Residue(w, r, o), least) for w, r, o in numbers)
+    def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
+        # These bounds may be too wide: not every segment of the row has a token with this residue.
+        return Segment(self.length).bounds(axis)
 
-    def offsets(self, head: int, query_heads: int, kv_heads: int) -> tuple[int, ...]:
-        """Return o(h, i) of every branch."""
-        if self.head_offsets == "zero":
-            return (0,) * len(self.dilation_rates)
-        if self.head_offsets == "torchscale":
-            # ceil(H / r) consecutive heads share an offset
-            return tuple(head // -(-query_heads // rate) for rate in self.dilation_rates)
-        # by the K/V head, all query heads of a group read the same tokens
-        index = head if self.head_offsets == "paper" else head // (query_heads // kv_heads)
-        return tuple(index % rate for rate in self.dilation_rates)
+    def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
+        row, inside, label = Segment(self.length).split(axis, least, greatest)
+        first = label * self.length + self.offset
+        return Pieces(row, inside.residue(first % self.rate, self.rate), label)
 
+    @classmethod
+    def refine_sum(cls, tiles: Tiles, alternatives: list[Residue], causal: bool) -> Tiles:
+        nothing = tiles.rows(np.zeros(len(tiles), dtype=bool))
+        return Tiles.concat([nothing, *_refined(tiles, alternatives, causal)])
 
-def _whole_numbers(given: object, name: str) -> tuple[int, ...]:
-    """Return the positive integers of a list, or raise RingPatternError."""
-    if not isinstance(given, (list, tuple)) or not given:
-        raise RingPatternError(f"Dilated: {name}: expected a list of positive integers, got {shown(given)}")
-    try:
-        return tuple(whole_number(x, name, RingPatternError) for x in given)
-    except RingPatternError:
-        text = shown(list(given)).removeprefix("list ")
-        raise RingPatternError(f"Dilated: {name}: expected positive integers, got {text}") from None
-
-
-MAX_RESIDUES = 1024  # least common multiples of the rates up to here are enumerated
+    @classmethod
+    def near_pairs(cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+        return _near_pairs(joined, q_runs, k_runs)
 
 
 class Progression(NamedTuple):
@@ -135,7 +90,7 @@ class CommonBranches(NamedTuple):
     branches: tuple[int, ...]
 
 
-def refine_dilations(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
+def _refined(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Tiles]:
     """Return the rectangles of a sum of dilations, every pair with its m.
 
     If `causal`, keys after their query may be left out: the band will drop them.
@@ -178,18 +133,18 @@ def _by_segment(tiles: Tiles, residues: list[Residue], causal: bool) -> list[Til
         else:
             found = _between_segments(inside, residues[index - 1].length, length, causal)
         near = classes[index : len(classes) - len(far)]
-        parts += [part.weighted(Weights(near)) for part in found]
+        parts += [_weighted(part, Weights(near)) for part in found]
     return parts
 
 
 def _levels(tiles: Tiles, lengths: list[int], causal: bool) -> list[Tiles]:
     """Return pairs that share a segment of the nested `lengths`, by the smallest one that they share."""
     # a pair that shares the smallest segment shares all of them
-    parts = [_same_segment(tiles, lengths[0]).times(len(lengths))]
+    parts = [_times(_same_segment(tiles, lengths[0]), len(lengths))]
     for index, (small, large) in enumerate(itertools.pairwise(lengths)):
         for part in _between_segments(tiles, small, large, causal):
             # shares the segments from number index + 1 on
-            parts.append(part.times(len(lengths) - index - 1))
+            parts.append(_times(part, len(lengths) - index - 1))
     return parts
 
 
@@ -201,6 +156,22 @@ def _one_branch(tiles: Tiles, branch: Residue) -> list[Tiles]:
     # inside one segment the offset is a residue, which differs from segment to segment
     residue = (inside.q.position // branch.length * branch.length + branch.offset) % branch.rate
     return [inside.sides(inside.q.residue(residue, branch.rate), inside.k.residue(residue, branch.rate))]
+
+
+def _times(tiles: Tiles, multiplicity: IntArray | int) -> Tiles:
+    """Return the same tiles with the multiplicity of every pair multiplied by a number."""
+    return replace(tiles, multiplicity=tiles.multiplicity * multiplicity)
+
+
+def _weighted(tiles: Tiles, weights: Weights) -> Tiles:
+    """Return the same tiles with the multiplicity of every pair multiplied by `weights` of the pair."""
+    assert (tiles.weight < 0).all(), "expected tiles without weights, got tiles that have some"
+    # a step that is a multiple of the period stays in its residue class
+    stays = [(x.position_step % weights.period == 0) | (x.length <= 1) for x in (tiles.q, tiles.k)]
+    varies = ~(stays[0] & stays[1])
+    # Where m is constant inside a tile, put it into the multiplicity: the kernel then evaluates no function.
+    constant = np.where(varies, 1, weights(tiles.q.position, tiles.k.position))
+    return replace(_times(tiles, constant), weight=np.where(varies, 0, -1), weights=(weights,))
 
 
 def _same_segment(tiles: Tiles, length: int) -> Tiles:
@@ -288,8 +259,8 @@ def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ..
     return tuple(found)
 
 
-def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
-    """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
+def _near_pairs(joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+    """Return the pairs of runs that some branch may join; see `Primitive.near_pairs`.
 
     A pair is left out only if every branch has a dilation that gives no two of its tokens the same label. In
     the residue layout a shard has one run for every residue of every window, and nearly all pairs of runs
@@ -298,7 +269,7 @@ def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pai
     """
     count = len(q_runs) * len(k_runs)
     found: list[IntArray] = []
-    dilated = ([a for a, b in branch.labels_of if isinstance(a, Residue) and a == b] for branch in branches)
+    dilated = ([a for a, b in labels if isinstance(a, Residue) and a == b] for labels in joined)
     for dilation in {one[0] if one else None for one in dilated}:
         if dilation is None:
             return None
@@ -310,8 +281,8 @@ def near_pairs(branches: set[Branch], q_runs: IntArray, k_runs: IntArray) -> Pai
             return None
         row, within = repeat_rows(matches)
         found.append(q[row] * len(k_runs) + k[order[bounds[0][row] + within]])
-    joined = np.unique(np.concatenate(found))
-    return joined // len(k_runs), joined % len(k_runs)
+    pairs = np.unique(np.concatenate(found))
+    return pairs // len(k_runs), pairs % len(k_runs)
 
 
 def _reached(dilation: Residue, runs: IntArray) -> Pairs:

@@ -25,8 +25,10 @@ from ds_ring import (
     RingPatternError,
     ring_attention,
 )
-from ds_ring.masks.mask_mod import ScoreMod, Softcap, trace_mask
-from ds_ring.masks.traced import CapturedValues
+from ds_ring.layers.scores import Softcap
+from ds_ring.patterns.captured.mask_mod import trace_mask
+from ds_ring.patterns.captured.score_mod import ScoreMod
+from ds_ring.patterns.captured.traced import CapturedValues
 from ds_ring.schedule.layout import make_layout
 from ds_ring.schedule.plan import build_plan
 from tests import calls

@@ -1,7 +1,7 @@
 """Trace a caller's function of pairs to a graph that holds its own copies of the captured tensors.
 
 Owns the trace, its digest, the function that is made of it, and the walk through the captured objects.
-`mask_mod.py` has the requirements on masks and score_mods.
+`mask_mod.py` and `score_mod.py` have the requirements on their functions.
 
 [Note: the trace of a mask]
 A function is traced with 0-d tensors, as FlexAttention does, and the graph is functionalized: writes to the
@@ -41,6 +41,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ds_ring.errors import RingError
+from ds_ring.masks.tiles import ByIdentity
 
 _aten = torch.ops.aten
 # `and_masks` and `or_masks` call `batch.new_ones`, which takes no value from the batch index: become `full`
@@ -116,6 +117,11 @@ class Traced:
         """Return a key that is equal for two traces that are interchangeable on this rank."""
         # ranks compare the digest, which leaves out the numbers of devices
         return (self.digest, *(str(constant.device) for constant in self.constants))
+
+    def is_changed(self, function: Callable[..., Any], captured: CapturedValues) -> bool:
+        """Return whether a function has captured other values since this trace, as far as Python shows."""
+        written = any(writes_to(tensor) != count for tensor, count in self.captured)
+        return written or captured.values != CapturedValues.by(function).values
 
     def function(self, device: torch.device = _CPU, result: int = 0) -> PairFunction:
         """Return one of the results as a function of the same arguments, on a device."""
@@ -305,19 +311,6 @@ class _Opaque(NamedTuple):
     """Mark something that may change unseen."""
 
     value: object
-
-
-class ByIdentity:
-    """Hold an object that is equal to itself alone."""
-
-    def __init__(self, value: object) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and other._value is self._value
-
-    def __hash__(self) -> int:
-        return id(self._value)
 
 
 def _names_of(code: types.CodeType) -> set[str]:

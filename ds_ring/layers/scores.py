@@ -1,0 +1,56 @@
+"""Terms of scores: two score_mods, and terms of keys that travel with the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+@dataclass(frozen=True)
+class Softcap:
+    """Limit scores to -cap .. cap by cap * tanh(score / cap), as Gemma 2 does: a `score_mod`."""
+
+    made_in_graphs = True  # see `Pattern`
+    cap: float
+
+    def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return self.cap * torch.tanh(score / self.cap)
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Add slope * (key position - query position) to the scores of each head: a `score_mod`."""
+
+    made_in_graphs = True
+    slopes: tuple[float, ...]  # of the model's query heads
+
+    def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        slopes = torch.tensor(self.slopes, dtype=score.dtype, device=score.device)
+        return score + slopes[head] * (key - query)
+
+
+_WIDTH = 8  # head dims of kernels are multiples of it
+
+
+def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return q and k with more dimensions, which add a term of each key to its scores. Differentiable.
+
+    So terms travel with the keys, every kernel adds them, and they get their gradient.
+
+    Args:
+        q, k: [B, H, S, D] and [B, G, S, D].
+        terms: [B, G, S], finite; added to the scores after these are multiplied by `scale`.
+        scale: factor of the scores.
+    """
+    # 1 / scale as a sum of two numbers, which in bfloat16 have 16 bits together.
+    inverse = torch.tensor(1 / scale, dtype=torch.float64)
+    high = inverse.to(q.dtype)
+    low = (inverse - high.double()).to(q.dtype)
+    both = torch.stack([high, low]).to(q.device).expand(*q.shape[:-1], 2)
+    terms = terms.to(k.dtype).unsqueeze(-1).expand(-1, -1, -1, 2)
+    fill = -(q.shape[-1] + 2) % _WIDTH
+    return pad(torch.cat([q, both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))
