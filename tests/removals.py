@@ -163,7 +163,7 @@ CAPABILITIES = {
     "dilated attention": Capability(
         ("patterns.dilated",),
         with_it=("MultiheadRingAttention",),
-        words=r"\bDilated\b|\b[Rr]esidue(?!\()|patterns\.dilated|segment_lengths|\bLongNet",
+        words=r"\bDilated\b|\bResidue|patterns\.dilated|segment_lengths|\bLongNet",
         named=1,
         why="the prefix pattern refuses the key segment_lengths",
     ),
