@@ -207,7 +207,9 @@ GRADIENT_PAYLOADS = {
 
 # What makes a function of pairs a value that ranks compare. Its `for_heads` returns `Scores` in
 # `kernels/interface.py`.
-TRACERS = {"score_mod": "ds_ring.patterns.captured.score_mod.ScoreMod"}
+TRACERS = {
+    "score_mod": "ds_ring.patterns.captured.score_mod.ScoreMod",
+}
 
 
 # What keeps tensors for a pass's gradient (`SavedTensors` in `ops/passes.py`): (out, lse) of checkpointed

@@ -5,12 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from streamed.blocks import BlockPlanner, shift_key
+from streamed.blocks import BlockPlanner, primitive_key, shift_key
 from streamed.ranks import PendingGradients, StreamedRanks
 from streamed.sparse_oracle import SparseOracle
 
-from ds_ring import Causal, Dilated, Documents, RingError, SlidingWindow, build_plan, make_layout, simulate
+from ds_ring import (
+    Causal,
+    Chunked,
+    Dilated,
+    Documents,
+    PrefixLM,
+    RingError,
+    Sinks,
+    Slices,
+    SlidingWindow,
+    build_plan,
+    make_layout,
+    simulate,
+)
 from ds_ring.kernels.select import get_kernel
+from ds_ring.masks.labels import Primitive
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import expand_ranges
 from ds_ring.simulation.generate import GeneratedSource
@@ -18,6 +32,7 @@ from ds_ring.simulation.rank import put_rows
 from ds_ring.simulation.simulate import exact_rows
 from tests.cases import document_ids
 from tests.reference import relative_error
+from tests.unit.masks.test_branches import PRIMITIVES
 
 TOKENS, HEAD_DIM = 1024, 8
 SCALE = HEAD_DIM**-0.5
@@ -122,3 +137,34 @@ def test_what_cannot_be_streamed(case: str) -> None:
     layout = make_layout("zigzag" if case == "layout" else "contiguous", tokens=TOKENS, ring_size=4)
     with pytest.raises(RingError, match="expected"):
         StreamedRanks(source, Causal(), layout, get_kernel("cpu", "cpu"), SCALE)
+
+
+@pytest.mark.parametrize("primitive", [one for one in PRIMITIVES if one.only_length is None], ids=str)
+def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primitive) -> None:
+    known: dict[object, np.ndarray] = {}
+    for start in range(200):
+        labels = primitive.labels(np.arange(start, start + 9))
+        common = (labels[:, None] == labels[None]) & (labels[:, None] >= 0)
+        assert np.array_equal(known.setdefault(primitive_key(primitive, start, 9), common), common), start
+    assert len(known) < 200
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Sinks(5) | SlidingWindow(4),
+        PrefixLM(17),
+        Chunked(20) & SlidingWindow(6),
+        Slices((((10, 60), (5, 80), "causal"), ((60, 90), (3, 7), "full"))),
+        Dilated((8, 16, 64), (1, 2, 4)),
+    ],
+    ids=str,
+)
+def test_stretches_of_one_phase_are_attended_alike(pattern: Pattern) -> None:
+    bound = pattern.bind((0,), 1, 1)
+    known: dict[object, np.ndarray] = {}
+    for start in range(100):
+        at = np.arange(start, start + 9)
+        counts = bound.multiplicity(0, 1, 1, at[:, None], at[None])
+        assert np.array_equal(known.setdefault(shift_key(bound, start, 9), counts), counts), start
+    assert len(known) < 100

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from streamed.blocks import primitive_key, shift_key
 
 from ds_ring import (
     Causal,
@@ -107,39 +106,6 @@ def test_tables_join_by_their_ids_in_any_order(
         assert positions_agree(tiles, q_at, k_at)
         np.testing.assert_array_equal(paint(tiles, len(q_at), len(k_at)), seen_of)
         np.testing.assert_array_equal(pattern.multiplicity(0, 1, 1, q_at[:, None], k_at[None]), seen_of)
-
-
-@pytest.mark.parametrize("primitive", PRIMITIVES[:-2], ids=str)
-def test_stretches_of_one_phase_have_the_same_labels_in_common(primitive: Primitive) -> None:
-    known: dict[object, np.ndarray] = {}
-    for start in range(200):
-        labels = primitive.labels(np.arange(start, start + 9))
-        common = (labels[:, None] == labels[None]) & (labels[:, None] >= 0)
-        assert np.array_equal(known.setdefault(primitive_key(primitive, start, 9), common), common), start
-    assert len(known) < 200
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        Sinks(5) | SlidingWindow(4),
-        PrefixLM(17),
-        Chunked(20) & SlidingWindow(6),
-        *rows_of(
-            "Slices", lambda slices: {"": slices((((10, 60), (5, 80), "causal"), ((60, 90), (3, 7), "full")))}
-        ).values(),
-        *rows_of("Dilated", lambda dilated: {"": dilated((8, 16, 64), (1, 2, 4))}).values(),
-    ],
-    ids=str,
-)
-def test_stretches_of_one_phase_are_attended_alike(pattern: Pattern) -> None:
-    bound = pattern.bind((0,), 1, 1)
-    known: dict[object, np.ndarray] = {}
-    for start in range(100):
-        at = np.arange(start, start + 9)
-        counts = bound.multiplicity(0, 1, 1, at[:, None], at[None])
-        assert np.array_equal(known.setdefault(shift_key(bound, start, 9), counts), counts), start
-    assert len(known) < 100
 
 
 def test_alternatives_that_are_no_product_stay_apart() -> None:

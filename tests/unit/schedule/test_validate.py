@@ -35,17 +35,28 @@ from tests.cases import LAYOUTS, PATTERNS, layout_for
 ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of its own
 
 
+_DILATED = ["dilated"] if "dilated" in PATTERNS else []  # a capability
+DAY = [
+    (None, "causal", 8),
+    (None, "full", 2),
+    (3, "full", 4),
+    (None, "window", 3),
+    (3, "window both ways", 8),
+    (3, "dilated", 4),
+    (None, "dilated, not nested, not causal", 3),
+    (3, "documents", 4),
+    (None, "documents, causal", 1),
+    (3, "mask function, causal", 4),
+]
+
+
 # --- what is accepted ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ring_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize("most", [None, 3])
-@pytest.mark.day(
-    "None-causal-8", "None-full-2", "3-full-4", "None-window-3", "3-window both ways-8", "3-dilated-4",
-    "None-dilated, not nested, not causal-3", "3-documents-4", "None-documents, causal-1",
-    "3-mask function, causal-4",
-)  # fmt: skip
+@pytest.mark.day(*(f"{most}-{name}-{size}" for most, name, size in DAY if name in PATTERNS))
 def test_every_plan_of_the_registry_is_accepted(
     pattern_of: Callable[[int], Pattern], ring_size: int, most: int | None
 ) -> None:
@@ -56,12 +67,12 @@ def test_every_plan_of_the_registry_is_accepted(
         validate_plan(build_plan(pattern, layout, query_heads=2, kv_heads=1, stage_shards=most))
 
 
-@pytest.mark.parametrize("pattern_name", ["causal", "dilated", "window both ways", "documents"])
+@pytest.mark.parametrize("pattern_name", ["causal", *_DILATED, "window both ways", "documents"])
 @pytest.mark.parametrize("layout_name", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("prune", [True, False])
 @pytest.mark.day(
     "True-contiguous-causal", "True-zigzag-documents", "False-striped-window both ways",
-    "False-zigzag-dilated",
+    *(f"False-zigzag-{name}" for name in _DILATED),
 )  # fmt: skip
 def test_head_chunks_and_two_directions_are_accepted(
     pattern_name: str, layout_name: str, prune: bool
@@ -81,7 +92,7 @@ def test_head_chunks_and_two_directions_are_accepted(
         ("causal", "zigzag", 16),
         ("window", "balanced", 16),
         ("documents, causal", "auto", 32),
-        ("dilated", "residue", 32),
+        *((name, "residue", 32) for name in _DILATED),
         ("full", "contiguous", 64),
         ("causal", "striped", 32),
     ],
