@@ -24,7 +24,7 @@ from ds_ring.errors import RingConfigError, shown
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_arguments
 from ds_ring.ops.context import RingContext, context_for, context_of
-from ds_ring.ops.frontend import Request, attend, context_of_call
+from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.options import Options, as_value
 from ds_ring.schedule.layout import Layout
 
@@ -76,7 +76,7 @@ def ring_attention(
         RingPeerError: another rank failed or was too late.
         RingFiniteError: with `check_finite`, on the rank that has such values.
     """
-    request = Request(pattern, layout, mesh, scale, kernel, options, score_mod)
+    request = AskedContext(pattern, layout, mesh, scale, kernel, options, score_mod)
     if torch.compiler.is_compiling():
         from ds_ring.ops.compiled import attend_compiled, handle_of
 

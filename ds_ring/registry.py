@@ -116,6 +116,10 @@ KERNELS = {
 FAST_KERNELS = {
     row.device: name for name, row in KERNELS.items() if row.device is not None and not row.first_for
 }
+# What finds the fastest of some kernels on a kind of device, by measured rates.
+RATES = {
+    "cuda": "ds_ring.measure.rates.fastest_here",
+}
 
 # What merges partial results on a kind of device in one pass over memory; elsewhere torch's operators do.
 MERGES = {

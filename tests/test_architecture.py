@@ -38,7 +38,6 @@ CORE = [
     ["comm"],
     [
         "kernels.interface",
-        "kernels.rates",
         "kernels.select",
         "kernels.reference",
         "kernels.workspace",
@@ -373,7 +372,7 @@ def test_every_pattern_is_public() -> None:
                     "health.failure_detector.verdicts",
                     "kernels.flex",
                     "kernels.triton",
-                    "kernels.rates",
+                    "measure",
                     "layers",
                     "ops.compiled",
                     "patterns",

@@ -156,7 +156,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         if least[:2] != greatest[:2]:
             # Every rank sees the same least and greatest, so all of them send their reports, or none.
             reports = _all_reports(exchange, agreement.report, number)
-            error = RingMismatchError(_describe(self.mesh, reports))
+            error = RingMismatchError(self._describe(reports))
             error.peers_know = True
             raise error
         state.patience_s = float(greatest[2])
@@ -193,6 +193,35 @@ class collective:  # noqa: N801 - reads as contextlib's own
         except RingPeerError as unheard:  # no peer is reachable; this rank's own error is the better message
             raise error from unheard
 
+    def _describe(self, reports: list[dict[str, str]]) -> str:
+        """Return the message for reports that differ."""
+        refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
+        if refusing:
+            return (
+                f"{self._names(refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
+                " this sequence sent anything; all can go on once that is mended"
+            )
+        operations = {report[_OPERATION] for report in reports}
+        # Ranks of one operation may differ in their fields, too: one passes an operand that others lack.
+        names = [_OPERATION] if len(operations) > 1 else list(dict.fromkeys(chain(*reports)))
+        different = []
+        for name in names:
+            by_value: dict[str, list[int]] = {}
+            for rank, report in enumerate(reports):
+                by_value.setdefault(report.get(name, _NONE), []).append(rank)
+            if len(by_value) > 1:
+                who = [f"{self._names(ranks)} has {value}" for value, ranks in by_value.items()]
+                different.append(f"{name}: {', '.join(who)}")
+        return (
+            "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
+            + "; ".join(different)
+            + ". Give every rank of a sequence the same model, configuration and batch shape"
+        )
+
+    def _names(self, ranks: list[int]) -> str:
+        named = " and ".join(self.mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
+        return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"
+
 
 def _all_reports(exchange: Exchange, report: dict[str, str], number: int) -> list[dict[str, str]]:
     """Return every rank's report, by sequence rank."""
@@ -210,34 +239,3 @@ def gather_texts(exchange: Exchange, text: str) -> list[str]:
     row = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     rows = exchange.all_gather(row, mesh.cpu_group, mesh.sequence_size)
     return [bytes(row.tolist()).decode() for row in rows]
-
-
-def _describe(mesh: RingMesh, reports: list[dict[str, str]]) -> str:
-    """Return the message for reports that differ."""
-    refusing = [rank for rank, report in enumerate(reports) if _REFUSAL in report]
-    if refusing:
-        return (
-            f"{_names(mesh, refusing)} refused its own input: {reports[refusing[0]][_REFUSAL]}. No rank of"
-            " this sequence sent anything; all can go on once that is mended"
-        )
-    operations = {report[_OPERATION] for report in reports}
-    # Ranks of one operation may differ in their fields, too: one passes an operand that another one lacks.
-    names = [_OPERATION] if len(operations) > 1 else list(dict.fromkeys(chain(*reports)))
-    different = []
-    for name in names:
-        by_value: dict[str, list[int]] = {}
-        for rank, report in enumerate(reports):
-            by_value.setdefault(report.get(name, _NONE), []).append(rank)
-        if len(by_value) > 1:
-            who = [f"{_names(mesh, ranks)} has {value}" for value, ranks in by_value.items()]
-            different.append(f"{name}: {', '.join(who)}")
-    return (
-        "the ranks of this sequence call ds_ring with different arguments; nothing was sent. "
-        + "; ".join(different)
-        + ". Give every rank of a sequence the same model, configuration and batch shape"
-    )
-
-
-def _names(mesh: RingMesh, ranks: list[int]) -> str:
-    named = " and ".join(mesh.describe(rank) for rank in ranks[:_NAMED_RANKS])
-    return named if len(ranks) <= _NAMED_RANKS else f"{named} and {len(ranks) - _NAMED_RANKS} more"

@@ -32,7 +32,7 @@ from ds_ring.ops.compiled import (
     refused_results,
 )  # fmt: skip
 from ds_ring.ops.context import RingContext, context_of
-from ds_ring.ops.frontend import NAMES, Request, check_eager, context_of_call
+from ds_ring.ops.frontend import NAMES, AskedContext, check_eager, context_of_call
 from ds_ring.ops.handles import constant_in_graphs
 from ds_ring.schedule.layout import Layout
 
@@ -65,7 +65,7 @@ def decode_attention(
         RingError: as in `ring_attention`.
     """
     asked = Causal() if pattern is None else pattern
-    request = Request(asked, layout, mesh, scale, "auto", options, score_mod)
+    request = AskedContext(asked, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
         check_traced(mesh, return_lse, NAMES, q, k, v, sinks)
         handle = _checked(handle_of(request))

@@ -1,10 +1,10 @@
 """Choose kernels by name, device and pattern. The table of kernels is in `ds_ring/registry.py`.
 
 [Note: which kernel auto is]
-With measured rates of the device (`rates.py`), "auto" takes the kernel that is faster for the pattern's kinds
-of tiles. Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few calls of
-FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the sources). For
-all else it takes the kernel of the device's row in the registry. The log has the choice and the reason.
+With measured rates of the device (`registry.RATES`), "auto" takes the kernel that is faster for the pattern's
+kinds of tiles. Without them it takes "flash" on CUDA for causal, windowed and full patterns, which are few
+calls of FlashAttention: by published figures it is faster there (`configs/hardware/h100.yaml` names the
+sources). For all else it takes the kernel of the device's row. The log has the choice and the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Kernel, KernelNeeds, Scores
 from ds_ring.masks.pattern import Pattern
-from ds_ring.registry import FAST_KERNELS, KERNELS, load, unmeasured
+from ds_ring.registry import FAST_KERNELS, KERNELS, RATES, load, unmeasured
 
 __all__ = ["Kernel", "KernelNeeds", "block_side", "get_kernel"]
 
@@ -119,13 +119,10 @@ def _chosen(device_type: str, scores: Scores | None, asked: KernelNeeds | None) 
             if row.device in (None, device_type) and (row.refuses is None or load(row.refuses)(asked) is None)
         ]
         kind = asked.pattern.tile_kind
-        if device_type == "cuda":
-            from ds_ring.kernels.rates import fastest, rates_of  # loaded where rates may have been measured
-
-            faster = fastest(rates_of(device_type), kind, able)
-            if faster is not None:
-                _say(faster.kernel, device_type, faster.why)
-                return faster.kernel
+        faster = load(RATES[device_type])(kind, able) if device_type in RATES else None
+        if faster is not None:
+            _say(faster.kernel, device_type, faster.why)
+            return str(faster.kernel)
         name = unmeasured(device_type, [kind], able)
     if scores is None or KERNELS[name].takes_scores:
         _say(name, device_type, "no rates of this device were measured" if device_type != "cpu" else "")

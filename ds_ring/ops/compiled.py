@@ -21,7 +21,7 @@ from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingError
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.context import context_of
-from ds_ring.ops.frontend import NAMES, Request, check_derivatives, check_operands, made_context
+from ds_ring.ops.frontend import NAMES, AskedContext, check_derivatives, check_operands, made_context
 from ds_ring.ops.handles import (
     constant,
     constant_in_graphs,
@@ -140,7 +140,7 @@ def _made_again(value: Any, objects: tuple[Any, ...]) -> Any:
     return number_of(value)
 
 
-def handle_of(request: Request) -> int | Refusal:
+def handle_of(request: AskedContext) -> int | Refusal:
     """Return the handle of a call, or why it is refused, in a function that torch.compile traces."""
     pattern, layout, mesh, scale, kernel, options, score_mod = request
     objects: list[Any] = []
@@ -157,7 +157,7 @@ def _handle_of(
     try:
         asked, mod = _made_again(pattern, objects), _made_again(score_mod, objects)
         scale, kernel = number_of(settings[0]), settings[1]
-        request = Request(asked, layout, mesh, scale, kernel, options, mod)
+        request = AskedContext(asked, layout, mesh, scale, kernel, options, mod)
         context = made_context(request, keeps_functions=True)
     except RingError as error:
         return type(error).__name__, str(error)

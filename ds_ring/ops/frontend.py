@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NAMES = ("q", "k", "v", "sinks")
 
 
-class Request(NamedTuple):
+class AskedContext(NamedTuple):
     """The arguments of a public call from which its context is made; see `ring_attention`."""
 
     pattern: Pattern
@@ -43,7 +43,7 @@ class Request(NamedTuple):
     score_mod: ScoreFunction | None = None
 
 
-def context_of_call(request: Request, check: Callable[[RingContext], None] | None = None) -> RingContext:
+def context_of_call(request: AskedContext, check: Callable[[RingContext], None] | None = None) -> RingContext:
     """Return the context of an eager call; arguments that are refused, by `check` too, raise on all ranks."""
     pattern, layout, mesh, *settings, score_mod = request
     check_mesh(mesh)
@@ -64,7 +64,7 @@ def context_of_call(request: Request, check: Callable[[RingContext], None] | Non
     return found
 
 
-def made_context(request: Request, keeps_functions: bool = False) -> RingContext:
+def made_context(request: AskedContext, keeps_functions: bool = False) -> RingContext:
     """Return the context of these arguments, or raise the RingError that refuses one of them."""
     pattern, layout, mesh, scale, kernel, given, score_mod = request
     chosen = {} if isinstance(kernel, str) and kernel == "auto" else {"kernel": kernel}

@@ -61,8 +61,7 @@ def merge_(out_BHSD: Tensor, lse_BHS: Tensor, part_out_BHSD: Tensor, part_lse_BH
         part_out_BHSD, part_lse_BHS: the part, over keys not seen so far, in any dtype; not changed.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
-        with torch.cuda.device(out_BHSD.device):
-            _on_cuda()(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])
+        merge_parts_(out_BHSD, lse_BHS, [(out_BHSD, lse_BHS), (part_out_BHSD, part_lse_BHS)])
     else:
         merge_by_operators_(out_BHSD, lse_BHS, part_out_BHSD, part_lse_BHS)
 
@@ -81,12 +80,12 @@ def merge_by_operators_(
     lse_BHS.copy_(merged_BHS)
 
 
-def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor, parts: Sequence[Part]) -> None:
-    """Write the merge of several parts; on CUDA in one pass over memory, which reads each part once.
+def merge_parts_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: Sequence[Part]) -> None:
+    """Write the merge of several parts, or their sum; on CUDA in one pass over memory.
 
     Args:
-        out_BHSD, lse_BHS: results, of any dtype and strides; their old values are overwritten. They may be
-            one of the parts.
+        out_BHSD, lse_BHS: results, of any dtype and strides; old values are overwritten. They may be one of
+            the parts. Without lse the parts are added.
         parts: at most `MAX_PARTS`, over disjoint keys, of the same shapes.
     """
     if out_BHSD.is_cuda and not is_fake(out_BHSD):
@@ -119,12 +118,7 @@ def merge_parts_by_operators_(out_BHSD: Tensor, lse_BHS: Tensor | None, parts: S
 
 def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the sum of at most `MAX_PARTS` parts into `total`, which may be one of them."""
-    given = [(part, None) for part in parts]
-    if total.is_cuda and not is_fake(total):
-        with torch.cuda.device(total.device):
-            _on_cuda()(total, None, given)
-    else:
-        merge_parts_by_operators_(total, None, given)
+    merge_parts_(total, None, [(part, None) for part in parts])
 
 
 @cache

@@ -29,7 +29,7 @@ from common import ROOT, provenance
 
 from benchmarks.gpu_rates import Shape, host_seconds, kernel_rates, merge_rate, ring_row
 from benchmarks.measuring import ResultRow
-from ds_ring.kernels.rates import RATES
+from ds_ring.measure.rates import RATES
 from ds_ring.registry import KERNELS
 
 PARTS = {

@@ -165,15 +165,15 @@ def _of_all_ranks(local: Tensor, number: int) -> Tensor:
 
 
 @operator("ds_ring::sequence_sum")
-def sequence_sum_op(local: Tensor, mesh: int) -> Tensor:
+def sequence_sum_op(local: Tensor, number: int) -> Tensor:
     """Return the sum of all ranks' `local`, bitwise equal on all ranks. Collective in the sequence group.
 
-    `local` has the same shape on every rank, `mesh` is the number that `number_of` returns.
+    `local` has the same shape on every rank, `number` is what `number_of` returns.
     """
-    return _of_all_ranks(local, mesh).sum(dim=0)
+    return _of_all_ranks(local, number).sum(dim=0)
 
 
-sequence_sum_op.register_fake(lambda local, mesh: torch.empty_like(local))
+sequence_sum_op.register_fake(lambda local, number: torch.empty_like(local))
 
 
 def _keep_mesh(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
@@ -188,9 +188,9 @@ sequence_sum_op.register_autograd(_backward, setup_context=_keep_mesh)
 
 
 @operator("ds_ring::sequence_max")
-def sequence_max_op(local: Tensor, mesh: int) -> Tensor:
+def sequence_max_op(local: Tensor, number: int) -> Tensor:
     """Return the elementwise maximum of all ranks' `local`; no gradient. Collective in the sequence."""
-    return _of_all_ranks(local, mesh).amax(dim=0)
+    return _of_all_ranks(local, number).amax(dim=0)
 
 
-sequence_max_op.register_fake(lambda local, mesh: torch.empty_like(local))
+sequence_max_op.register_fake(lambda local, number: torch.empty_like(local))

@@ -21,7 +21,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.compiled import Refusal
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import Request, attend, context_of_call
+from ds_ring.ops.frontend import AskedContext, attend, context_of_call
 from ds_ring.ops.handles import never_traced
 from ds_ring.schedule.layout import Layout
 
@@ -51,7 +51,7 @@ def cross_attention(
         RingError: as in `ring_attention`.
     """
     pair, between = _pair_of(pattern, layout, key_layout, mesh)
-    context = context_of_call(Request(between, pair, mesh, scale, "auto", options, score_mod))
+    context = context_of_call(AskedContext(between, pair, mesh, scale, "auto", options, score_mod))
     return _attend_between(pair, q, k, v, context, sinks, return_lse)
 
 

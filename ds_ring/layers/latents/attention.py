@@ -28,7 +28,7 @@ from ds_ring.ops.compiled import (
     refused_results,
 )
 from ds_ring.ops.context import RingContext
-from ds_ring.ops.frontend import Request, check_eager, context_of_call
+from ds_ring.ops.frontend import AskedContext, check_eager, context_of_call
 from ds_ring.ops.passes import ExtraOperand, Operands
 from ds_ring.ops.prepare import check
 from ds_ring.ops.ulysses import HEADS, SWAPS, TOKENS, Swap, with_ulysses
@@ -63,7 +63,7 @@ def latent_attention(
         RingPatternError: a pattern that differs between heads.
         RingError: as in `ring_attention`.
     """
-    request = Request(pattern, layout, mesh, scale, "auto", options, score_mod)
+    request = AskedContext(pattern, layout, mesh, scale, "auto", options, score_mod)
     if torch.compiler.is_compiling():
         handle = handle_of(request)
         return attend_compiled(q, latent, rope, up_projection, handle, mesh, sinks, return_lse)

@@ -13,9 +13,9 @@ from benchmarks.gpu_rates import tile_kinds
 from benchmarks.measuring import ResultRow
 
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
-from ds_ring.kernels.rates import fastest
 from ds_ring.kernels.select import KernelNeeds, get_kernel
 from ds_ring.masks.pattern import Pattern
+from ds_ring.measure.rates import fastest
 from tests.cases import not_one_of_three
 
 IDS = np.repeat(np.arange(4), 8)
@@ -54,7 +54,7 @@ def test_auto_takes_it_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [auto(one) for one in (Causal(), Full(), SlidingWindow(9))] == ["flash"] * 3
     assert [auto(one) for one in (Dilated((8, 16), (1, 2)), Documents([0, 0, 1]))] == ["flex"] * 2
     assert auto(Causal(), torch.float32) == auto(MaskMod(not_one_of_three) & Causal()) == "flex"
-    monkeypatch.setattr("ds_ring.kernels.rates.rates_of", lambda device_type: RATES)
+    monkeypatch.setattr("ds_ring.measure.rates.rates_here", lambda: RATES)
     assert auto(Causal()) == "flash"
     assert auto(Causal(), torch.float32) == "flex"  # which "flash" refuses
     assert auto(MaskMod(not_one_of_three) & Causal()) == "flex"

@@ -28,11 +28,14 @@ class Fastest(NamedTuple):
     why: str
 
 
-def rates_of(device_type: str, path: Path = RATES) -> RatesByTile:
-    """Return the measured rates of the current device, by kind of tile and kernel; empty without any."""
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return {}
-    return _all_rates(path).get(torch.cuda.get_device_name(), {})
+def rates_here() -> RatesByTile:
+    """Return the measured rates of the current GPU, by kind of tile and kernel; empty without any."""
+    return _all_rates(RATES).get(torch.cuda.get_device_name(), {}) if torch.cuda.is_available() else {}
+
+
+def fastest_here(kind: str, able: Iterable[str]) -> Fastest | None:
+    """Return the fastest kernel on the current GPU; see `fastest`."""
+    return fastest(rates_here(), kind, able)
 
 
 @lru_cache(maxsize=1)
