@@ -15,7 +15,7 @@ from tests.dist.harness import RankPool
 
 Pool = Callable[[int], RankPool]
 
-VOCABULARY, PROMPT, NEW = 61, 37, 8
+VOCABULARY, PROMPT, NEW = 61, 37, 6
 # Weights so large that attention decides on the next token; no word ends a text unless a call says so.
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
