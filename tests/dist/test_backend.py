@@ -219,7 +219,7 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-@pytest.mark.day("window", "alone")  # padding on one rank: tests/unit/integrations/compile/test_backend.py
+@pytest.mark.day("alone")  # padding on one rank: tests/unit/integrations/compile/test_backend.py
 def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, case: str) -> None:
     import re
 

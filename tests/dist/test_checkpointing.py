@@ -138,6 +138,7 @@ def count_in_llama(rank: int, world_size: int, reentrant: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.day("False")
 def test_eight_layers_of_a_llama_take_eight_passes(rank_pool: Pool, reentrant: bool) -> None:
     assert rank_pool(2).run(count_in_llama, reentrant) == [[LAYERS, LAYERS]] * 2
 

@@ -57,6 +57,7 @@ def samples_seen(rank: int, world_size: int, ring_size: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("world", "ring"), [(2, 2), (4, 2), (4, 4)])
+@pytest.mark.day("4-2")
 def test_a_ring_shares_samples_and_replicas_do_not(rank_pool, world, ring):
     by_rank = rank_pool(world).run(samples_seen, ring, timeout_s=120)
     replicas = [by_rank[rank] for rank in range(0, world, ring)]

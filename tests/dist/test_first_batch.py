@@ -66,7 +66,7 @@ def silently_wrong(fault: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.day("0", "3")
+@pytest.mark.day("3")
 def test_a_right_ring_trains_on_as_if_nothing_was_verified(rank_pool, stage):
     plain = rank_pool(2).run(train, stage, {})
     verified = rank_pool(2).run(train, stage, {"verify_first_batch": True})
@@ -81,6 +81,7 @@ def test_a_right_ring_trains_on_as_if_nothing_was_verified(rank_pool, stage):
     ("fault", "layer"),
     [("local positions", "layer model.layers.0"), ("lost payload", "layer model.layers.1")],
 )
+@pytest.mark.covering(1)
 def test_a_silent_error_is_raised_on_every_rank(rank_pool, fault, layer, stage):
     section = {"verify_first_batch": True, "layout": "contiguous"}
     for outcome in rank_pool(2).collect(train, stage, section, fault, grace_s=30):
@@ -107,7 +108,7 @@ def train_own(rank: int, world_size: int, attend: Any, stage: int, fault: str = 
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.day("1", "3")
+@pytest.mark.day("3")
 def test_a_module_of_ones_own_is_compared(rank_pool, stage):
     rank_pool(2).run(train_own, of_the_session, stage)
     for outcome in rank_pool(2).collect(train_own, of_the_session, stage, "lost payload", grace_s=30):

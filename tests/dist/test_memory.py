@@ -103,6 +103,7 @@ def test_each_doubling_of_the_ring_halves_the_peak(rank_pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("shape", [SHAPE, GROUPED], ids=["H=G", "GQA"])
+@pytest.mark.day("GQA")
 def test_nothing_of_a_hop_is_kept(rank_pool: Pool, shape: Shape) -> None:
     """After the forward pass there is `out` and `lse`, after the backward pass the gradients, and no more.
 

@@ -173,6 +173,7 @@ def test_positions_in_any_order(rank_pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("keys", [1, 2, 5])
+@pytest.mark.day("1", "5")
 def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
     cases = [Case(SlidingWindow(10, causal=False), 1, keys, (0,)), Case(LONGNET, keys, keys)]
     errors = rank_pool(4).run(parity, cases)[0][0]
@@ -180,6 +181,7 @@ def test_fewer_keys_than_ranks(rank_pool: Pool, keys: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float64, 1e-12)])
+@pytest.mark.covering(1)
 def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype, tolerance: float) -> None:
     cases = [Case(make(503), 9, 503) for make in PATTERNS.values()]
     check(rank_pool(3).run(parity, cases, ["zigzag"], dtype), len(cases), tolerance)

@@ -207,6 +207,7 @@ def test_wrong_arguments(what: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "module"])
+@pytest.mark.day("function")
 def test_a_graph_ends_before_it(how: str) -> None:
     mesh, layout = RingMesh.single(), make_layout("zigzag", tokens=8, ring_size=1)
     module = CrossAttention(Full(), mesh=mesh, layout=layout, key_layout=layout)

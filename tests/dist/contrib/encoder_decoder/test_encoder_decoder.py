@@ -326,7 +326,7 @@ def biased(rank: int, world_size: int, name: str, layout: str) -> dict[str, floa
 
 @pytest.mark.parametrize(("world_size", "layout"), [(2, "zigzag"), (4, "contiguous")])
 @pytest.mark.parametrize("name", BIASED)
-@pytest.mark.day("causal-2-zigzag", "padded-2-zigzag")
+@pytest.mark.day("padded-2-zigzag")
 def test_a_bias_of_distances_is_exact_in_float64(
     rank_pool: Pool, name: str, world_size: int, layout: str
 ) -> None:
