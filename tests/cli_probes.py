@@ -64,19 +64,8 @@ def base_of(command: str, folder: Path) -> list[str]:
 
 # Neither is a number that any option takes; those that some options take end with 0 there.
 NEVER_NUMBERS = (
-    "x",
-    "",
-    "1.5.2",
-    "0x10",
-    "²",
-    "--",
-    "9" * 10_000,
-    "1e5000",
-    "nan",
-    "true",
-    "\x1b[31m7",
-    "-" * 500,
-)
+    "x", "", "1.5.2", "0x10", "²", "--", "9" * 10_000, "1e5000", "nan", "true", "\x1b[31m7", "-" * 500,
+)  # fmt: skip
 ODD_NUMBERS = ("0", "-1", "-9999999999999999999", str(10**9), str(10**18), "9" * 300)
 NEVER_WORDS = ("bogus", "", "\x00", "a" * 10_000, "\udcff", "😀")
 NEVER_JSON = {
@@ -327,17 +316,13 @@ OURS: dict[str, object] = {
     "a pattern that is a list": {"ring_size": 2, "pattern": []},
     "a layout that is a number": {"ring_size": 2, "layout": 3},
     "a window of 10^30": {"ring_size": 2, "pattern": {"window": 10**30}},
-    "segments of 10^30": {
-        "ring_size": 2,
-        "pattern": {"segment_lengths": [10**30], "dilation_rates": [10**29]},
-    },
-    "60 000 segments": {
-        "ring_size": 2,
-        "pattern": {"segment_lengths": list(range(1, 60_000)), "dilation_rates": [1]},
-    },
+    "segments of 10^30": {"ring_size": 2,
+        "pattern": {"segment_lengths": [10**30], "dilation_rates": [10**29]}},
+    "60 000 segments": {"ring_size": 2,
+        "pattern": {"segment_lengths": list(range(1, 60_000)), "dilation_rates": [1]}},
     "the section is a list": [],
     "the section is null": None,
-}
+}  # fmt: skip
 MODELS: dict[str, object] = {
     **{f"{key} is {value!r:.20}": {key: value}
        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")

@@ -19,15 +19,9 @@ from tests.dist.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
-    "README.md",
-    "MIGRATING.md",
-    "configs/README.md",
-    "ds_ring/README.md",
-    "ds_ring/TUTORIAL.md",
-    "launcher/README.md",
-    "launcher/TROUBLESHOOTING.md",
-    "tools/README.md",
-)
+    "README.md", "MIGRATING.md", "configs/README.md", "ds_ring/README.md", "ds_ring/TUTORIAL.md",
+    "launcher/README.md", "launcher/TROUBLESHOOTING.md", "tools/README.md",
+)  # fmt: skip
 # About the code: the names of files in them are checked, too.
 OF_THE_CODE = (
     "CHANGELOG.md",

@@ -120,9 +120,8 @@ HOSTILE: dict[str, Any] = {
     "a tensor with a flag": tensor(FLOATS, (2,), (1,), 0, None, {"fake": True}),
     "a tensor of one number": tensor(FLOATS, 2, 1),
     "a gradient of whole numbers": Call(REBUILD, LONGS, 0, (1,), (1,), True, Call("collections.OrderedDict")),
-    "a tensor whose data are set": Call(
-        WITH_STATE, Global(REBUILD), TENSOR, tensor(FLOATS).args, {"data": 3}
-    ),
+    "a tensor whose data are set": Call(WITH_STATE, Global(REBUILD), TENSOR, tensor(FLOATS).args,
+        {"data": 3}),
     "a tensor of another function": Call(WITH_STATE, Global("torch.Size"), TENSOR, ((1,),), {}),
     "a state for a tensor": Call("torch.Tensor", state=(FLOATS, 0, (1 << 40,), (1,))),
     "a tensor that is called": Call("torch.Tensor", 1 << 40),
@@ -130,15 +129,13 @@ HOSTILE: dict[str, Any] = {
     "a tensor of numpy's": Call("torch._utils._rebuild_device_tensor_from_numpy", 1, 2, 3, 4),
     "a sparse tensor": Call("torch._utils._rebuild_sparse_tensor", 1, 2),
     "a subclass": Call("torch._utils._rebuild_wrapper_subclass", 1, 2, 3, 4, 5, 6, 7),
-    "a parameter of a number": Call(
-        "torch._utils._rebuild_parameter", 3, True, Call("collections.OrderedDict")
-    ),
+    "a parameter of a number": Call("torch._utils._rebuild_parameter", 3, True,
+        Call("collections.OrderedDict")),
     "bytes by the gigabyte": Call("builtins.bytearray", 1 << 40),
     "bytes by a codec": Call("_codecs.encode", "a" * 100, "idna"),
     "an attribute of a dict": Call("collections.OrderedDict", state={"items": 3}),
-    "a scaler's method": Call(
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler", state={"update_scale": 3}, new=True
-    ),
+    "a scaler's method": Call("deepspeed.runtime.fp16.loss_scaler.LossScaler", state={"update_scale": 3},
+        new=True),
     "a scaler of an object": Call("deepspeed.runtime.fp16.loss_scaler.LossScaler", 3, new=True),
     "a stage that does not exist": Call(STAGE, 9),
     "a stage's attribute": Call("builtins.getattr", Global(STAGE), "mro"),
@@ -155,7 +152,7 @@ HOSTILE: dict[str, Any] = {
     "a complex number of texts": Call("builtins.complex", "1", "2"),
     "a Counter of lists": Call("collections.Counter", {"a": [[1]]}),
     "too many arguments": Call("torch.Size", 1, 2, 3),
-}
+}  # fmt: skip
 
 # A tuple of 2 ** 60 items, seven bytes a level; then a dict whose key it is.
 _NESTED = b"()\x85q\x00" + b"h\x00h\x00\x86q\x00" * 60 + b"t}h\x00K\x01s\x86"

@@ -100,61 +100,39 @@ MASKS: dict[str, Mask] = {
     "documents": Mask(Documents(PACKED) & Causal(), lambda q, k, h: (PACKED[q] == PACKED[k]) & (k <= q)),
     "documents mixed": Mask(Documents(MIXED), lambda q, k, h: (MIXED[q] == MIXED[k]) & (MIXED[q] >= 0)),
     "prefix": Mask(PrefixLM(17), lambda q, k, h: (k <= q) | ((q < 17) & (k < 17))),
-    "prefix & documents": Mask(
-        PrefixLM(20) & Documents(PACKED),
-        lambda q, k, h: ((k <= q) | ((q < 20) & (k < 20))) & (PACKED[q] == PACKED[k]),
-    ),
+    "prefix & documents": Mask(PrefixLM(20) & Documents(PACKED), lambda q, k,
+        h: ((k <= q) | ((q < 20) & (k < 20))) & (PACKED[q] == PACKED[k])),
     "sinks": Mask(Sinks(5), lambda q, k, h: (k <= q) & (k < 5)),
     "sinks | window": Mask(SlidingWindow(12) | Sinks(4), lambda q, k, h: (k <= q) & ((q - k < 12) | (k < 4))),
-    "sinks | window both ways": Mask(
-        Sinks(3, False) | SlidingWindow(8, False), lambda q, k, h: (abs(q - k) < 8) | (k < 3)
-    ),
+    "sinks | window both ways": Mask(Sinks(3, False) | SlidingWindow(8, False), lambda q, k,
+        h: (abs(q - k) < 8) | (k < 3)),
     "chunked": Mask(Chunked(20), lambda q, k, h: (q // 20 == k // 20) & (k <= q)),
     "chunked both ways": Mask(Chunked(31, False), lambda q, k, h: q // 31 == k // 31),
-    "chunked & window": Mask(
-        Chunked(20) & SlidingWindow(6), lambda q, k, h: (q // 20 == k // 20) & (k <= q) & (q - k < 6)
-    ),
+    "chunked & window": Mask(Chunked(20) & SlidingWindow(6), lambda q, k,
+        h: (q // 20 == k // 20) & (k <= q) & (q - k < 6)),
     "dilated window": Mask(DilatedWindow(6, 4), lambda q, k, h: (k <= q) & ((q - k) % 4 == 0) & (q - k < 24)),
-    "dilated window both ways": Mask(
-        DilatedWindow(5, 3, False), lambda q, k, h: ((q - k) % 3 == 0) & (abs(q - k) <= 12)
-    ),
-    "dilated window | sinks": Mask(
-        DilatedWindow(7, 2) | Sinks(4),
-        lambda q, k, h: (k <= q) & ((k < 4) | (((q - k) % 2 == 0) & (q - k < 13))),
-    ),
-    "documents | window": Mask(
-        Documents(PACKED) & Causal() | SlidingWindow(5),
-        lambda q, k, h: (k <= q) & ((PACKED[q] == PACKED[k]) | (q - k < 5)),
-    ),
+    "dilated window both ways": Mask(DilatedWindow(5, 3, False), lambda q, k,
+        h: ((q - k) % 3 == 0) & (abs(q - k) <= 12)),
+    "dilated window | sinks": Mask(DilatedWindow(7, 2) | Sinks(4), lambda q, k,
+        h: (k <= q) & ((k < 4) | (((q - k) % 2 == 0) & (q - k < 13)))),
+    "documents | window": Mask(Documents(PACKED) & Causal() | SlidingWindow(5), lambda q, k,
+        h: (k <= q) & ((PACKED[q] == PACKED[k]) | (q - k < 5))),
     "tree": Mask(Tree(PARENTS, LENGTHS, TOKENS), lambda q, k, h: of_tree(q, k)),
-    "defined once": Mask(
-        EvenSegments(24),
-        lambda q, k, h: ((q // 24 == k // 24) & ((q - k) % 2 == 0) & (k <= q)) | inside(q, k, 0, 5, 60, 70),
-    ),
+    "defined once": Mask(EvenSegments(24), lambda q, k,
+        h: ((q // 24 == k // 24) & ((q - k) % 2 == 0) & (k <= q)) | inside(q, k, 0, 5, 60, 70)),
     **rows_of(
         "Dilated",
         lambda dilated_of: {
-            "dilated": Mask(
-                dilated_of(N, P3), lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)
-            ),
-            "dilated, not nested": Mask(
-                dilated_of((15, 42), (3, 5), False, "zero"),
-                lambda q, k, h: dilated(q, k, (15, 42), (3, 5), (0, 0)),
-            ),
-            "dilated, irregular": Mask(
-                dilated_of((7, 20, 50), (1, 2, 4)),
-                lambda q, k, h: dilated(q, k, (7, 20, 50), (1, 2, 4), [h % r for r in (1, 2, 4)]) * (k <= q),
-            ),
-            "dilated & window": Mask(
-                dilated_of(N, P3) & SlidingWindow(21),
-                lambda q, k, h: dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (q - k < 21)),
-            ),
-            "dilated & documents": Mask(
-                dilated_of(N, P3) & Documents(PACKED),
-                lambda q, k, h: (
-                    dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (PACKED[q] == PACKED[k]))
-                ),
-            ),
+            "dilated": Mask(dilated_of(N, P3), lambda q, k,
+                h: dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)),
+            "dilated, not nested": Mask(dilated_of((15, 42), (3, 5), False, "zero"), lambda q, k,
+                h: dilated(q, k, (15, 42), (3, 5), (0, 0))),
+            "dilated, irregular": Mask(dilated_of((7, 20, 50), (1, 2, 4)), lambda q, k,
+                h: dilated(q, k, (7, 20, 50), (1, 2, 4), [h % r for r in (1, 2, 4)]) * (k <= q)),
+            "dilated & window": Mask(dilated_of(N, P3) & SlidingWindow(21), lambda q, k,
+                h: dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (q - k < 21))),
+            "dilated & documents": Mask(dilated_of(N, P3) & Documents(PACKED), lambda q, k,
+                h: (dilated(q, k, N, P3, [h % r for r in P3]) * ((k <= q) & (PACKED[q] == PACKED[k])))),
             "dilated twice": Mask(
                 dilated_of(N, P3, False, "zero") & dilated_of((10, 40), (1, 3), True, "zero"),
                 lambda q, k, h: (
@@ -166,38 +144,25 @@ MASKS: dict[str, Mask] = {
     **rows_of(
         "MaskMod",
         lambda mask_mod: {
-            "mask function": Mask(
-                SlidingWindow(40) & mask_mod(three_apart),
-                lambda q, k, h: ((q - k) % 3 != 1) & (k <= q) & (q - k < 40),
-            ),
-            "mask function by head": Mask(
-                mask_mod(by_head) & SlidingWindow(30),
-                lambda q, k, h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30),
-            ),
-            "mask function | window": Mask(
-                mask_mod(three_apart) & Causal() | SlidingWindow(10),
-                lambda q, k, h: (((q - k) % 3 != 1) | (q - k < 10)) & (k <= q),
-            ),
+            "mask function": Mask(SlidingWindow(40) & mask_mod(three_apart), lambda q, k,
+                h: ((q - k) % 3 != 1) & (k <= q) & (q - k < 40)),
+            "mask function by head": Mask(mask_mod(by_head) & SlidingWindow(30), lambda q, k,
+                h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30)),
+            "mask function | window": Mask(mask_mod(three_apart) & Causal() | SlidingWindow(10), lambda q, k,
+                h: (((q - k) % 3 != 1) | (q - k < 10)) & (k <= q)),
         },
     ),
     **rows_of(
         "Slices",
         lambda slices: {
-            "slices, full": Mask(
-                slices((((10, 60), (5, 33), "full"),)), lambda q, k, h: inside(q, k, 10, 60, 5, 33)
-            ),
-            "slices, causal": Mask(
-                slices((((10, 60), (5, 80), "causal"),)),
-                lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60),
-            ),
-            "slices, inverse-causal": Mask(
-                slices((((10, 60), (25, 80), "inverse-causal"),)),
-                lambda q, k, h: inside(q, k, 10, 60, 25, 80) & (k - 25 >= q - 10),
-            ),
-            "slices, bi-causal": Mask(
-                slices((((10, 60), (5, 80), "bi-causal"),)),
-                lambda q, k, h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60) & (k - 5 >= q - 10),
-            ),
+            "slices, full": Mask(slices((((10, 60), (5, 33), "full"),)), lambda q, k,
+                h: inside(q, k, 10, 60, 5, 33)),
+            "slices, causal": Mask(slices((((10, 60), (5, 80), "causal"),)), lambda q, k,
+                h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60)),
+            "slices, inverse-causal": Mask(slices((((10, 60), (25, 80), "inverse-causal"),)), lambda q, k,
+                h: inside(q, k, 10, 60, 25, 80) & (k - 25 >= q - 10)),
+            "slices, bi-causal": Mask(slices((((10, 60), (5, 80), "bi-causal"),)), lambda q, k,
+                h: inside(q, k, 10, 60, 5, 80) & (k - 80 <= q - 60) & (k - 5 >= q - 10)),
             "slices together": Mask(
                 slices(SLICES),
                 lambda q, k, h: (
@@ -225,16 +190,12 @@ MASKS: dict[str, Mask] = {
         lambda dilated_of: rows_of(
             "MaskMod",
             lambda mask_mod: {
-                "mask function & dilated": Mask(
-                    mask_mod(by_head) & dilated_of(N, P3),
-                    lambda q, k, h: (
-                        ((q + k) % (h + 2) != 0) * dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q)
-                    ),
-                ),
+                "mask function & dilated": Mask(mask_mod(by_head) & dilated_of(N, P3), lambda q, k,
+                    h: (((q + k) % (h + 2) != 0) * dilated(q, k, N, P3, [h % r for r in P3]) * (k <= q))),
             },
         ),
     ),
-}
+}  # fmt: skip
 
 
 def dense(name: str) -> np.ndarray:

@@ -53,12 +53,8 @@ class Capability(NamedTuple):
 
 
 CAPABILITIES = {
-    "kernel flash": Capability(
-        ("kernels.flash",),
-        words=r"\bflash",
-        named=2,
-        why="help texts of the JSON's kernel and kernel_options",
-    ),
+    "kernel flash": Capability(("kernels.flash",), words=r"\bflash", named=2,
+        why="help texts of the JSON's kernel and kernel_options"),
     "kernel flex": Capability(
         ("kernels.flex",),
         ("gpu/test_flex.py",),
@@ -66,39 +62,25 @@ CAPABILITIES = {
         named=2,
         why="help texts of the JSON's kernel and block_size",
     ),
-    "merge on CUDA": Capability(
-        ("kernels.triton",), ("integration/test_cuda_code.py",), words=r"(?i)\btriton"
-    ),
+    "merge on CUDA": Capability(("kernels.triton",), ("integration/test_cuda_code.py",),
+        words=r"(?i)\btriton"),
     "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
     "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
     "transport reproducible": Capability(("transports.reproducible",), words=r"\breproducible"),
-    "transport all_gather": Capability(
-        ("transports.all_gather",), words=r"\bGatherPass|transports\.all_gather"
-    ),
-    "cross attention": Capability(
-        ("layers.cross",),
-        ("dist/layers/test_cross_attention.py",),
-        ("diffusers",),
-        words=r"\bcross_attention|\bCrossAttention|layers\.cross",
-    ),
+    "transport all_gather": Capability(("transports.all_gather",),
+        words=r"\bGatherPass|transports\.all_gather"),
+    "cross attention": Capability(("layers.cross",), ("dist/layers/test_cross_attention.py",), ("diffusers",),
+        words=r"\bcross_attention|\bCrossAttention|layers\.cross"),
     "selected keys": Capability(
         ("layers.selection", "integrations.transformers.selection"),
         ("dist/layers/test_selection.py",),
         with_it=("MoBA and NSA", "variant compressed", "variant indexed", "variant key_terms"),
         words=r"\bring_select|\bselected_attention|layers\.selection",
     ),
-    "MoBA and NSA": Capability(
-        ("layers.sparse",),
-        ("dist/layers/test_sparse.py",),
-        with_it=("variant indexed_blocks",),
-        words=r"(?i)\bmoba|\bnsa|layers\.sparse",
-    ),
-    "latents": Capability(
-        ("layers.latents",),
-        ("dist/layers/test_latents.py",),
-        with_it=("variant latents",),
-        words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents",
-    ),
+    "MoBA and NSA": Capability(("layers.sparse",), ("dist/layers/test_sparse.py",),
+        with_it=("variant indexed_blocks",), words=r"(?i)\bmoba|\bnsa|layers\.sparse"),
+    "latents": Capability(("layers.latents",), ("dist/layers/test_latents.py",), with_it=("variant latents",),
+        words=r"(?i)\blatent_|\blatents?\.|LatentKernel|up_projection|layers\.latents"),
     "scans and halos": Capability(
         ("layers.scan", "simulation.scans"),
         ("dist/layers/test_scan.py", "dist/test_plan_bytes.py"),
@@ -112,19 +94,14 @@ CAPABILITIES = {
         named=1,
         why="a refusal of queries that are no shard says what takes them",
     ),
-    "watchdog of GPU waits": Capability(
-        ("health.watchdog",), ("dist/test_checkpoint.py",), words=r"health\.watchdog|\babort_groups"
-    ),
-    "simulation": Capability(
-        ("simulation",), ("unit/patterns/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"
-    ),
-    "saved results": Capability(
-        ("memory.saved_results",), ("dist/test_checkpointing.py",), words=r"saved_results|\bKeepResults"
-    ),
-    "offload to the host": Capability(
-        ("memory.host", "integrations.transformers.offloaded_checkpoints"),
-        words=r"\bhost_memory|\bHostMemory|\bOnHost|\bHeadStream|memory\.host",
-    ),
+    "watchdog of GPU waits": Capability(("health.watchdog",), ("dist/test_checkpoint.py",),
+        words=r"health\.watchdog|\babort_groups"),
+    "simulation": Capability(("simulation",),
+        ("unit/patterns/test_pattern_rounds.py", "unit/test_simulate.py"), words=r"\bsimulat"),
+    "saved results": Capability(("memory.saved_results",), ("dist/test_checkpointing.py",),
+        words=r"saved_results|\bKeepResults"),
+    "offload to the host": Capability(("memory.host", "integrations.transformers.offloaded_checkpoints"),
+        words=r"\bhost_memory|\bHostMemory|\bOnHost|\bHeadStream|memory\.host"),
     "tiles over tokens": Capability(
         ("memory.tiles", "integrations.transformers.tiles"),
         ("dist/test_long_sequence.py",),
@@ -138,28 +115,18 @@ CAPABILITIES = {
         with_it=("simulation",),
         words=r"\bmeasure\.|\btracing\b|\bTrace\b",
     ),
-    "torch.compile": Capability(
-        ("integrations.compile",),
-        ("dist/test_backend.py",),
-        words=r"integrations\.compile|\bbackend_of\b",
-    ),
+    "torch.compile": Capability(("integrations.compile",), ("dist/test_backend.py",),
+        words=r"integrations\.compile|\bbackend_of\b"),
     "checkpoints": Capability(
         ("integrations.checkpoint",),
         (
-            "dist/test_checkpoint.py",
-            "dist/test_resize.py",
-            "dist/test_resume_otherwise.py",
-            "dist/test_background_save.py",
-            "dist/test_checkpoint_folder.py",
-            "unit/test_relaunch.py",
+            "dist/test_checkpoint.py", "dist/test_resize.py", "dist/test_resume_otherwise.py",
+            "dist/test_background_save.py", "dist/test_checkpoint_folder.py", "unit/test_relaunch.py",
         ),
         words=r"integrations\.checkpoint",
     ),
-    "trainers": Capability(
-        ("integrations.trainers",),
-        ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
-        words=r"(?i)\baccelerate\b|\btrl\b",
-    ),
+    "trainers": Capability(("integrations.trainers",), ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
+        words=r"(?i)\baccelerate\b|\btrl\b"),
     "dilated attention": Capability(
         ("patterns.dilated",),
         with_it=("MultiheadRingAttention",),
@@ -177,25 +144,17 @@ CAPABILITIES = {
     ),
     "diffusers": Capability(("contrib.diffusers",), words=r"\bdiffusers"),
     "Megatron": Capability(("contrib.megatron",), words=r"(?i)\bmegatron"),
-    "encoder-decoders": Capability(
-        ("contrib.encoder_decoder",),
-        words=r"(?i)\bdecoder|encoder_decoder",
-        family="t5",
-        reason="it is an encoder-decoder",
-        other="bloom",
-    ),
+    "encoder-decoders": Capability(("contrib.encoder_decoder",), words=r"(?i)\bdecoder|encoder_decoder",
+        family="t5", reason="it is an encoder-decoder", other="bloom"),
     "images": Capability(("contrib.images",), words=r"\bimage"),
-    "trees and policies": Capability(
-        ("contrib.policies",), words=r"\bTreeBatch|\btree_batch|contrib\.policies"
-    ),
-    "ring-flash-attn's functions": Capability(
-        ("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"), words=r"\bring_flash_attn"
-    ),
+    "trees and policies": Capability(("contrib.policies",),
+        words=r"\bTreeBatch|\btree_batch|contrib\.policies"),
+    "ring-flash-attn's functions": Capability(("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"),
+        words=r"\bring_flash_attn"),
     "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),
-    "codec float8": Capability(
-        ("codecs.float8",), ("gpu/test_float8.py",), words=r"(?i)\bfloat8|\bcodecs\.float8"
-    ),
-}
+    "codec float8": Capability(("codecs.float8",), ("gpu/test_float8.py",),
+        words=r"(?i)\bfloat8|\bcodecs\.float8"),
+}  # fmt: skip
 _BYPASSES = "its attention bypasses transformers' attention interface"
 _VARIANTS = {
     "eager_attention": ("bloom", _BYPASSES, "t5"),

@@ -36,35 +36,17 @@ CORE = [
     ["schedule"],
     ["health.client", "health.failure_detector", "health.joining", "health.rendezvous", "health.whereabouts"],
     ["comm"],
-    [
-        "kernels.interface",
-        "kernels.select",
-        "kernels.reference",
-        "kernels.workspace",
-    ],
+    ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace"],
     ["ring"],
     ["ops"],
     ["api"],
-]
+]  # fmt: skip
 CAPABILITIES = [
-    [
-        "codecs",
-        "patterns",
-        "kernels.cpu",
-        "kernels.flash",
-        "kernels.flex",
-        "kernels.triton",
-        "transports",
-        "layers",
-        "decode",
-        "health.watchdog",
-        "memory",
-        "measure",
-        "simulation",
-    ],
+    ["codecs", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "kernels.triton", "transports",
+        "layers", "decode", "health.watchdog", "memory", "measure", "simulation"],
     ["integrations"],
     ["contrib"],
-]
+]  # fmt: skip
 LAYERS = [*CORE, *CAPABILITIES]
 
 # Parts of the runtime that do not import each other, and the modules that may import them.
@@ -358,31 +340,20 @@ def test_every_pattern_is_public() -> None:
             ("deepspeed", "transformers", "torch._dynamo"),  # Dynamo: 1.3 s, for every rank
         ),
         (
-            (
-                "import ds_ring, torch; x = torch.ones(1, 2, 8, 8); mesh = ds_ring.RingMesh.single()",
-                "ds_ring.ring_attention(x, x, x, pattern=ds_ring.Causal(), layout='zigzag', mesh=mesh)",
-            ),
+            ("import ds_ring, torch; x = torch.ones(1, 2, 8, 8); mesh = ds_ring.RingMesh.single()",
+                "ds_ring.ring_attention(x, x, x, pattern=ds_ring.Causal(), layout='zigzag', mesh=mesh)"),
             tuple(
                 f"ds_ring.{one}"
                 for one in (
-                    "codecs",
-                    "health.watchdog",
-                    "config.section",
-                    "decode",
-                    "health.failure_detector.verdicts",
-                    "kernels.flex",
-                    "kernels.triton",
-                    "measure",
-                    "layers",
-                    "ops.compiled",
-                    "patterns",
-                    "transports",
+                    "codecs", "health.watchdog", "config.section", "decode",
+                    "health.failure_detector.verdicts", "kernels.flex", "kernels.triton", "measure", "layers",
+                    "ops.compiled", "patterns", "transports",
                 )
             ),
         ),
     ],
     ids=["without torch", "without Dynamo", "a causal pass"],
-)
+)  # fmt: skip
 def test_a_public_name_imports_what_it_needs(statements: tuple[str, ...], absent: tuple[str, ...]) -> None:
     """One process asks for one name after the other: what is absent at the end was never imported."""
     code = "import sys\n" + "\n".join(

@@ -261,15 +261,10 @@ def wrong_sinks(rank: int, world_size: int, which: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "which",
     [
-        "of one rank's heads",
-        "of two dimensions",
-        "integers",
-        "a list",
-        "none",
-        "none on the first",
+        "of one rank's heads", "of two dimensions", "integers", "a list", "none", "none on the first",
         "bfloat16",
     ],
-)
+)  # fmt: skip
 def test_wrong_sinks_raise_on_every_rank(rank_pool: Pool, which: str) -> None:
     found = rank_pool(4).run(wrong_sinks, which)
     refused = which in ("of one rank's heads", "of two dimensions", "integers", "a list")

@@ -252,12 +252,9 @@ STRANGERS = {
     "code in the optimizer": (3, plant_in("*optim_states.pt"), "got posix.system, which loading would run"),
     "one file more": (1, add_a_shard, "mp_rank_01_model_states.pt: expected only the files that"),
     "a FIFO": (3, put_a_fifo, "expected a regular file, got a FIFO"),
-    "latest elsewhere": (
-        1,
-        lambda folder: (folder.parent / "latest").write_text("../other/global_step4"),
-        "expected the plain name of a checkpoint's folder, got '../other/global_step4'",
-    ),
-}
+    "latest elsewhere": (1, lambda folder: (folder.parent / "latest").write_text("../other/global_step4"),
+        "expected the plain name of a checkpoint's folder, got '../other/global_step4'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)

@@ -27,35 +27,23 @@ THEIRS = "DeepSpeedConfigError"
 
 # What is added to the JSON, who refuses it, and in which words.
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "AutoTP": (
-        {"tensor_parallel": {"autotp_size": 2}},
-        OURS,
-        "tensor_parallel.autotp_size: expected at most 1",
-    ),
-    "AutoEP": (
-        {"expert_parallel": {"autoep_size": 2}},
-        OURS,
-        "expert_parallel.autoep_size: expected at most 1",
-    ),
+    "AutoTP": ({"tensor_parallel": {"autotp_size": 2}}, OURS,
+        "tensor_parallel.autotp_size: expected at most 1"),
+    "AutoEP": ({"expert_parallel": {"autoep_size": 2}}, OURS,
+        "expert_parallel.autoep_size: expected at most 1"),
     "hybrid engine": ({"hybrid_engine": {"enabled": True}}, OURS, "hybrid_engine.enabled"),
     "random-LTD": ({"data_efficiency": {"enabled": True}}, OURS, "data_efficiency.enabled.*random-LTD"),
     "curriculum": ({"curriculum_learning": {"enabled": True}}, OURS, "other samples"),
     "AutoSP": ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, OURS, "it would shard twice"),
     "data_parallel_size": ({"data_parallel_size": 1}, OURS, "data_parallel_size: expected no such key"),
-    "predivided gradients at ZeRO 3": (
-        {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
-        OURS,
-        "gradient_predivide_factor: expected 1.0 at ZeRO 3",
-    ),
+    "predivided gradients at ZeRO 3": ({"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0},
+        OURS, "gradient_predivide_factor: expected 1.0 at ZeRO 3"),
     "auto": ({"steps_per_print": "auto"}, OURS, "steps_per_print: got"),
-    "sparse attention": (
-        {"sparse_attention": {"mode": "fixed"}},
-        THEIRS,
-        "Sparse Attention has been removed",
-    ),
+    "sparse attention": ({"sparse_attention": {"mode": "fixed"}}, THEIRS,
+        "Sparse Attention has been removed"),
     "compression": ({"compression_training": {}}, THEIRS, "compression library has been removed"),
     "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, THEIRS, "MiCS"),
-}
+}  # fmt: skip
 
 
 def sharded_by_autotp(model: torch.nn.Module) -> None:

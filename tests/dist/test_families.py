@@ -100,11 +100,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     *((family, {"head": "masked-lm"}, EXACT) for family in MASKED.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ENCODER_DECODERS.split()),
     *((family, {"head": "seq2seq-lm"}, EXACT) for family in ("seamless_m4t", "seamless_m4t_v2")),
-    (
-        "bigbird_pegasus",
-        {"head": "seq2seq-lm", "changes": {"attention_type": "original_full"}},
-        EXACT,
-    ),
+    ("bigbird_pegasus", {"head": "seq2seq-lm", "changes": {"attention_type": "original_full"}}, EXACT),
     *((family, {}, reason) for family, reason in NO_PAIRS.items()),
     ("t5", {"head": "token-classification", "section": {"pattern": {"causal": False}}}, EXACT),
     ("bart", {"head": "sequence-classification"}, "its head pools tokens"),
@@ -135,7 +131,7 @@ FAMILIES: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v4", {}, EXACT),
     *((family, {}, EXACT) for family in SINCE_5_24.split() if family in CONFIG_MAPPING),
     *((one, {}, "expected no sinks") for one in ("inkling2_loop_text",) if one in CONFIG_MAPPING),
-]
+]  # fmt: skip
 
 
 # Of exact families the forms of a batch that are refused, and a part of the reason.

@@ -38,16 +38,10 @@ BERT = SIZES | {
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Mixtral": ("CausalLM", "MixtralConfig", ROUTED | {"num_local_experts": 4, "sliding_window": None}),
     "Olmoe": ("CausalLM", "OlmoeConfig", ROUTED | {"num_experts": 4, "num_experts_per_tok": 2}),
-    "Qwen3 MoE": (
-        "CausalLM",
-        "Qwen3MoeConfig",
-        ROUTED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    ),
-    "Granite MoE": (
-        "CausalLM",
-        "GraniteMoeConfig",
-        ROUTED | {"num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "Qwen3 MoE": ("CausalLM", "Qwen3MoeConfig",
+        ROUTED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "Granite MoE": ("CausalLM", "GraniteMoeConfig",
+        ROUTED | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "Llama classifier": ("SequenceClassification", "LlamaConfig", GROUPED | {"num_labels": 3}),
     "Qwen2 reward": ("SequenceClassification", "Qwen2Config", GROUPED | {"num_labels": 1}),
     "Llama 4": (
@@ -61,7 +55,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Nemotron": ("CausalLM", "NemotronConfig", GROUPED),
     "RoBERTa": ("MaskedLM", "RobertaConfig", BERT),
     "XLM-R": ("MaskedLM", "XLMRobertaConfig", BERT),
-}
+}  # fmt: skip
 
 
 class Result(NamedTuple):
@@ -161,17 +155,11 @@ def on_a_ring(
 
 
 CASES = [
-    ("Mixtral", "zigzag", 1, 2.0),
-    ("Olmoe", "striped", 2, 1.0),
-    ("Qwen3 MoE", "contiguous", 1, 1.0),
-    ("Granite MoE", "zigzag", 1, 2.0),
-    ("Llama 4", "zigzag", 1, 2.0),
-    ("Llama 4", "contiguous", 2, 1.0),
-    ("Llama classifier", "zigzag", 1, 2.0),
-    ("Qwen2 reward", "contiguous", 2, 1.0),
-    ("RoBERTa", "contiguous", 1, 2.0),
-    ("XLM-R", "striped", 2, 1.0),
-]
+    ("Mixtral", "zigzag", 1, 2.0), ("Olmoe", "striped", 2, 1.0), ("Qwen3 MoE", "contiguous", 1, 1.0),
+    ("Granite MoE", "zigzag", 1, 2.0), ("Llama 4", "zigzag", 1, 2.0), ("Llama 4", "contiguous", 2, 1.0),
+    ("Llama classifier", "zigzag", 1, 2.0), ("Qwen2 reward", "contiguous", 2, 1.0),
+    ("RoBERTa", "contiguous", 1, 2.0), ("XLM-R", "striped", 2, 1.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "layout", "ulysses_size", "divisor"), CASES)

@@ -21,12 +21,8 @@ OUTSIDE_THE_RING = (
     ("kill while configurations are compared", 1),
 )
 IN_TRAINING = (
-    "kill in mid 64 MB",
-    "stop in a small hop",
-    "exception",
-    "different hop counts",
-    "different config",
-)
+    "kill in mid 64 MB", "stop in a small hop", "exception", "different hop counts", "different config",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -52,17 +52,14 @@ def mistake(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (
-            "no labels, backward",
-            "engine.backward: expected a model's loss, got NoneType; give labels",
-        ),
+        ("no labels, backward", "engine.backward: expected a model's loss, got NoneType; give labels"),
         ("no labels, logged", "mean_loss: expected a model's loss, got NoneType; give labels"),
         ("no labels, ring.loss", "loss: expected labels, got ['input_ids'"),
         ("ragged", "expected one length, got 12, 17 tokens; give lengths="),
         ("ragged, wrapped", "expected one length, got 12, 17 tokens"),
         ("index", "a rank has 12 of 24 tokens"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_named_on_every_rank(rank_pool: Any, kind: str, words: str) -> None:
     for outcome in rank_pool(2).collect(mistake, kind, grace_s=30):
         assert outcome.error_type == "RingShapeError" and words in outcome.message, outcome.report

@@ -31,25 +31,19 @@ LOCAL_AND_GLOBAL = {"sliding_window": 9, "layer_types": ["sliding_attention", "f
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", SIZES),
-    "dynamic rotary embedding": (
-        "LlamaConfig",
-        SIZES | {"rope_parameters": DYNAMIC, "max_position_embeddings": 20},
-    ),
-    "gpt-oss": (
-        "GptOssConfig",
-        SIZES | LOCAL_AND_GLOBAL | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-    ),
+    "dynamic rotary embedding": ("LlamaConfig",
+        SIZES | {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}),
+    "gpt-oss": ("GptOssConfig",
+        SIZES | LOCAL_AND_GLOBAL | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}),
     "GPT-2": (
         "GPT2Config",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
         | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         | dict.fromkeys(("bos_token_id", "eos_token_id")),
     ),
-    "Mixtral": (
-        "MixtralConfig",
-        SIZES | {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True},
-    ),
-}
+    "Mixtral": ("MixtralConfig",
+        SIZES | {"num_local_experts": 4, "sliding_window": None, "output_router_logits": True}),
+}  # fmt: skip
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW}
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,

@@ -79,15 +79,11 @@ def test_attention_is_exact_on_groups_of_any_order(rank_pool: Pool, how: str) ->
 
 WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
     "a rank twice": (lambda rank: RingMesh.from_groups([[0, 1], [1, 3]]), "every rank of a world of 4 once"),
-    "a rank is missing": (
-        lambda rank: RingMesh.from_groups([[0, 1]]),
-        "does not divide|every rank of a world",
-    ),
+    "a rank is missing": (lambda rank: RingMesh.from_groups([[0, 1]]),
+        "does not divide|every rank of a world"),
     "other lengths": (lambda rank: RingMesh.from_groups([[0, 1, 2], [3]]), "groups of one length"),
-    "Ulysses does not divide": (
-        lambda rank: RingMesh.from_groups([[0, 1], [2, 3]], 3),
-        "multiple of ulysses_size 3",
-    ),
+    "Ulysses does not divide": (lambda rank: RingMesh.from_groups([[0, 1], [2, 3]], 3),
+        "multiple of ulysses_size 3"),
     "no ranks": (lambda rank: RingMesh.from_groups([["a", "b"], ["c", "d"]]), "lists of ranks"),
     "not lists": (lambda rank: RingMesh.from_groups(4), "lists of ranks"),
     "no dimension": (
@@ -95,15 +91,11 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
         "with the dimensions",
     ),
     "no DeviceMesh": (lambda rank: RingMesh.from_device_mesh([0, 1, 2, 3], "cp"), "expected a DeviceMesh"),
-    "ranks differ": (
-        lambda rank: RingMesh.from_groups([[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]),
-        "expected the same groups on all ranks, got ring_size 2",
-    ),
-    "sizes differ": (
-        lambda rank: RingMesh.from_world(4 if rank == 3 else 2),
-        "got ring_size 2, ulysses_size 1 on rank 0 and ring_size 4, ulysses_size 1 on rank 3",
-    ),
-}
+    "ranks differ": (lambda rank: RingMesh.from_groups([[0, 1], [2, 3]] if rank else [[0, 2], [1, 3]]),
+        "expected the same groups on all ranks, got ring_size 2"),
+    "sizes differ": (lambda rank: RingMesh.from_world(4 if rank == 3 else 2),
+        "got ring_size 2, ulysses_size 1 on rank 0 and ring_size 4, ulysses_size 1 on rank 3"),
+}  # fmt: skip
 
 
 def refused(rank: int, world_size: int, what: str) -> tuple[str, str]:

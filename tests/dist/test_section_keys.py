@@ -42,37 +42,19 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.rank_speeds": ({}, {"rank_speeds": [1.0, 0.25]}, "layout"),
     "ring_attention.pattern.causal": ({}, {"pattern": {"causal": False}}, "output"),
     "ring_attention.pattern.window": ({}, {"pattern": {"window": 7}}, "output"),
-    "ring_attention.pattern.window_dilation": (
-        {"pattern": {"window": 7}},
-        {"pattern": {"window": 7, "window_dilation": 2}},
-        "output",
-    ),
-    "ring_attention.pattern.sinks": (
-        {"pattern": {"window": 7}},
-        {"pattern": {"window": 7, "sinks": 2}},
-        "output",
-    ),
+    "ring_attention.pattern.window_dilation": ({"pattern": {"window": 7}},
+        {"pattern": {"window": 7, "window_dilation": 2}}, "output"),
+    "ring_attention.pattern.sinks": ({"pattern": {"window": 7}}, {"pattern": {"window": 7, "sinks": 2}},
+        "output"),
     **{f"ring_attention.pattern.{key}": ({}, {"pattern": {key: 9}}, "output") for key in PATTERNS_BY_KEY},
-    "ring_attention.pattern.slices": (
-        {},
-        {"pattern": {"slices": [[[0, 40], [0, 40], "causal"], [[40, 64], [0, 64], "causal"]]}},
-        "output",
-    ),
-    "ring_attention.pattern.segment_lengths": (
-        {"pattern": DILATED},
-        {"pattern": DILATED | {"segment_lengths": [8, 32]}},
-        "output",
-    ),
-    "ring_attention.pattern.dilation_rates": (
-        {"pattern": DILATED},
-        {"pattern": DILATED | {"dilation_rates": [1, 4]}},
-        "output",
-    ),
-    "ring_attention.pattern.head_offsets": (
-        {"pattern": DILATED},
-        {"pattern": DILATED | {"head_offsets": "zero"}},
-        "output",
-    ),
+    "ring_attention.pattern.slices": ({},
+        {"pattern": {"slices": [[[0, 40], [0, 40], "causal"], [[40, 64], [0, 64], "causal"]]}}, "output"),
+    "ring_attention.pattern.segment_lengths": ({"pattern": DILATED},
+        {"pattern": DILATED | {"segment_lengths": [8, 32]}}, "output"),
+    "ring_attention.pattern.dilation_rates": ({"pattern": DILATED},
+        {"pattern": DILATED | {"dilation_rates": [1, 4]}}, "output"),
+    "ring_attention.pattern.head_offsets": ({"pattern": DILATED},
+        {"pattern": DILATED | {"head_offsets": "zero"}}, "output"),
     "ring_attention.pattern.documents": ({}, {"pattern": {"documents": True}}, "takes documents"),
     "ring_attention.pattern.layers": ({}, {"pattern": {"layers": {"1": {"window": 7}}}}, "layer 1"),
     "ring_attention.attention": ({}, {"attention": "as_is"}, "attn_implementation"),
@@ -81,11 +63,8 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.kernel_options": ({}, {"kernel_options": {"block": 1024}}, "kernel"),
     "ring_attention.transport": ({}, {"transport": "all_gather"}, "batches"),
     "ring_attention.overlap": ({}, {"overlap": False}, "waits"),
-    "ring_attention.prune": (
-        {"layout": "contiguous", "pattern": {"window": 7}},
-        {"layout": "contiguous", "pattern": {"window": 7}, "prune": False},
-        "bytes",
-    ),
+    "ring_attention.prune": ({"layout": "contiguous", "pattern": {"window": 7}},
+        {"layout": "contiguous", "pattern": {"window": 7}, "prune": False}, "bytes"),
     "ring_attention.gradient_payload": ({}, {"gradient_payload": "bfloat16"}, "gradient payload"),
     "ring_attention.kv_payload": ({}, {"kv_payload": list(KV_PAYLOADS)[-1]}, "bytes"),
     "ring_attention.chunk_bytes": ({}, {"chunk_bytes": 1}, "batches"),
@@ -102,20 +81,14 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "ring_attention.recompute_attention": ({}, {"recompute_attention": True}, "recompute"),
     "ring_attention.long_sequence.tiled_loss": ({}, {"long_sequence": {"tiled_loss": True}}, "long"),
     "ring_attention.long_sequence.tiled_mlp": ({}, {"long_sequence": {"tiled_mlp": True}}, "long"),
-    "ring_attention.long_sequence.offload_checkpoints": (
-        {},
-        {"long_sequence": {"offload_checkpoints": True}},
-        "long",
-    ),
-    "ring_attention.long_sequence.offload_attention": (
-        {},
-        {"long_sequence": {"offload_attention": True}},
-        "offload",
-    ),
+    "ring_attention.long_sequence.offload_checkpoints": ({}, {"long_sequence": {"offload_checkpoints": True}},
+        "long"),
+    "ring_attention.long_sequence.offload_attention": ({}, {"long_sequence": {"offload_attention": True}},
+        "offload"),
     "ring_attention.check_finite": ({}, {"check_finite": True}, "NaN"),
     "ring_attention.verify_first_batch": ({}, {"verify_first_batch": True}, "forward"),
     "ring_attention.monitor": (CSV, CSV | {"monitor": True}, "traces"),
-}
+}  # fmt: skip
 
 
 def test_the_table_has_every_key() -> None:
@@ -259,16 +232,9 @@ def test_every_key_changes_what_can_be_seen(rank_pool: Any, tmp_path: Path) -> N
 # --- the monitor -------------------------------------------------------------------------------------
 
 EVENTS = [
-    "forward_hop_seconds",
-    "backward_hop_seconds",
-    "wait_share",
-    "exposed_seconds",
-    "sent_bytes",
-    "buffers_bytes",
-    "memory_bytes",
-    "step_seconds",
-    "tokens_per_second",
-]
+    "forward_hop_seconds", "backward_hop_seconds", "wait_share", "exposed_seconds", "sent_bytes",
+    "buffers_bytes", "memory_bytes", "step_seconds", "tokens_per_second",
+]  # fmt: skip
 
 
 def train_monitored(rank: int, world_size: int, folder: str) -> int:

@@ -203,113 +203,69 @@ ALL, QKV = None, ("q", "k", "v")
 TYPED, MISMATCH = "RingShapeError", "RingMismatchError"
 WRONG = {
     # What only a comparison of ranks can find: all of them raise, and name both ranks and the field.
-    "tokens differ": Wrong(
-        shape(tokens=32),
-        MISMATCH,
-        ("local tokens: ring rank 0 has 32, ring rank 1 has 16", "same model"),
-    ),
+    "tokens differ": Wrong(shape(tokens=32), MISMATCH,
+        ("local tokens: ring rank 0 has 32, ring rank 1 has 16", "same model")),
     "batch differs": Wrong(shape(batch=3), MISMATCH, ("batch size: ring rank 0 has 2, ring rank 1 has 3",)),
-    "heads differ": Wrong(
-        shape(query_heads=4), MISMATCH, ("query heads: ring rank 0 has 8, ring rank 1 has 4",)
-    ),
-    "K/V heads differ": Wrong(
-        shape(kv_heads=2), MISMATCH, ("K/V heads: ring rank 0 has 4, ring rank 1 has 2",)
-    ),
-    "head_dim differs": Wrong(
-        shape(head_dim=32), MISMATCH, ("head_dim: ring rank 0 has 16, ring rank 1 has 32",)
-    ),
-    "dtype differs": Wrong(
-        on(*QKV, do=Tensor.bfloat16),
-        MISMATCH,
-        ("dtype of q", "ring rank 1 has torch.bfloat16", "ring rank 0 has torch.float32", "same model"),
-    ),
-    "pattern differs": Wrong(
-        put(pattern=Full()),
-        MISMATCH,
-        ("pattern: ring rank 0 has Causal(), ring rank 1 has Full()", "same model"),
-    ),
-    "layout differs": Wrong(
-        layout("striped"),
-        MISMATCH,
-        ("layout: ring rank 0 has zigzag", "ring rank 1 has striped layout of 64 tokens"),
-    ),
+    "heads differ": Wrong(shape(query_heads=4), MISMATCH,
+        ("query heads: ring rank 0 has 8, ring rank 1 has 4",)),
+    "K/V heads differ": Wrong(shape(kv_heads=2), MISMATCH,
+        ("K/V heads: ring rank 0 has 4, ring rank 1 has 2",)),
+    "head_dim differs": Wrong(shape(head_dim=32), MISMATCH,
+        ("head_dim: ring rank 0 has 16, ring rank 1 has 32",)),
+    "dtype differs": Wrong(on(*QKV, do=Tensor.bfloat16), MISMATCH,
+        ("dtype of q", "ring rank 1 has torch.bfloat16", "ring rank 0 has torch.float32", "same model")),
+    "pattern differs": Wrong(put(pattern=Full()), MISMATCH,
+        ("pattern: ring rank 0 has Causal(), ring rank 1 has Full()", "same model")),
+    "layout differs": Wrong(layout("striped"), MISMATCH,
+        ("layout: ring rank 0 has zigzag", "ring rank 1 has striped layout of 64 tokens")),
     "scale differs": Wrong(put(scale=0.25), MISMATCH, ("scale: ring rank 0 has None, ring rank 1 has 0.25",)),
-    "transport differs": Wrong(
-        put(transport="all_gather"),
-        MISMATCH,
-        ("transport: ring rank 0 has ring, ring rank 1 has all_gather",),
-    ),
-    "pruning differs": Wrong(
-        put(prune=False), MISMATCH, ("prune: ring rank 0 has True, ring rank 1 has False",)
-    ),
-    "kernel differs": Wrong(
-        put(kernel="reference"), MISMATCH, ("kernel: ring rank 0 has auto, ring rank 1 has reference",)
-    ),
+    "transport differs": Wrong(put(transport="all_gather"), MISMATCH,
+        ("transport: ring rank 0 has ring, ring rank 1 has all_gather",)),
+    "pruning differs": Wrong(put(prune=False), MISMATCH,
+        ("prune: ring rank 0 has True, ring rank 1 has False",)),
+    "kernel differs": Wrong(put(kernel="reference"), MISMATCH,
+        ("kernel: ring rank 0 has auto, ring rank 1 has reference",)),
     # What the rank that is wrong sees by itself: it says what, the others say who.
-    "k in another dtype": Wrong(
-        on("k", do=Tensor.half), TYPED, ("k is torch.float16", "q is torch.float32", "cast")
-    ),
-    "integers": Wrong(
-        on(*QKV, do=Tensor.int), TYPED, ("q: expected a floating dtype", "torch.int32", "cast")
-    ),
+    "k in another dtype": Wrong(on("k", do=Tensor.half), TYPED,
+        ("k is torch.float16", "q is torch.float32", "cast")),
+    "integers": Wrong(on(*QKV, do=Tensor.int), TYPED,
+        ("q: expected a floating dtype", "torch.int32", "cast")),
     "complex": Wrong(on(*QKV, do=lambda x: x.to(torch.complex64)), TYPED, ("torch.complex64", "cast")),
-    "three dimensions": Wrong(
-        on(*QKV, do=lambda x: x[0]), TYPED, ("expected 4 dimensions", "(8, 32, 16)", "unsqueeze")
-    ),
-    "five dimensions": Wrong(
-        on("v", do=lambda x: x[None]), TYPED, ("v: expected 4 dimensions", "(1, 2, 4, 32, 16)")
-    ),
-    "k shorter than v": Wrong(
-        on("k", do=lambda x: x[:, :, 1:]),
-        TYPED,
-        ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "equal batch, heads and tokens"),
-    ),
+    "three dimensions": Wrong(on(*QKV, do=lambda x: x[0]), TYPED,
+        ("expected 4 dimensions", "(8, 32, 16)", "unsqueeze")),
+    "five dimensions": Wrong(on("v", do=lambda x: x[None]), TYPED,
+        ("v: expected 4 dimensions", "(1, 2, 4, 32, 16)")),
+    "k shorter than v": Wrong(on("k", do=lambda x: x[:, :, 1:]), TYPED,
+        ("(2, 4, 31, 16)", "(2, 4, 32, 16)", "equal batch, heads and tokens")),
     "batch of k": Wrong(on("k", "v", do=lambda x: x[:1]), TYPED, ("(1, 4, 32, 16)", "batch (dim 0)")),
-    "head_dim of k": Wrong(
-        on("k", "v", do=lambda x: x[..., :8]), TYPED, ("(2, 4, 32, 8)", "head_dim (dim 3)")
-    ),
-    "heads no multiple": Wrong(
-        on("k", "v", do=lambda x: x[:, :3]), TYPED, ("a multiple of K/V heads, got 8 and 3", "grouped-query")
-    ),
+    "head_dim of k": Wrong(on("k", "v", do=lambda x: x[..., :8]), TYPED,
+        ("(2, 4, 32, 8)", "head_dim (dim 3)")),
+    "heads no multiple": Wrong(on("k", "v", do=lambda x: x[:, :3]), TYPED,
+        ("a multiple of K/V heads, got 8 and 3", "grouped-query")),
     "empty": Wrong(on(*QKV, do=lambda x: x[:, :, :0]), TYPED, ("(2, 8, 0, 16)", "at least a slot")),
     "empty batch, all": Wrong(on(*QKV, do=lambda x: x[:0]), TYPED, ("(0, 8, 32, 16)",), ALL),
-    "q alone too short": Wrong(
-        on("q", do=lambda x: x[:, :, :9]), TYPED, ("32 slots per rank", "q with 9", "shard_sequence")
-    ),
-    "meta": Wrong(
-        on(*QKV, do=lambda x: x.to("meta")), TYPED, ("q: expected a tensor with values", "meta", "to_empty")
-    ),
+    "q alone too short": Wrong(on("q", do=lambda x: x[:, :, :9]), TYPED,
+        ("32 slots per rank", "q with 9", "shard_sequence")),
+    "meta": Wrong(on(*QKV, do=lambda x: x.to("meta")), TYPED,
+        ("q: expected a tensor with values", "meta", "to_empty")),
     "meta, all": Wrong(on("v", do=lambda x: x.to("meta")), TYPED, ("v:", "(2, 4, 32, 16)"), ALL),
     "no tensor": Wrong(put(v=None), TYPED, ("v: expected a tensor, got NoneType",)),
     "sparse": Wrong(on("k", do=Tensor.to_sparse), TYPED, ("k: expected a dense tensor", "to_dense")),
-    "layout of other tokens": Wrong(
-        layout(tokens=128), TYPED, ("expected 64 slots per rank", "got q with 32", "shard_sequence")
-    ),
+    "layout of other tokens": Wrong(layout(tokens=128), TYPED,
+        ("expected 64 slots per rank", "got q with 32", "shard_sequence")),
     "layout of other tokens, all": Wrong(layout(tokens=128), TYPED, ("64 slots", "32"), ALL),
-    "layout for another ring": Wrong(
-        layout(ring_size=7),
-        "RingLayoutError",
-        ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)"),
-    ),
-    "layout unknown": Wrong(
-        put(layout="zigzack"), "RingLayoutError", ("contiguous, zigzag, striped", "got 'zigzack'")
-    ),
+    "layout for another ring": Wrong(layout(ring_size=7), "RingLayoutError",
+        ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)")),
+    "layout unknown": Wrong(put(layout="zigzack"), "RingLayoutError",
+        ("contiguous, zigzag, striped", "got 'zigzack'")),
     "layout a number": Wrong(put(layout=4), "RingLayoutError", ("got 4", "make_layout")),
     "pattern a text": Wrong(put(pattern="causal"), "RingPatternError", ("got 'causal'", "ds_ring.Causal()")),
-    "options that are none": Wrong(
-        put(options={"transport": "pull"}),
-        "RingConfigError",
-        ("options: expected PassOptions, got", "use ds_ring.PassOptions(transport=...)"),
-    ),
-    "transport unknown, all": Wrong(
-        put(transport="pigeon"),
-        "RingConfigError",
-        ('transport: expected one of "ring", "pull", "reproducible", "all_gather", got "pigeon"',),
-        ALL,
-    ),
-    "kernel unknown": Wrong(
-        put(kernel="fast"), "RingConfigError", ('kernel: expected one of "auto", "reference", ', 'got "fast"')
-    ),
+    "options that are none": Wrong(put(options={"transport": "pull"}), "RingConfigError",
+        ("options: expected PassOptions, got", "use ds_ring.PassOptions(transport=...)")),
+    "transport unknown, all": Wrong(put(transport="pigeon"), "RingConfigError",
+        ('transport: expected one of "ring", "pull", "reproducible", "all_gather", got "pigeon"',), ALL),
+    "kernel unknown": Wrong(put(kernel="fast"), "RingConfigError",
+        ('kernel: expected one of "auto", "reference", ', 'got "fast"')),
     "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ('"fast"',), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got NaN", "1 / sqrt(head_dim)")),
     "scale a text": Wrong(put(scale="big"), "RingConfigError", ('a finite number, got "big"',)),
@@ -318,9 +274,8 @@ WRONG = {
         TYPED,
         ("k: expected a tensor with values", "to_empty"),
     ),
-    "replicated queries, positions no numbers": Wrong(
-        put(queries="replicated", positions=["first"]), TYPED, ("1-D list of integers, got ['first']",)
-    ),
+    "replicated queries, positions no numbers": Wrong(put(queries="replicated", positions=["first"]), TYPED,
+        ("1-D list of integers, got ['first']",)),
     "replicated queries that differ": Wrong(
         lambda arguments: arguments.update(
             queries="replicated", q=arguments["q"] + arguments["mesh"].ring_rank
@@ -330,12 +285,10 @@ WRONG = {
         ALL,
     ),
     "DTensor": Wrong(on("q", do=as_dtensor), TYPED, ("got a DTensor", ".to_local()", "shard_sequence"), ALL),
-    "nested": Wrong(
-        on("k", do=lambda x: torch.nested.nested_tensor(list(x))), TYPED, ("nested", "Documents")
-    ),
-    "quantized": Wrong(
-        on("v", do=lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TYPED, ("dequantize",)
-    ),
+    "nested": Wrong(on("k", do=lambda x: torch.nested.nested_tensor(list(x))), TYPED,
+        ("nested", "Documents")),
+    "quantized": Wrong(on("v", do=lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)), TYPED,
+        ("dequantize",)),
     "latents on one rank": Wrong(
         lambda arguments: latents()(arguments) if arguments["mesh"].ring_rank else None,
         MISMATCH,
@@ -350,36 +303,23 @@ WRONG = {
         ("up_projection: ring rank 0 has (160, 16), ring rank 1 has (168, 16)",),
         ALL,
     ),
-    "up-projection of another latent": Wrong(
-        latents(up_projection=lambda x: x[:, 1:]),
-        TYPED,
-        ("up_projection: expected shape", "(160, 15)", "L = 16"),
-    ),
-    "up-projection of another width": Wrong(
-        latents(up_projection=lambda x: x[1:]),
-        TYPED,
-        ("up_projection: expected shape", "(159, 16)", "N = 12"),
-    ),
-    "up-projection without values": Wrong(
-        latents(up_projection=lambda x: x[: 8 * 12]), TYPED, ("E of at least 1", "(96, 16)")
-    ),
-    "up-projection of another dtype, all": Wrong(
-        latents(up_projection=Tensor.half),
-        TYPED,
-        ("up_projection: expected torch.float32 on cpu, as q", "torch.float16"),
-        ALL,
-    ),
-    "up-projection no tensor": Wrong(
-        latents(up_projection=Tensor.tolist), TYPED, ("up_projection: expected a tensor, got list",)
-    ),
+    "up-projection of another latent": Wrong(latents(up_projection=lambda x: x[:, 1:]), TYPED,
+        ("up_projection: expected shape", "(160, 15)", "L = 16")),
+    "up-projection of another width": Wrong(latents(up_projection=lambda x: x[1:]), TYPED,
+        ("up_projection: expected shape", "(159, 16)", "N = 12")),
+    "up-projection without values": Wrong(latents(up_projection=lambda x: x[: 8 * 12]), TYPED,
+        ("E of at least 1", "(96, 16)")),
+    "up-projection of another dtype, all": Wrong(latents(up_projection=Tensor.half), TYPED,
+        ("up_projection: expected torch.float32 on cpu, as q", "torch.float16"), ALL),
+    "up-projection no tensor": Wrong(latents(up_projection=Tensor.tolist), TYPED,
+        ("up_projection: expected a tensor, got list",)),
     "latents of several heads": Wrong(
         latents(k=lambda x: x.expand(-1, 2, -1, -1), v=lambda x: x.expand(-1, 2, -1, -1)),
         TYPED,
         ("latent: expected [batch, 1, tokens, L], got several heads", "what all heads share"),
     ),
-    "rotary key wider than queries": Wrong(
-        latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED, ("at most q's head_dim 16, got 20",)
-    ),
+    "rotary key wider than queries": Wrong(latents(v=lambda x: x.repeat(1, 1, 1, 5)), TYPED,
+        ("at most q's head_dim 16, got 20",)),
     "payloads of replicated queries": Wrong(
         lambda arguments: arguments.update(queries="replicated", gradient_payload="bfloat16"),
         "RingConfigError",
@@ -393,10 +333,9 @@ WRONG = {
         "RingPatternError",
         ("the same for all heads", "head_offsets"),
     ),
-    "no time at all": Wrong(
-        put(hop_timeout_seconds=0.0), "RingConfigError", ("seconds above 0, got 0.0", "use 10 or 60"), ALL
-    ),
-}
+    "no time at all": Wrong(put(hop_timeout_seconds=0.0), "RingConfigError",
+        ("seconds above 0, got 0.0", "use 10 or 60"), ALL),
+}  # fmt: skip
 
 
 def call_wrongly(rank: int, world_size: int, name: str, ulysses_size: int) -> Refusal:
@@ -596,17 +535,12 @@ WHO = ("ring rank 1 refused its own input",)
 CALLS = {
     "dropout": WrongCall(module_call(None, dropout=0.1), CONFIG, ("dropout: expected 0, got 0.1", "model's")),
     "dropout on rank 1": WrongCall(module_call(1, dropout_p=0.1), REFUSED, (WHO, ("dropout_p", "0.1"))),
-    "attention mask": WrongCall(
-        module_call(None, attention_mask=torch.ones(2, 64)),
-        CONFIG,
-        ("attention_mask", "express masks as a pattern"),
-    ),
-    "attention mask on rank 1": WrongCall(
-        module_call(1, attention_mask=torch.ones(2, 64)), REFUSED, (WHO, ("attention_mask", "pattern"))
-    ),
-    "mask by position": WrongCall(
-        module_call(None, None, torch.ones(2, 64)), CONFIG, ("'Tensor'", "express masks as a pattern")
-    ),
+    "attention mask": WrongCall(module_call(None, attention_mask=torch.ones(2, 64)), CONFIG,
+        ("attention_mask", "express masks as a pattern")),
+    "attention mask on rank 1": WrongCall(module_call(1, attention_mask=torch.ones(2, 64)), REFUSED,
+        (WHO, ("attention_mask", "pattern"))),
+    "mask by position": WrongCall(module_call(None, None, torch.ones(2, 64)), CONFIG,
+        ("'Tensor'", "express masks as a pattern")),
     "batch_dim_idx 2": WrongCall(module_call(None, 2), CONFIG, ("got 2", "1 for [S, B, H, D]")),
     "batch_dim_idx 2 on rank 1": WrongCall(module_call(1, 2), REFUSED, (WHO, ("got 2",))),
     "no configuration": WrongCall(
@@ -614,105 +548,69 @@ CALLS = {
         CONFIG,
         ("expected a RingConfig or a Pattern, got dict", "from_deepspeed"),
     ),
-    "kernel not there": WrongCall(
-        module_of(kernel="flesh"), CONFIG, ('expected one of "auto", "reference"', 'got "flesh"')
-    ),
-    "kernel of another device": WrongCall(
-        module_of(kernel="flex"), CONFIG, ('kernel "flex"', "got cpu", 'use "auto"')
-    ),
-    "kernel option unknown": WrongCall(
-        module_of(options={"blok": 64}),
-        CONFIG,
-        ("'blok': 64", "kernel 'cpu'", "unexpected keyword argument 'blok'"),
-    ),
-    "kernel option zero": WrongCall(
-        module_of(options={"block": 0}), CONFIG, ("block: expected 1 token or more", "got 0", "leave it out")
-    ),
-    "kernel option a list": WrongCall(
-        module_of(options={"block": [1, 2]}), CONFIG, ("block: expected 1 token or more", "leave it out")
-    ),
-    "layout not there": WrongCall(
-        module_of(layout="residue"), LAYOUT, ('layout "residue"', "Dilated(...)", "got Causal()")
-    ),
-    "documents without any": WrongCall(
-        module_of(pattern={"documents": True}), both("RingConfigError"), ("documents", "got none", "pass")
-    ),
-    "forward against backward": WrongCall(
-        forward_against_backward,
-        both(MISMATCH),
-        ("operation: ring rank 0 has attention forward, ring rank 1 has attention backward",),
-    ),
-    "one call more": WrongCall(
-        one_call_more,
-        both(MISMATCH),
-        ("operation: ring rank 0 has attention backward, ring rank 1 has attention forward",),
-    ),
-    "attention against gather": WrongCall(
-        attention_against_gather,
-        both(MISMATCH),
-        ("operation: ring rank 0 has attention forward, ring rank 1 has gather_sequence",),
-    ),
-    "different contexts": WrongCall(
-        different_contexts, both(MISMATCH), ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)
-    ),
-    "gather of a wrong length": WrongCall(
-        gather(None, lambda x: x[:, :, :30]), SHAPES, ("expected 32 slots", "got 30 in dim 2", "its layout")
-    ),
-    "gather of a wrong length on rank 1": WrongCall(
-        gather(1, lambda x: x[:, :, :30]), (MISMATCH, TYPED), (WHO, ("expected 32 slots", "got 30 in dim 2"))
-    ),
-    "gather of different batches": WrongCall(
-        gather(1, lambda x: x[:1]), both(MISMATCH), ("shape: ", "32, 16)", "same model")
-    ),
-    "gather along a dimension that is not there": WrongCall(
-        gather(None, lambda x: x, dim=4), SHAPES, ("dim 4", "(2, 8, 32, 16)")
-    ),
+    "kernel not there": WrongCall(module_of(kernel="flesh"), CONFIG,
+        ('expected one of "auto", "reference"', 'got "flesh"')),
+    "kernel of another device": WrongCall(module_of(kernel="flex"), CONFIG,
+        ('kernel "flex"', "got cpu", 'use "auto"')),
+    "kernel option unknown": WrongCall(module_of(options={"blok": 64}), CONFIG,
+        ("'blok': 64", "kernel 'cpu'", "unexpected keyword argument 'blok'")),
+    "kernel option zero": WrongCall(module_of(options={"block": 0}), CONFIG,
+        ("block: expected 1 token or more", "got 0", "leave it out")),
+    "kernel option a list": WrongCall(module_of(options={"block": [1, 2]}), CONFIG,
+        ("block: expected 1 token or more", "leave it out")),
+    "layout not there": WrongCall(module_of(layout="residue"), LAYOUT,
+        ('layout "residue"', "Dilated(...)", "got Causal()")),
+    "documents without any": WrongCall(module_of(pattern={"documents": True}), both("RingConfigError"),
+        ("documents", "got none", "pass")),
+    "forward against backward": WrongCall(forward_against_backward, both(MISMATCH),
+        ("operation: ring rank 0 has attention forward, ring rank 1 has attention backward",)),
+    "one call more": WrongCall(one_call_more, both(MISMATCH),
+        ("operation: ring rank 0 has attention backward, ring rank 1 has attention forward",)),
+    "attention against gather": WrongCall(attention_against_gather, both(MISMATCH),
+        ("operation: ring rank 0 has attention forward, ring rank 1 has gather_sequence",)),
+    "different contexts": WrongCall(different_contexts, both(MISMATCH),
+        ("scale: ring rank 0 has 0.5, ring rank 1 has 0.25",)),
+    "gather of a wrong length": WrongCall(gather(None, lambda x: x[:, :, :30]), SHAPES,
+        ("expected 32 slots", "got 30 in dim 2", "its layout")),
+    "gather of a wrong length on rank 1": WrongCall(gather(1, lambda x: x[:, :, :30]), (MISMATCH, TYPED),
+        (WHO, ("expected 32 slots", "got 30 in dim 2"))),
+    "gather of different batches": WrongCall(gather(1, lambda x: x[:1]), both(MISMATCH),
+        ("shape: ", "32, 16)", "same model")),
+    "gather along a dimension that is not there": WrongCall(gather(None, lambda x: x, dim=4), SHAPES,
+        ("dim 4", "(2, 8, 32, 16)")),
     "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("expected 64 tokens", "got 63", "build")),
     "shard along a dimension that is not there": WrongCall(shard(dim=-5), SHAPES, ("dim -5", "64, 16)")),
-    "shard for another ring": WrongCall(
-        shard(ring=4), LAYOUT, ("got one for 4 ranks", "for 2 ranks", "ring_size=2")
-    ),
+    "shard for another ring": WrongCall(shard(ring=4), LAYOUT,
+        ("got one for 4 ranks", "for 2 ranks", "ring_size=2")),
     "shard without a rank": WrongCall(shard(whole=False), SHAPES, ("exactly one of ring_rank=... and mesh",)),
-    "shard for a rank and a mesh": WrongCall(
-        shard(rank=0), SHAPES, ("exactly one of ring_rank=... and mesh",)
-    ),
-    "shard of a rank that is not there": WrongCall(
-        shard(rank=2, whole=False), SHAPES, ("ring_rank: expected a rank of the layout, 0..1", "got 2")
-    ),
-    "ring size 3 of 2 ranks": WrongCall(
-        lambda rank, mesh: RingMesh.from_world(3), MESH, ("3", "does not divide world size 2", "use 1 or 2")
-    ),
-    "ring 2 x ulysses 2 of 2 ranks": WrongCall(
-        lambda rank, mesh: RingMesh.from_world(2, 2), MESH, ("ring 2 x ulysses 2", "use 1 or 2")
-    ),
+    "shard for a rank and a mesh": WrongCall(shard(rank=0), SHAPES,
+        ("exactly one of ring_rank=... and mesh",)),
+    "shard of a rank that is not there": WrongCall(shard(rank=2, whole=False), SHAPES,
+        ("ring_rank: expected a rank of the layout, 0..1", "got 2")),
+    "ring size 3 of 2 ranks": WrongCall(lambda rank, mesh: RingMesh.from_world(3), MESH,
+        ("3", "does not divide world size 2", "use 1 or 2")),
+    "ring 2 x ulysses 2 of 2 ranks": WrongCall(lambda rank, mesh: RingMesh.from_world(2, 2), MESH,
+        ("ring 2 x ulysses 2", "use 1 or 2")),
     "ring size 0": WrongCall(lambda rank, mesh: RingMesh.from_world(0), MESH, ("positive integer, got 0",)),
-    "no mesh": WrongCall(
-        lambda rank, mesh: attend(right_arguments(mesh) | {"mesh": None}), MESH, ("RingMesh.from_world",)
-    ),
-    "layout of no tokens": WrongCall(
-        lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT, ("tokens", "got 0")
-    ),
-    "segments and dilations of different length": WrongCall(
-        lambda rank, mesh: Dilated((8, 16), (1,)), PATTERN, ("expected 2 dilation rates, got 1",)
-    ),
-    "a segment of no length": WrongCall(
-        lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN, ("segment_lengths", "got [0, 16]")
-    ),
-    "a dilation below one": WrongCall(
-        lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN, ("dilation_rates", "got [1, -2]")
-    ),
-    "segments that do not increase": WrongCall(
-        lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN, ("segment_lengths", "increasing", "[16, 16]")
-    ),
+    "no mesh": WrongCall(lambda rank, mesh: attend(right_arguments(mesh) | {"mesh": None}), MESH,
+        ("RingMesh.from_world",)),
+    "layout of no tokens": WrongCall(lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT,
+        ("tokens", "got 0")),
+    "segments and dilations of different length": WrongCall(lambda rank, mesh: Dilated((8, 16), (1,)),
+        PATTERN, ("expected 2 dilation rates, got 1",)),
+    "a segment of no length": WrongCall(lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN,
+        ("segment_lengths", "got [0, 16]")),
+    "a dilation below one": WrongCall(lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN,
+        ("dilation_rates", "got [1, -2]")),
+    "segments that do not increase": WrongCall(lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN,
+        ("segment_lengths", "increasing", "[16, 16]")),
     "no branch at all": WrongCall(lambda rank, mesh: Dilated((), ()), PATTERN, ("segment_lengths",)),
-    "head offsets unknown": WrongCall(
-        lambda rank, mesh: Dilated((8,), (1,), head_offsets="papre"), PATTERN, ("head_offsets", "papre")
-    ),
+    "head offsets unknown": WrongCall(lambda rank, mesh: Dilated((8,), (1,), head_offsets="papre"), PATTERN,
+        ("head_offsets", "papre")),
     "a window of nothing": WrongCall(lambda rank, mesh: SlidingWindow(0), PATTERN, ("window", "got 0")),
     "a mask that is no function": WrongCall(lambda rank, mesh: MaskMod(3), PATTERN, ("mask_mod", "3")),
-    "document ids of two dimensions": WrongCall(
-        lambda rank, mesh: Documents(torch.zeros(2, 64, dtype=torch.int64).numpy()), PATTERN, ("(2, 64)",)
-    ),
+    "document ids of two dimensions": WrongCall(lambda rank,
+        mesh: Documents(torch.zeros(2, 64, dtype=torch.int64).numpy()), PATTERN, ("(2, 64)",)),
     "documents of another length": WrongCall(
         lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * 63)}),
         PATTERN,
@@ -723,13 +621,11 @@ CALLS = {
         (MISMATCH, "RingPatternError"),
         (WHO, ("got one of 65",)),
     ),
-    "JSON key misspelt": WrongCall(
-        config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG, ("layuot", "did you mean")
-    ),
+    "JSON key misspelt": WrongCall(config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG,
+        ("layuot", "did you mean")),
     "JSON section misspelt": WrongCall(config(ring_atention={}), CONFIG, ("ring_atention", "did you mean")),
-    "JSON of a wrong type": WrongCall(
-        config(ring_attention={"ring_size": "two"}), CONFIG, ("ring_size", 'got "two"', "whole number")
-    ),
+    "JSON of a wrong type": WrongCall(config(ring_attention={"ring_size": "two"}), CONFIG,
+        ("ring_size", 'got "two"', "whole number")),
     "JSON sizes that do not multiply": WrongCall(
         config(sequence_parallel_size=8, ring_attention={"ring_size": 3}), CONFIG, ("3", "8", "set ")
     ),
@@ -743,7 +639,7 @@ CALLS = {
         CONFIG,
         ("/nowhere/ds_config.json", "does not exist", "check the path"),
     ),
-}
+}  # fmt: skip
 
 
 def act_wrongly(rank: int, world_size: int, name: str) -> Refusal:

@@ -110,71 +110,41 @@ CONFIG = "RingConfigError"
 STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "no model": ({"model": None, "config": GOOD}, CONFIG, "expected a torch.nn.Module, got NoneType"),
     "no configuration": ({"args": None}, CONFIG, "expected one DeepSpeed configuration, got none"),
-    "two configurations": (
-        {"args": named_file("a.json"), "config_params": GOOD},
-        CONFIG,
-        "got config_params and args.deepspeed_config",
-    ),
+    "two configurations": ({"args": named_file("a.json"), "config_params": GOOD}, CONFIG,
+        "got config_params and args.deepspeed_config"),
     "missing file": ({"args": named_file("nowhere/a.json")}, CONFIG, "nowhere"),
     "missing file as config": ({"config": "nowhere.json"}, CONFIG, "nowhere.json"),
     "an mpu": ({"mpu": "MPU", "config": GOOD}, CONFIG, "mpu: expected None"),
     "mesh_param": ({"mesh_param": (1, 2), "config": GOOD}, CONFIG, "mesh_param: expected None, got tuple"),
-    "world": (
-        {"config": json_config(3, 2, 1)},
-        "RingMeshError",
-        "sequence_parallel_size 3 does not divide world size 2; use 1 or 2",
-    ),
-    "sizes that do not multiply": (
-        {"config": GOOD | {"ring_attention": {"ring_size": 2, "ulysses_size": 2}}},
-        CONFIG,
-        r"ring_size 2 x ulysses_size 2 = 4, but sequence_parallel_size is 2; set",
-    ),
+    "world": ({"config": json_config(3, 2, 1)}, "RingMeshError",
+        "sequence_parallel_size 3 does not divide world size 2; use 1 or 2"),
+    "sizes that do not multiply": ({"config": GOOD | {"ring_attention": {"ring_size": 2, "ulysses_size": 2}}},
+        CONFIG, r"ring_size 2 x ulysses_size 2 = 4, but sequence_parallel_size is 2; set"),
     "another attention": (
         {"implementation": "eager", "config": GOOD | {"ring_attention": {"attention": "as_is"}}},
         CONFIG,
         "keeps 'eager', which would attend to this rank's tokens only",
     ),
-    "inexact scale": (
-        {"config": GOOD | UNEQUAL_SCALES},
-        CONFIG,
-        "gradient_predivide_factor: expected 1.0 at ZeRO 3, got 2.0",
-    ),
-    "own sampler": (
-        {"config": GOOD | {"curriculum_learning": {"enabled": True}}},
-        CONFIG,
-        "curriculum_learning",
-    ),
+    "inexact scale": ({"config": GOOD | UNEQUAL_SCALES}, CONFIG,
+        "gradient_predivide_factor: expected 1.0 at ZeRO 3, got 2.0"),
+    "own sampler": ({"config": GOOD | {"curriculum_learning": {"enabled": True}}}, CONFIG,
+        "curriculum_learning"),
     "a stream": ({"training_data": Endless(), "config": GOOD}, CONFIG, "got Endless"),
-    "an unknown key": (
-        {"config": GOOD | {"ring_attention": {"ring_sice": 2}}},
-        CONFIG,
-        "did you mean 'ring_size'",
-    ),
-    "no section": (
-        {"config": {key: value for key, value in GOOD.items() if key != "ring_attention"}},
-        CONFIG,
-        "ring_attention",
-    ),
+    "an unknown key": ({"config": GOOD | {"ring_attention": {"ring_sice": 2}}}, CONFIG,
+        "did you mean 'ring_size'"),
+    "no section": ({"config": {key: value for key, value in GOOD.items() if key != "ring_attention"}}, CONFIG,
+        "ring_attention"),
     "segments without dilations": (pattern(segment_lengths=[8, 16]), CONFIG, "dilation_rates"),
-    "lists of different length": (
-        pattern(segment_lengths=[8, 16], dilation_rates=[1]),
-        CONFIG,
-        "(?s)segment_lengths.*dilation_rates|dilation_rates.*segment_lengths",
-    ),
+    "lists of different length": (pattern(segment_lengths=[8, 16], dilation_rates=[1]), CONFIG,
+        "(?s)segment_lengths.*dilation_rates|dilation_rates.*segment_lengths"),
     "a segment of 0": (pattern(segment_lengths=[0, 16], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
     "a dilation of -1": (pattern(segment_lengths=[8, 16], dilation_rates=[1, -1]), CONFIG, "dilation_rates"),
-    "segments that fall": (
-        pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]),
-        CONFIG,
-        "segment_lengths",
-    ),
+    "segments that fall": (pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]), CONFIG,
+        "segment_lengths"),
     "a window of 0": (pattern(window=0), CONFIG, "window"),
-    "a hop shorter than a heartbeat": (
-        {"config": GOOD | {"ring_attention": {"hop_timeout_seconds": 1}}},
-        CONFIG,
-        "hop_timeout_seconds: expected at least heartbeat_timeout_seconds",
-    ),
-}
+    "a hop shorter than a heartbeat": ({"config": GOOD | {"ring_attention": {"hop_timeout_seconds": 1}}},
+        CONFIG, "hop_timeout_seconds: expected at least heartbeat_timeout_seconds"),
+}  # fmt: skip
 
 
 def wrong_start(rank: int, world_size: int, what: str) -> Refusal:
@@ -200,48 +170,28 @@ def differ(**changes: Any) -> dict[str, Any]:
 TRAILING_COMMA = '{\n  "sequence_parallel_size": 2,\n  "ring_attention": {"ring_size": 2,}\n}'
 # What the wrong rank has in place of GOOD; text is written to a file.
 DIFFERENT: dict[str, tuple[Any, str]] = {
-    "transport": (
-        differ(ring_attention={"transport": "all_gather"}),
-        'ring_attention.transport: "ring" on rank 0, "all_gather" on rank {}',
-    ),
-    "window": (
-        differ(ring_attention={"pattern": {"window": 7}}),
-        "ring_attention.pattern.window: null on rank 0, 7 on rank {}",
-    ),
-    "ring size": (
-        differ(sequence_parallel_size=1),
-        "sequence_parallel_size: 2 on rank 0, 1 on rank {}",
-    ),
-    "ring size that fits no world": (
-        differ(sequence_parallel_size=3),
-        "ring_attention.ring_size: 2 on rank 0, 3 on rank {}",
-    ),
-    "heartbeat": (
-        differ(ring_attention={"heartbeat_timeout_seconds": 3}),
-        "ring_attention.heartbeat_timeout_seconds: 10.0 on rank 0, 3.0 on rank {}",
-    ),
-    "ZeRO stage": (
-        differ(zero_optimization={"stage": 2, "stage3_param_persistence_threshold": 0}),
-        "zero_optimization.stage: 1 on rank 0, 2 on rank {}",
-    ),
-    "micro batch": (
-        differ(train_micro_batch_size_per_gpu=4),
-        "train_micro_batch_size_per_gpu: 2 on rank 0, 4 on rank {}",
-    ),
-    "a key of DeepSpeed's": (
-        differ(bf16={"enabled": True}),
-        "bf16.enabled: no such key on rank 0, true on rank {}",
-    ),
-}
+    "transport": (differ(ring_attention={"transport": "all_gather"}),
+        'ring_attention.transport: "ring" on rank 0, "all_gather" on rank {}'),
+    "window": (differ(ring_attention={"pattern": {"window": 7}}),
+        "ring_attention.pattern.window: null on rank 0, 7 on rank {}"),
+    "ring size": (differ(sequence_parallel_size=1), "sequence_parallel_size: 2 on rank 0, 1 on rank {}"),
+    "ring size that fits no world": (differ(sequence_parallel_size=3),
+        "ring_attention.ring_size: 2 on rank 0, 3 on rank {}"),
+    "heartbeat": (differ(ring_attention={"heartbeat_timeout_seconds": 3}),
+        "ring_attention.heartbeat_timeout_seconds: 10.0 on rank 0, 3.0 on rank {}"),
+    "ZeRO stage": (differ(zero_optimization={"stage": 2, "stage3_param_persistence_threshold": 0}),
+        "zero_optimization.stage: 1 on rank 0, 2 on rank {}"),
+    "micro batch": (differ(train_micro_batch_size_per_gpu=4),
+        "train_micro_batch_size_per_gpu: 2 on rank 0, 4 on rank {}"),
+    "a key of DeepSpeed's": (differ(bf16={"enabled": True}),
+        "bf16.enabled: no such key on rank 0, true on rank {}"),
+}  # fmt: skip
 REFUSED = {
     "unknown key": (differ(ring_attention={"ring_sice": 2}), "did you mean 'ring_size'"),
     "trailing comma": (TRAILING_COMMA, "line 3"),
     "missing file": ("", "nowhere.json"),
-    "no section": (
-        {key: value for key, value in GOOD.items() if key != "ring_attention"},
-        "ring_attention",
-    ),
-}
+    "no section": ({key: value for key, value in GOOD.items() if key != "ring_attention"}, "ring_attention"),
+}  # fmt: skip
 
 
 def differing_start(
@@ -327,17 +277,11 @@ BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "a mask of another length": (with_mask(lambda mask: mask[:, 1:]), "RingShapeError", "attention_mask"),
     "a 4-D mask": (with_mask(lambda mask: mask[:, None, None]), "RingPatternError|RingShapeError", "mask"),
     "no tokens": (lambda batch: {}, "RingShapeError", "input_ids"),
-    "an empty batch": (
-        lambda batch: {key: value[:0] for key, value in batch.items()},
-        "RingShapeError",
-        r"got \[0, 21\]",
-    ),
-    "labels of another length": (
-        lambda batch: batch | {"labels": batch["labels"][:, :-1]},
-        "RingShapeError",
-        "labels",
-    ),
-}
+    "an empty batch": (lambda batch: {key: value[:0] for key, value in batch.items()}, "RingShapeError",
+        r"got \[0, 21\]"),
+    "labels of another length": (lambda batch: batch | {"labels": batch["labels"][:, :-1]}, "RingShapeError",
+        "labels"),
+}  # fmt: skip
 
 
 def wrong_batch(rank: int, world_size: int, what: str, who: int | None) -> Refusal:

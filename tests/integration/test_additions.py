@@ -22,42 +22,28 @@ ADDITIONS = Path(__file__).parent / "additions"
 TOUCHED: dict[str, tuple[str, tuple[str, str, str] | None]] = {
     "pattern": (
         "masks/block_causal.py",
-        (
-            "__init__.pyi",
-            "from ds_ring.masks.catalog import Chunked",
-            "from ds_ring.masks.block_causal import BlockCausal as BlockCausal",
-        ),
+        ("__init__.pyi", "from ds_ring.masks.catalog import Chunked",
+            "from ds_ring.masks.block_causal import BlockCausal as BlockCausal"),
     ),
-    "layout": (
-        "schedule/mirrored.py",
-        ("registry.py", '    "striped": ', '    "mirrored": "ds_ring.schedule.mirrored.make_mirrored",'),
-    ),
+    "layout": ("schedule/mirrored.py",
+        ("registry.py", '    "striped": ', '    "mirrored": "ds_ring.schedule.mirrored.make_mirrored",')),
     "kernel": (
         "kernels/double.py",
-        (
-            "registry.py",
-            '    "reference": KernelRow',
-            '    "double": KernelRow("ds_ring.kernels.double.DoubleKernel"),',
-        ),
+        ("registry.py", '    "reference": KernelRow',
+            '    "double": KernelRow("ds_ring.kernels.double.DoubleKernel"),'),
     ),
     "transport": (
         "transports/counted.py",
-        (
-            "registry.py",
-            '    "ring": PassRow',
-            '    "counted": PassRow("ds_ring.transports.counted.make_pass"),',
-        ),
+        ("registry.py", '    "ring": PassRow',
+            '    "counted": PassRow("ds_ring.transports.counted.make_pass"),'),
     ),
     "layer": (
         "layers/neighbour_mean.py",
-        (
-            "__init__.pyi",
-            "from ds_ring.layers.scan.halo import halo",
-            "from ds_ring.layers.neighbour_mean import neighbour_mean as neighbour_mean",
-        ),
+        ("__init__.pyi", "from ds_ring.layers.scan.halo import halo",
+            "from ds_ring.layers.neighbour_mean import neighbour_mean as neighbour_mean"),
     ),
     "model integration": ("integrations/multihead.py", None),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -557,20 +557,12 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
 
 # Numbers of a measurement's kind that are none, by the words that their row or paragraph begins with.
 NOT_MEASURED: dict[tuple[str, str], str] = {
-    (
-        "configs/README.md",
-        "| `gradient_payload`",
-    ): "tests/unit/test_gradient_payload.py; registry.py says it",
-    (
-        "configs/README.md",
-        "| `kv_payload`",
-    ): "tests/unit/codecs/test_float8.py bounds it",
+    ("configs/README.md", "| `gradient_payload`"): "tests/unit/test_gradient_payload.py; registry.py says it",
+    ("configs/README.md", "| `kv_payload`"): "tests/unit/codecs/test_float8.py bounds it",
     ("configs/README.md", "| `chunk_bytes`"): "a default",
     ("configs/README.md", "| `stage_bytes`"): "a default",
-    (
-        "configs/README.md",
-        "| `latents`",
-    ): "counted by tests/dist/layers/test_latents.py; config/section.py says it",
+    ("configs/README.md",
+        "| `latents`"): "counted by tests/dist/layers/test_latents.py; config/section.py says it",
     ("configs/README.md", "| `tiled_loss`"): "a default",
     ("configs/README.md", "| `tiled_mlp`"): "a default",
     ("configs/README.md", "Each batch is divided"): "a threshold of the code",
@@ -583,7 +575,7 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
     ("ds_ring/NOTES.md", "| the cost of a layout"): "a threshold of the code",
     ("ds_ring/NOTES.md", "| head chunks"): "a default",
     ("ds_ring/NOTES.md", "| how large tables are"): "a bound of the code",
-}
+}  # fmt: skip
 
 
 def run_block(place: Place, block: Block) -> None:

@@ -36,18 +36,13 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
         (["--layers", "0"], ["--layers: expected a number of at least 1, got 0"]),
         (["--processes", "-2"], ["processes: expected", "got -2"]),
         (["--tokens", "0"], ["tokens: expected", "got 0"]),
-        (
-            ["--kv-heads", "3"],
-            ["kv-heads: expected a divisor of 4 heads, got 3", "use one of 1, 2, 4"],
-        ),
+        (["--kv-heads", "3"], ["kv-heads: expected a divisor of 4 heads, got 3", "use one of 1, 2, 4"]),
         (["--pattern", '{"windw": 4}'], ["the unknown key 'windw'; did you mean 'window'?"]),
         (["--pattern", '{"window": 0}'], ["window: expected a whole number of at least 1, or null, got 0"]),
         (["--pattern", "causal"], ["--pattern: not JSON: "]),
         (["--pattern", "4"], ["--pattern: expected a JSON object {...} at the top level, got 4"]),
-        (
-            ["--output", "no/such/folder/x.json"],
-            ["--output no/such/folder/x.json: expected", "got no folder"],
-        ),
+        (["--output", "no/such/folder/x.json"],
+            ["--output no/such/folder/x.json: expected", "got no folder"]),
         (["--output", "."], ["--output .: expected a file in a folder", "got a folder"]),
         (["--hardware-output", "no/folder/x.yaml"], ["--hardware-output no/folder/x.yaml: expected"]),
         (["--config", "missing.json"], ["missing.json: the file does not exist"]),
@@ -57,7 +52,7 @@ TUNE = ["tune", *SHAPES, "--processes", "2"]
         (["--deadline-seconds", "0"], ["--deadline-seconds: expected a number above 0"]),
         (["--", "x"], ["tune: expected nothing after --, got x"]),
     ],
-)
+)  # fmt: skip
 def test_wrong_input(capsys: pytest.CaptureFixture[str], more: list[str], words: list[str]) -> None:
     started = time.perf_counter()
     assert cli.main([*TUNE, *more]) == 2

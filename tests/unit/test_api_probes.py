@@ -51,21 +51,8 @@ NUMBERS = (np.int32, np.int64, np.uint8)
 NOTHING = (None, "", "x", "8", b"8", [], [8], (), {}, {"a": 1}, object(), int, Hostile())
 NAN, INF = float("nan"), float("inf")
 NO_COUNT = (
-    *NOTHING,
-    0,
-    -1,
-    True,
-    False,
-    2.5,
-    8.0,
-    NAN,
-    INF,
-    10**30,
-    10**5000,
-    1j,
-    np.float64(8),
-    torch.tensor(8.0),
-)
+    *NOTHING, 0, -1, True, False, 2.5, 8.0, NAN, INF, 10**30, 10**5000, 1j, np.float64(8), torch.tensor(8.0),
+)  # fmt: skip
 NO_FLAG = (*NOTHING, 0, 1, 2.0, NAN, np.int64(1))
 NO_PATTERN = (*NOTHING, 3, "causal", Causal, torch.ones(8, 8), lambda b, h, q, k: q >= k)
 NO_LAYOUT = (*(x for x in NOTHING if not isinstance(x, str)), "zigzack", 3, 2.5, NAN)
@@ -73,26 +60,9 @@ NO_MESH = (*NOTHING, 3, RingMesh, Causal())
 NO_NAME = (*NOTHING, 3, 2.5, NAN, "pigeon", "CPU")
 NO_DIM = (*NOTHING, True, 2.0, NAN, 4, -5, 10**30)
 NO_LIST = (
-    None,
-    3,
-    2.5,
-    "8",
-    b"8",
-    {},
-    [],
-    (),
-    [0],
-    [-1],
-    [True],
-    [2.5],
-    ["8"],
-    [None],
-    [[8]],
-    [NAN],
-    [10**30],
-    Hostile(),
-    [Hostile()],
-)
+    None, 3, 2.5, "8", b"8", {}, [], (), [0], [-1], [True], [2.5], ["8"], [None], [[8]], [NAN], [10**30],
+    Hostile(), [Hostile()],
+)  # fmt: skip
 
 
 def no_scales() -> tuple[object, ...]:
@@ -225,16 +195,10 @@ CALLS: dict[str, Call] = {
             "directions": Argument((3, "up", [1], Hostile()), (None,)),
         },
     ),
-    "SlidingWindow": Call(
-        ds_ring.SlidingWindow,
-        {"window": 8},
-        {"window": counted(8), "causal": Argument(NO_FLAG, (True,))},
-    ),
-    "DilatedWindow": Call(
-        ds_ring.DilatedWindow,
-        {"window": 8, "rate": 2},
-        {"window": counted(8), "rate": counted(2), "causal": Argument(NO_FLAG, (True,))},
-    ),
+    "SlidingWindow": Call(ds_ring.SlidingWindow, {"window": 8},
+        {"window": counted(8), "causal": Argument(NO_FLAG, (True,))}),
+    "DilatedWindow": Call(ds_ring.DilatedWindow, {"window": 8, "rate": 2},
+        {"window": counted(8), "rate": counted(2), "causal": Argument(NO_FLAG, (True,))}),
     **{kind.__name__: simple(kind) for _, kind in PATTERNS_BY_KEY.values()},
     "Sinks": Call(ds_ring.Sinks, {"sinks": 8}, {"sinks": counted(8), "causal": Argument(NO_FLAG, (True,))}),
     "Slices": Call(
@@ -282,27 +246,9 @@ CALLS: dict[str, Call] = {
         {
             "document_ids": Argument(
                 (
-                    None,
-                    3,
-                    2.5,
-                    "8",
-                    "ab",
-                    b"8",
-                    {},
-                    [],
-                    [2.5],
-                    [NAN],
-                    [None],
-                    ["a"],
-                    [[0], [0, 1]],
-                    [10**30],
-                    Hostile(),
-                    [Hostile()],
-                    np.zeros((2, 2), int),
-                    np.array([True]),
-                    torch.zeros(4),
-                    torch.zeros(4, device="meta"),
-                    np.array([1 << 63], dtype=np.uint64),
+                    None, 3, 2.5, "8", "ab", b"8", {}, [], [2.5], [NAN], [None], ["a"], [[0], [0, 1]],
+                    [10**30], Hostile(), [Hostile()], np.zeros((2, 2), int), np.array([True]), torch.zeros(4),
+                    torch.zeros(4, device="meta"), np.array([1 << 63], dtype=np.uint64),
                     torch.zeros(4, dtype=torch.bfloat16),
                 ),
                 (
@@ -331,9 +277,8 @@ CALLS: dict[str, Call] = {
         {
             **dict(zip("qkv", TENSORS, strict=True)),
             "pattern": Argument((*NO_PATTERN, Documents([0] * 7)), (Causal(),)),
-            "layout": Argument(
-                (*NO_LAYOUT, TWO, ds_ring.make_layout("contiguous", tokens=9, ring_size=1)), ("contiguous",)
-            ),
+            "layout": Argument((*NO_LAYOUT, TWO, ds_ring.make_layout("contiguous", tokens=9, ring_size=1)),
+                ("contiguous",)),
             "mesh": Argument(NO_MESH),
             "scale": SCALE,
             "kernel": Argument((*NO_NAME, "flex"), ("cpu", "auto")),
@@ -378,24 +323,8 @@ CALLS: dict[str, Call] = {
         {
             "positions": Argument(
                 (
-                    "x",
-                    b"8",
-                    [],
-                    [[0] * 8],
-                    [0.5] * 8,
-                    [None] * 8,
-                    [8] * 8,
-                    [-1] * 8,
-                    [0] * 7,
-                    [10**30] * 8,
-                    [NAN] * 8,
-                    {},
-                    object(),
-                    Hostile(),
-                    [Hostile()] * 8,
-                    torch.zeros(8),
-                    torch.arange(7),
-                    3,
+                    "x", b"8", [], [[0] * 8], [0.5] * 8, [None] * 8, [8] * 8, [-1] * 8, [0] * 7, [10**30] * 8,
+                    [NAN] * 8, {}, object(), Hostile(), [Hostile()] * 8, torch.zeros(8), torch.arange(7), 3,
                 ),
                 (None, tuple(range(8)), np.arange(8), torch.arange(8), torch.arange(8, dtype=torch.int32)),
             ),
@@ -419,9 +348,8 @@ CALLS: dict[str, Call] = {
         {"query": Q, "key": Q.flip(2), "value": Q + 1},
         {
             **dict(zip(("query", "key", "value"), TENSORS, strict=True)),
-            "batch_dim_idx": Argument(
-                (*(x for x in NOTHING if x is not None), 2, -1, True, 1.0, NAN), (None,)
-            ),
+            "batch_dim_idx": Argument((*(x for x in NOTHING if x is not None), 2, -1, True, 1.0, NAN),
+                (None,)),
             "dropout": Argument((0.1, "x", Hostile(), NAN, [0.0]), (0, 0.0, None)),
             "mask": Argument((torch.ones(8, 8), 0, "x", Hostile()), (None,)),
         },
@@ -515,10 +443,8 @@ CALLS: dict[str, Call] = {
             "scale": SCALE,
             "grad_out": Argument((True, "x", 3, Q[:, :1], Q.int(), Hostile()), (None, Q)),
             "kernel": Argument((*NO_NAME, "flex"), ("cpu", "auto")),
-            "kernel_options": Argument(
-                (3, "x", [1], {"blok": 1}, {3: 4}, {"block": "x"}, Hostile()),
-                ({}, None, {"block": 64, "triangle": 64}),
-            ),
+            "kernel_options": Argument((3, "x", [1], {"blok": 1}, {3: 4}, {"block": "x"}, Hostile()),
+                ({}, None, {"block": 64, "triangle": 64})),
             "chunk_bytes": Argument(tuple(x for x in NO_COUNT if x is not None), (1, np.int64(1))),
             "ranks": Argument(
                 ([2], [-1], [0, 0], 3, "01", [True], [0.0], itertools.count(), Hostile(), [Hostile()]),
@@ -529,9 +455,8 @@ CALLS: dict[str, Call] = {
             "gradient_payload": Argument(NO_NAME, ("float32", "bfloat16")),
             "kv_payload": Argument(NO_NAME, ("as_is",)),
             "ranks_per_node": Argument((*(x for x in NO_COUNT if x is not None), 3), (None, 1, 2)),
-            "stage_bytes": Argument(
-                tuple(x for x in NO_COUNT if type(x) is not int or x), (0, "auto", 1, 1 << 30)
-            ),
+            "stage_bytes": Argument(tuple(x for x in NO_COUNT if type(x) is not int or x),
+                (0, "auto", 1, 1 << 30)),
             "trace": Argument(NO_FLAG, (True, False)),
         },
     ),
@@ -565,7 +490,7 @@ CALLS: dict[str, Call] = {
         {"ring_size": 1},
         {"ring_size": Argument((*NO_COUNT, 1))},  # no process group here
     ),
-}
+}  # fmt: skip
 
 
 def probes() -> list[Any]:

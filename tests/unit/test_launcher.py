@@ -80,35 +80,23 @@ BAD_YAML = {
     "slots 0": (LOCAL.replace("2", "0"), "slots: expected a whole number of at least 1, got 0"),
     "slots quoted": (LOCAL.replace("2", "'2'"), 'at least 1, got "2"'),
     "slots true": (LOCAL.replace("2", "true"), "at least 1, got true"),
-    "host slots 0": (
-        HOSTS.replace("2", "0") + SCRIPT,
-        "hosts[1].slots: expected a whole number of at least 1",
-    ),
+    "host slots 0": (HOSTS.replace("2", "0") + SCRIPT,
+        "hosts[1].slots: expected a whole number of at least 1"),
     "host key": (HOSTS.replace("slots: 2", "slot: 2") + SCRIPT, "hosts[1].slot: expected one of name, slots"),
     "host a word": ("hosts: [node-0]\n" + SCRIPT, 'hosts[0]: expected a name and slots, got "node-0"'),
     "host name": (HOSTS.replace("node-1", "'node 1'") + SCRIPT, "hosts[1].name: expected a host name"),
     "host twice": (HOSTS.replace("node-1", "node-0") + SCRIPT, "expected every host once, got node-0 more"),
     "slots and list": (HOSTS + "slots: 2\n" + SCRIPT, "slots: expected none beside a list of hosts, got 2"),
-    "no script": (
-        "hosts: local\nslots: 2\ndeepspeed_config: ds.json\n",
-        "script: expected the path of a file",
-    ),
-    "no json": (
-        "hosts: local\nslots: 2\nscript: train.py\n",
-        "deepspeed_config: expected the path of a file",
-    ),
-    "environment list": (
-        LOCAL + "environment: [A=1]\n",
-        "environment: expected a mapping of names to values",
-    ),
-    "environment name": (
-        LOCAL + "environment: {A-B: 1}\n",
-        'expected names of environment variables, got "A-B"',
-    ),
-    "environment yes": (
-        LOCAL + "environment: {A: yes}\n",
-        "expected text or a number, got true; put it in quotes",
-    ),
+    "no script": ("hosts: local\nslots: 2\ndeepspeed_config: ds.json\n",
+        "script: expected the path of a file"),
+    "no json": ("hosts: local\nslots: 2\nscript: train.py\n",
+        "deepspeed_config: expected the path of a file"),
+    "environment list": (LOCAL + "environment: [A=1]\n",
+        "environment: expected a mapping of names to values"),
+    "environment name": (LOCAL + "environment: {A-B: 1}\n",
+        'expected names of environment variables, got "A-B"'),
+    "environment yes": (LOCAL + "environment: {A: yes}\n",
+        "expected text or a number, got true; put it in quotes"),
     "environment line": (LOCAL + 'environment: {A: "1\\n2"}\n', "expected text of one line"),
     "environment rank": (LOCAL + "environment: {MASTER_PORT: 29500}\n", "use master_address, master_port"),
     "arguments text": (LOCAL + "script_args: --steps 3\n", "script_args: expected a list"),
@@ -120,27 +108,19 @@ BAD_YAML = {
         + SCRIPT,
         "master_address: expected an address that all hosts reach, got localhost",
     ),
-    "environment secret": (
-        LOCAL + "environment: {DS_RING_SECRET: x}\n",
-        "expected variables that the launcher leaves alone, got DS_RING_SECRET",
-    ),
-    "loopback master by ssh": (
-        HOSTS.replace("node-0", "localhost") + SCRIPT,
-        "master_address: expected an address that all hosts reach, got localhost",
-    ),
-    "deepspeed's own launcher": (
-        HOSTS + SCRIPT + "engine_args: [--launcher=slurm]\n",
-        "engine_args: expected no --launcher, got one",
-    ),
+    "environment secret": (LOCAL + "environment: {DS_RING_SECRET: x}\n",
+        "expected variables that the launcher leaves alone, got DS_RING_SECRET"),
+    "loopback master by ssh": (HOSTS.replace("node-0", "localhost") + SCRIPT,
+        "master_address: expected an address that all hosts reach, got localhost"),
+    "deepspeed's own launcher": (HOSTS + SCRIPT + "engine_args: [--launcher=slurm]\n",
+        "engine_args: expected no --launcher, got one"),
     "NCCL's variables in the log": (
         LOCAL + "environment: {NCCL_DEBUG: x}\nengine_args: [--log_level, info]\n",
         "engine_args: expected a --log_level of warning or above beside environment.NCCL_DEBUG, got info",
     ),
-    "ssh port": (
-        LOCAL + "ssh_port: 2222\n",
-        "ssh_port: expected none, as nothing is started by ssh, got 2222",
-    ),
-}
+    "ssh port": (LOCAL + "ssh_port: 2222\n",
+        "ssh_port: expected none, as nothing is started by ssh, got 2222"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_YAML.values(), ids=BAD_YAML)
@@ -238,25 +218,16 @@ BAD_LAUNCHES = {
     "script missing": (LOCAL.replace("train.py", "trian.py"), [], "did you mean 'train.py'?"),
     "json missing": (LOCAL.replace("ds.json", "dds.json"), [], "dds.json"),
     "does not divide": (LOCAL.replace("2", "3"), [], "2 does not divide world size 3"),
-    "node rank local": (
-        LOCAL,
-        ["--node-rank", "0"],
-        "--node-rank: expected none, got 0; the YAML starts this machine",
-    ),
+    "node rank local": (LOCAL, ["--node-rank", "0"],
+        "--node-rank: expected none, got 0; the YAML starts this machine"),
     "node rank by ssh": (HOSTS + SCRIPT, ["--node-rank", "1"], "--node-rank: expected none, got 1"),
-    "node rank none": (
-        ON_EACH_HOST,
-        [],
-        "--node-rank: expected 0 to 1, got none; without ssh, use 0 on node-0",
-    ),
+    "node rank none": (ON_EACH_HOST, [],
+        "--node-rank: expected 0 to 1, got none; without ssh, use 0 on node-0"),
     "node rank 2": (ON_EACH_HOST, ["--node-rank", "2"], "--node-rank: expected 0 to 1, got 2"),
     "node rank -1": (ON_EACH_HOST, ["--node-rank=-1"], "--node-rank: expected 0 to 1, got -1"),
-    "mpirun each": (
-        "engine: mpirun\n" + ON_EACH_HOST,
-        ["--node-rank", "0"],
-        "expected ssh: true with mpirun",
-    ),
-}
+    "mpirun each": ("engine: mpirun\n" + ON_EACH_HOST, ["--node-rank", "0"],
+        "expected ssh: true with mpirun"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "options", "message"), BAD_LAUNCHES.values(), ids=BAD_LAUNCHES)
@@ -601,12 +572,9 @@ def test_the_environment_of_a_host_stands_in_a_file_of_its_user_alone(
     [
         ("env: 3", "env: expected a list of names of the caller's environment variables, got 3"),
         ("env: [A-B]", 'got "A-B"'),
-        (
-            "environment: {PET_NNODES: 2}",
-            "that torchrun does not read as options, got PET_NNODES",
-        ),
+        ("environment: {PET_NNODES: 2}", "that torchrun does not read as options, got PET_NNODES"),
     ],
-)
+)  # fmt: skip
 def test_bad_names_of_variables_are_refused(folder: Path, text: str, message: str) -> None:
     with pytest.raises(RingConfigError, match=re.escape(message)):
         read_cluster(write(folder, f"engine: torchrun\n{LOCAL}{text}\n"))

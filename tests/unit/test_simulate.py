@@ -304,20 +304,14 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ({"q": torch.zeros(2, 8, 257, 16, device="meta")}, RingShapeError, "meta device"),
         ({"q": on_cuda(2, 8, 257, 16)}, RingShapeError, "q: expected a tensor on the CPU, got cuda:0"),
         ({"q": torch.zeros(2, 7, 257, 16)}, RingShapeError, "multiple of K/V heads"),
-        (
-            {"q": torch.zeros(2, 8, 256, 16)},
-            RingShapeError,
-            "expected q and k of one length, got 256 and 257",
-        ),
+        ({"q": torch.zeros(2, 8, 256, 16)}, RingShapeError,
+            "expected q and k of one length, got 256 and 257"),
         ({"v": torch.zeros(2, 2, 257, 16, dtype=torch.float64)}, RingShapeError, "v is torch.float64"),
         ({"grad_out": torch.zeros(2, 8, 257, 8)}, RingShapeError, "grad_out: expected (2, 8, 257, 16)"),
         ({"grad_out": True}, RingShapeError, "grad_out: expected a tensor, got bool"),
         ({"layout": "zigzag"}, RingLayoutError, "make_layout"),
-        (
-            {"layout": make_layout("zigzag", tokens=300, ring_size=3)},
-            RingShapeError,
-            "layout: expected 257 tokens, as q has, got 300",
-        ),
+        ({"layout": make_layout("zigzag", tokens=300, ring_size=3)}, RingShapeError,
+            "layout: expected 257 tokens, as q has, got 300"),
         ({"pattern": "causal"}, RingPatternError, "expected a pattern, got 'causal'"),
         ({"pattern": PATTERNS["documents"](300)}, RingPatternError, "257 tokens"),
         ({"kernel": "fast"}, RingConfigError, 'kernel: expected one of "auto"'),
@@ -329,7 +323,7 @@ LAYOUT = make_layout("zigzag", tokens=RAGGED.tokens, ring_size=3)
         ({"q": GeneratedSource(257)}, RingShapeError, "a source alone"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)
+)  # fmt: skip
 def test_wrong_arguments(changes: dict[str, Any], error: type[RingError], words: str) -> None:
     arguments: dict[str, Any] = {**GOOD, "pattern": Causal(), "layout": LAYOUT} | changes
     options = arguments.pop("options", {})

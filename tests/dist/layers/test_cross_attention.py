@@ -186,14 +186,11 @@ def test_queries_are_neither_computed_as_keys_nor_sent() -> None:
 WRONG: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
     "pattern": ({"pattern": Causal()}, RingPatternError, "positions of two sequences have no distance"),
     "documents": ({"pattern": Documents([0] * 10)}, RingPatternError, "Documents with 24 ids"),
-    "ring": (
-        {"key_layout": make_layout("zigzag", tokens=16, ring_size=2)},
-        RingLayoutError,
-        "expected 1 ranks",
-    ),
+    "ring": ({"key_layout": make_layout("zigzag", tokens=16, ring_size=2)}, RingLayoutError,
+        "expected 1 ranks"),
     "name": ({"layout": "zigzag"}, RingLayoutError, "got str and ChunkLayout"),
     "length": ({"key_layout": make_layout("zigzag", tokens=15, ring_size=1)}, RingShapeError, "local tokens"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -359,16 +359,12 @@ def wrong(rank: int, world_size: int, what: str) -> str:
         ("nsa stride", "RingConfigError", "expected compressed_size <= block_size, multiples of stride"),
         ("nsa zero", "RingConfigError", "nsa_attention: block_size: expected a positive integer, got 0"),
         ("nsa size", "RingConfigError", "multiples of stride, got 12, 8 and 4"),
-        (
-            "nsa few",
-            "RingConfigError",
-            "expected top_k >= first_blocks + local_blocks, got",
-        ),
+        ("nsa few", "RingConfigError", "expected top_k >= first_blocks + local_blocks, got"),
         ("nsa gates", "RingShapeError", "gates: expected floating (1, 4, 32, 3)"),
         ("nsa two", "RingConfigError", "one or three k and v, got 2, 3"),
         ("nsa compress", "RingShapeError", "compress: expected keys and values"),
     ],
-)
+)  # fmt: skip
 def test_misfits_are_refused_on_every_rank(rank_pool: Pool, what: str, kind: str, words: str) -> None:
     first, second = rank_pool(2).run(wrong, what)
     assert second.startswith(kind) and words in second, second

@@ -30,12 +30,9 @@ from tests.dist.harness import RankPool, run_ranks_collect
 Pool = Callable[[int], RankPool]
 TIMEOUT_S = 2.0
 CASES = (
-    ("window", "contiguous"),
-    ("documents, causal", "zigzag"),
-    ("dilated", "zigzag"),
-    ("causal", "zigzag"),
+    ("window", "contiguous"), ("documents, causal", "zigzag"), ("dilated", "zigzag"), ("causal", "zigzag"),
     ("causal", "striped"),
-)
+)  # fmt: skip
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"stage_bytes": 1 << 20},

@@ -17,18 +17,8 @@ from ds_ring.ops.options import Options
 from ds_ring.schedule.grid import Grid
 
 _EDGES = (
-    0,
-    1,
-    16,
-    MAX_RANKS,
-    2**31,
-    MAX_TOKENS,
-    MAX_BYTES,
-    MAX_BLOCK,
-    10**9,
-    int(MAX_SECONDS),
-    5 * 10**8,
-)
+    0, 1, 16, MAX_RANKS, 2**31, MAX_TOKENS, MAX_BYTES, MAX_BLOCK, 10**9, int(MAX_SECONDS), 5 * 10**8,
+)  # fmt: skip
 VALUES: list[Any] = sorted({edge + step for edge in _EDGES for step in (-1, 0, 1)})
 VALUES += [
     0.0,

@@ -141,16 +141,12 @@ def test_a_store_that_is_lost_is_the_fault_of_its_host(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("own", "published", "message"),
     [
-        (
-            "y" * 32,
-            "x" * 32,
-            "expected one on every rank or on none, got none on rank 0",
-        ),
+        ("y" * 32, "x" * 32, "expected one on every rank or on none, got none on rank 0"),
         (None, None, "got one on rank 0 and none on rank 1"),
         ("y" * 32, None, r"monitor process at port \d+, got .* refused"),
     ],
     ids=["here alone", "on rank 0 alone", "nobody listens"],
-)
+)  # fmt: skip
 def test_a_monitor_that_cannot_be_spoken_to_is_refused(
     own: str | None, published: str | None, message: str
 ) -> None:

@@ -17,41 +17,29 @@ TUNE = ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "
 PATTERN = '{"causal": true}'
 REFUSED = {
     "sbatch of another engine": (["launch", "cluster.yaml", "--sbatch"], "--sbatch: expected engine: slurm"),
-    "no model": (
-        ["check-model"],
-        "model: expected a configuration, a model type or --all, and one of them only",
-    ),
+    "no model": (["check-model"],
+        "model: expected a configuration, a model type or --all, and one of them only"),
     "a model and all": (["check-model", "llama", "--all"], "one of them only"),
     "no jobs": (["check-model", "--all", "--jobs", "0"], "--jobs: expected 1 to 64, got 0"),
     "a model that is none": (["check-model", "nosuchmodel"], "expected"),
-    "a model without such a head": (
-        ["check-model", "vit", "--head", "causal-lm"],
-        "expected the head causal-lm, got none",
-    ),
+    "a model without such a head": (["check-model", "vit", "--head", "causal-lm"],
+        "expected the head causal-lm, got none"),
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
-    "a ring that does not divide": (
-        ["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
-        "--ring-size: expected a divisor of --world-size 4, got 3",
-    ),
+    "a ring that does not divide": (["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
+        "--ring-size: expected a divisor of --world-size 4, got 3"),
     "pattern and config": (
         ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", PATTERN, "--config", "ds.json"],
         "simulate: expected --pattern or --config, got both",
     ),
-    "documents": (
-        ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
-        'expected a pattern without "documents"',
-    ),
+    "documents": (["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
+        'expected a pattern without "documents"'),
     "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device: expected 2 GPUs, got 0"),
-    "a demo below a file": (
-        ["demo", "--steps", "1", "--output", "train.py/out"],
-        "--output: expected a folder to write to, got train.py/out",
-    ),
+    "a demo below a file": (["demo", "--steps", "1", "--output", "train.py/out"],
+        "--output: expected a folder to write to, got train.py/out"),
     "a page that is a folder": (["status", "run", "--page"], "--page: expected to write status.html in run"),
-    "a number of 31 digits": (
-        ["launch", "long.yaml"],
-        "expected a number of at most 30 digits, got a longer one",
-    ),
-}
+    "a number of 31 digits": (["launch", "long.yaml"],
+        "expected a number of at most 30 digits, got a longer one"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("argv", "words"), REFUSED.values(), ids=REFUSED)

@@ -138,17 +138,11 @@ def check(passes: list[Dense], pattern: Pattern, shape: Shape = SHAPE, **most: f
 @pytest.mark.parametrize(
     ("name", "layout_name", "ring_size"),
     [
-        ("causal", "zigzag", 4),
-        ("causal", "striped", 3),
-        ("full", "contiguous", 3),
-        ("window", "zigzag", 4),
-        ("window both ways", "balanced", 4),
-        ("dilated", "zigzag", 4),
-        ("dilated", "residue", 3),
-        ("documents, causal", "contiguous", 4),
-        ("causal", "contiguous", 2),
+        ("causal", "zigzag", 4), ("causal", "striped", 3), ("full", "contiguous", 3), ("window", "zigzag", 4),
+        ("window both ways", "balanced", 4), ("dilated", "zigzag", 4), ("dilated", "residue", 3),
+        ("documents, causal", "contiguous", 4), ("causal", "contiguous", 2),
     ],
-)
+)  # fmt: skip
 def test_a_ring_is_dense_attention(name: str, layout_name: str, ring_size: int) -> None:
     pattern = PATTERNS[name](SHAPE.tokens)
     layout = layout_for(layout_name, pattern, tokens=SHAPE.tokens, ring_size=ring_size)
@@ -313,17 +307,11 @@ def test_faults_in_stages_show(
 @pytest.mark.parametrize(
     ("name", "layout_name"),
     [
-        ("causal", "zigzag"),
-        ("full", "contiguous"),
-        ("window", "zigzag"),
-        ("window both ways", "balanced"),
-        ("dilated", "residue"),
-        ("dilated", "zigzag"),
-        ("documents, causal", "contiguous"),
-        ("documents, causal", "zigzag"),
-        ("causal", "striped"),
+        ("causal", "zigzag"), ("full", "contiguous"), ("window", "zigzag"), ("window both ways", "balanced"),
+        ("dilated", "residue"), ("dilated", "zigzag"), ("documents, causal", "contiguous"),
+        ("documents, causal", "zigzag"), ("causal", "striped"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.covering(1)
 def test_stages_are_dense_attention(name: str, layout_name: str, ring_size: int, kernel: Kernel) -> None:
     """In the inputs' dtype and in float64, with sums of float32 and rounded parts."""

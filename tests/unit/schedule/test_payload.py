@@ -62,13 +62,10 @@ def test_packing_changes_no_pair(
 @pytest.mark.parametrize(
     ("run", "held"),
     [
-        ((4, 1, 6), [[0, 8]]),
-        ((4, 1, 6), [[5, 20]]),
-        ((0, 1, 9), [[0, 4], [6, 9]]),
-        ((0, 3, 3), [[0, 3], [4, 9]]),
-        ((0, 1, 1), np.empty((0, 2))),
+        ((4, 1, 6), [[0, 8]]), ((4, 1, 6), [[5, 20]]), ((0, 1, 9), [[0, 4], [6, 9]]),
+        ((0, 3, 3), [[0, 3], [4, 9]]), ((0, 1, 1), np.empty((0, 2))),
     ],
-)
+)  # fmt: skip
 def test_a_tile_of_keys_that_do_not_travel_is_refused(
     run: tuple[int, int, int], held: list[list[int]]
 ) -> None:

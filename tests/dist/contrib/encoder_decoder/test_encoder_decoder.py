@@ -182,12 +182,8 @@ def test_batches_calls_and_what_is_not_training(rank_pool: Pool) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] = {
     "window": ({"pattern": {"window": 8}}, {}, RingPatternError, "expected the plain causal pattern"),
-    "documents": (
-        {"pattern": {"documents": True}},
-        {},
-        RingPatternError,
-        "got Causal() and documents; leave",
-    ),
+    "documents": ({"pattern": {"documents": True}}, {}, RingPatternError,
+        "got Causal() and documents; leave"),
     "dynamic": ({"dynamic_ring": True}, {}, RingConfigError, "dynamic_ring"),
     "first batch": ({"verify_first_batch": True}, {}, RingConfigError, '"verify_first_batch": true'),
     "tiles": ({"long_sequence": {"tiled_mlp": True}}, {}, RingConfigError, '"long_sequence"'),
@@ -195,7 +191,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[RingError], str]] 
     "reproducible": ({"transport": "reproducible"}, {}, RingConfigError, '"transport": "reproducible"'),
     "layerdrop": ({}, {"encoder_layerdrop": 0.1}, RingConfigError, "config.encoder_layerdrop 0.1 leaves out"),
     "the decoder's": ({}, {"decoder_layerdrop": 0.2}, RingConfigError, "config.decoder_layerdrop 0.2 leaves"),
-}
+}  # fmt: skip
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:

@@ -48,11 +48,8 @@ GRIDS = torch.tensor([[1, 4, 4]] * 3)  # in patches
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
     "llava": (
         "Llava",
-        {
-            "vision_config": VISION | {"model_type": "clip_vision_model", "image_size": 4},
-            "text_config": TEXT | {"model_type": "llama"},
-            "image_token_index": IMAGE,
-        },
+        {"vision_config": VISION | {"model_type": "clip_vision_model", "image_size": 4},
+            "text_config": TEXT | {"model_type": "llama"}, "image_token_index": IMAGE},
         {"pixel_values": torch.randn(3, 3, 4, 4, generator=torch.Generator().manual_seed(5))},
     ),
     "mistral3": (
@@ -62,31 +59,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
             "text_config": TEXT | {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
             "image_token_index": IMAGE,
         },
-        {
-            "pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5)),
-            "image_sizes": SQUARES,
-        },
+        {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5)),
+            "image_sizes": SQUARES},
     ),
     "internvl": (
         "InternVL",
-        {
-            "vision_config": VISION | {"image_size": 8},
-            "text_config": TEXT | {"model_type": "qwen2"},
-            "image_token_id": IMAGE,
-        },
+        {"vision_config": VISION | {"image_size": 8}, "text_config": TEXT | {"model_type": "qwen2"},
+            "image_token_id": IMAGE},
         {"pixel_values": torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(5))},
     ),
     "qwen2_vl": (
         "Qwen2VL",
-        {
-            "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 32},
-            "text_config": TEXT | {"rope_parameters": MROPE},
-            "image_token_id": IMAGE,
-        },
-        {
-            "pixel_values": torch.randn(48, 12, generator=torch.Generator().manual_seed(5)),
-            "image_grid_thw": GRIDS,
-        },
+        {"vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 32},
+            "text_config": TEXT | {"rope_parameters": MROPE}, "image_token_id": IMAGE},
+        {"pixel_values": torch.randn(48, 12, generator=torch.Generator().manual_seed(5)),
+            "image_grid_thw": GRIDS},
     ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
@@ -101,7 +88,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Tensor]]] = {
             "image_grid_thw": GRIDS,
         },
     ),
-}
+}  # fmt: skip
 
 
 def build(name: str) -> Any:
@@ -156,12 +143,9 @@ def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: 
 
 
 CASES = [
-    ("llava", "zigzag", 3, 1),
-    ("mistral3", "striped", 2, 1),
-    ("internvl", "contiguous", 2, 2),
-    ("qwen2_vl", "zigzag", 2, 1),
-    ("qwen2_5_vl", "zigzag", 3, 1),
-]
+    ("llava", "zigzag", 3, 1), ("mistral3", "striped", 2, 1), ("internvl", "contiguous", 2, 2),
+    ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "layout", "world_size", "ulysses_size"), CASES)

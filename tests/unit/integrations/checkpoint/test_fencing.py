@@ -76,12 +76,9 @@ def test_an_attempt_commits_nothing_after_a_newer_one_took_over(tmp_path: Path) 
 
 
 OTHERS = [
-    None,
-    Attempt("another run", 2, "token"),
-    Attempt("run", 1, "token"),
-    Attempt("run", 2, "another launcher"),
-    Attempt("run", 2, ""),
-]
+    None, Attempt("another run", 2, "token"), Attempt("run", 1, "token"),
+    Attempt("run", 2, "another launcher"), Attempt("run", 2, ""),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("attempt", OTHERS)

@@ -120,62 +120,42 @@ def listen(path: Path) -> None:
 
 STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "one file more": (lambda folder: (folder / "x.pt").touch(), "x.pt: expected only the files that"),
-    "one file more below": (
-        lambda folder: (folder / "offloaded" / "y").touch(),
-        "offloaded/y: expected only",
-    ),
-    "a link to a file": (
-        lambda folder: replace(folder, lambda path: path.symlink_to("/etc/passwd")),
-        "swap.bin: expected a regular file, got a symbolic link",
-    ),
-    "a link to nothing": (
-        lambda folder: replace(folder, lambda path: path.symlink_to("nowhere")),
-        "swap.bin: expected a regular file, got a symbolic link",
-    ),
-    "a link to a folder": (
-        lambda folder: (folder / "more").symlink_to("/"),
-        "more: expected a regular file, got a symbolic link",
-    ),
+    "one file more below": (lambda folder: (folder / "offloaded" / "y").touch(),
+        "offloaded/y: expected only"),
+    "a link to a file": (lambda folder: replace(folder, lambda path: path.symlink_to("/etc/passwd")),
+        "swap.bin: expected a regular file, got a symbolic link"),
+    "a link to nothing": (lambda folder: replace(folder, lambda path: path.symlink_to("nowhere")),
+        "swap.bin: expected a regular file, got a symbolic link"),
+    "a link to a folder": (lambda folder: (folder / "more").symlink_to("/"),
+        "more: expected a regular file, got a symbolic link"),
     "a FIFO": (lambda folder: replace(folder, os.mkfifo), "swap.bin: expected a regular file, got a FIFO"),
     "a socket": (lambda folder: replace(folder, listen), "swap.bin: expected a regular file, got a socket"),
-    "a link to a device": (
-        lambda folder: replace(folder, lambda path: path.symlink_to("/dev/zero")),
-        "swap.bin: expected a regular file, got a symbolic link",
-    ),
-    "a manifest that is a FIFO": (
-        lambda folder: (folder / MANIFEST).unlink() or os.mkfifo(folder / MANIFEST),
-        f"{MANIFEST}: expected a regular file, got a FIFO",
-    ),
+    "a link to a device": (lambda folder: replace(folder, lambda path: path.symlink_to("/dev/zero")),
+        "swap.bin: expected a regular file, got a symbolic link"),
+    "a manifest that is a FIFO": (lambda folder: (folder / MANIFEST).unlink() or os.mkfifo(folder / MANIFEST),
+        f"{MANIFEST}: expected a regular file, got a FIFO"),
     "a manifest that is a link": (
         lambda folder: (folder / MANIFEST).unlink() or (folder / MANIFEST).symlink_to("/dev/zero"),
         f"{MANIFEST}: expected a regular file, got a symbolic link",
     ),
-    "a manifest of a gigabyte": (
-        lambda folder: os.truncate(folder / MANIFEST, 1 << 30),
-        f"{MANIFEST}: expected at most 67108864 bytes, got more",
-    ),
+    "a manifest of a gigabyte": (lambda folder: os.truncate(folder / MANIFEST, 1 << 30),
+        f"{MANIFEST}: expected at most 67108864 bytes, got more"),
     "a file larger than its disk": (lambda folder: larger_than_the_disk(folder), "that its disk can hold"),
     "a path upwards": (lambda folder: with_paths(folder, "../latest"), "got '../latest'"),
-    "a path upwards inside": (
-        lambda folder: with_paths(folder, "offloaded/../../x"),
-        "got 'offloaded/../../x'",
-    ),
+    "a path upwards inside": (lambda folder: with_paths(folder, "offloaded/../../x"),
+        "got 'offloaded/../../x'"),
     "an absolute path": (lambda folder: with_paths(folder, "/etc/passwd"), "got '/etc/passwd'"),
     "no path": (lambda folder: with_paths(folder, ""), "got ''"),
     "a path with a zero": (lambda folder: with_paths(folder, "a\0b"), "got 'a\\x00b'"),
-    "a file that is missing": (
-        lambda folder: with_paths(folder, "z.pt"),
-        "z.pt: expected 9 bytes, got no file",
-    ),
+    "a file that is missing": (lambda folder: with_paths(folder, "z.pt"),
+        "z.pt: expected 9 bytes, got no file"),
     "a folder that is a link": (
         lambda folder: folder.rename(folder.with_name("real")) and folder.symlink_to("real"),
         "global_step4: expected the folder of a checkpoint, got a symbolic link",
     ),
-    "a folder that is a file": (
-        lambda folder: folder.rename(folder.with_name("real")) and folder.touch(),
-        "global_step4: expected the folder of a checkpoint, got a regular file",
-    ),
-}
+    "a folder that is a file": (lambda folder: folder.rename(folder.with_name("real")) and folder.touch(),
+        "global_step4: expected the folder of a checkpoint, got a regular file"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stranger", STRANGERS)

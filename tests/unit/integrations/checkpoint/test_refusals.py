@@ -149,25 +149,14 @@ def stage3(*groups: dict[str, Any]) -> dict[str, Any]:
 
 FROZEN = {"frozen_param_shapes": {"a": 1}}
 CANNOT_BE_CONVERTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "another optimizer": (
-        stage1({"momentum_buffer": 1}),
-        {},
-        r"with the states .*, got \['momentum_buffer'\]",
-    ),
+    "another optimizer": (stage1({"momentum_buffer": 1}), {},
+        r"with the states .*, got \['momentum_buffer'\]"),
     "no step yet": (stage1({}), {}, "expected an optimizer .*, got none"),
-    "groups at ZeRO 3": (
-        stage3({"lr": 1}, {"lr": 2}),
-        {},
-        "expected equal groups at ZeRO 3, got 2",
-    ),
-    "frozen weights at ZeRO 3": (
-        stage3({"lr": 1}),
-        FROZEN,
-        "no frozen weights at ZeRO 3",
-    ),
+    "groups at ZeRO 3": (stage3({"lr": 1}, {"lr": 2}), {}, "expected equal groups at ZeRO 3, got 2"),
+    "frozen weights at ZeRO 3": (stage3({"lr": 1}), FROZEN, "no frozen weights at ZeRO 3"),
     "another program's": ({"zero_stage": "x"}, {}, "expected DeepSpeed's states, got ValueErr"),
     "no states": ({}, {}, "expected DeepSpeed's states, got KeyError: 'zero_stage'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CANNOT_BE_CONVERTED)

@@ -333,12 +333,8 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "a branch": (inside_cond, Full(), RingPatternError, "attention inside cond.*move it out"),
     "an operator of aten": (by_an_operator, Full(), RingPatternError, "to this rank's tokens only"),
     "two positions": (two_positions, Causal(), RingPatternError, "two different tensors of positions"),
-    "a mask in a checkpoint": (
-        masked_in_a_checkpoint,
-        Causal(),
-        RingPatternError,
-        "computed inside an activation checkpoint",
-    ),
+    "a mask in a checkpoint": (masked_in_a_checkpoint, Causal(), RingPatternError,
+        "computed inside an activation checkpoint"),
     "blocks by hand": (blocks_by_hand, Full(), RingPatternError, "use create_block_mask"),
     "the other triangle": (upper, Causal(), RingPatternError, "cannot be honoured: it is made by lt"),
     "dropout": (with_dropout, Causal(), RingConfigError, "expected dropout_p 0, got 0.1"),
@@ -347,14 +343,9 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Any, type[RingError], str]] = {
     "cross attention": (cross, Full(), RingShapeError, "as many keys as queries, 5, got 24"),
     "no mask, causal pattern": (full, Causal(), RingPatternError, "model is not causal, the pattern"),
     "causal, full pattern": (causal, Full(), RingPatternError, "model is causal, the pattern"),
-    "a window that is not the pattern's": (
-        flex,
-        Causal(),
-        RingPatternError,
-        "layout.* of known length",
-    ),
+    "a window that is not the pattern's": (flex, Causal(), RingPatternError, "layout.* of known length"),
     "windows in some layers": (two_windows, SlidingWindow(5), RingPatternError, "every layer takes its own"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -490,21 +481,15 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[RingError], str]] = {
         RingError,
         "got one for 2 ranks",
     ),
-    "no pattern at all": (
-        {"mesh": MESH, "pattern": "causal", "layout": "zigzag"},
-        RingPatternError,
-        "causal",
-    ),
+    "no pattern at all": ({"mesh": MESH, "pattern": "causal", "layout": "zigzag"}, RingPatternError,
+        "causal"),
     "inner": ({"mesh": MESH, "inner": "magic"}, RingConfigError, "expected .*inductor.* got magic"),
     "masks": ({"mesh": MESH, "masks": "ignore"}, RingConfigError, "one of check, replace, got 'ignore'"),
     "session": ({"session": MESH}, RingConfigError, "an engine.ring, got RingMesh"),
     "config": ({"mesh": MESH, "config": {}}, RingConfigError, "expected a RingConfig"),
-    "timeout": (
-        {"mesh": MESH, "pattern": Causal(), "layout": "zigzag", "hop_timeout_s": -1},
-        RingConfigError,
-        "hop_timeout_s",
-    ),
-}
+    "timeout": ({"mesh": MESH, "pattern": Causal(), "layout": "zigzag", "hop_timeout_s": -1}, RingConfigError,
+        "hop_timeout_s"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG_OPTIONS)

@@ -128,21 +128,12 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a hole": (padded(HOLE, ONES), Causal(), PATTERN, "masked token 2 before .* sample 0"),
     "padding, full": (padded(ONES, RIGHT), Full(), PATTERN, "got 2 masked"),
     "4-D mask": (with_ids(attention_mask=torch.ones(2, 1, 7, 7)), Causal(), SHAPE, r"expected \[2, 7\]"),
-    "labels of padding": (
-        {**padded(ONES, RIGHT), "labels": IDS},
-        Causal(),
-        PATTERN,
-        "in padding, got 1 others",
-    ),
+    "labels of padding": ({**padded(ONES, RIGHT), "labels": IDS}, Causal(), PATTERN,
+        "in padding, got 1 others"),
     "labels, full": (with_ids(labels=IDS), Full(), PATTERN, "expected a causal pattern"),
-    "packed": (
-        with_ids(position_ids=PACKED),
-        Causal(),
-        PATTERN,
-        "2, 0 at token 3 of sample 0: packed",
-    ),
+    "packed": (with_ids(position_ids=PACKED), Causal(), PATTERN, "2, 0 at token 3 of sample 0: packed"),
     "3 axes": (with_ids(position_ids=torch.zeros(2, 7, 3)), Causal(), SHAPE, r"expected \[samples, tokens\]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

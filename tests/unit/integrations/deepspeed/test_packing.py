@@ -185,39 +185,19 @@ def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
 
 
 WRONG: dict[str, tuple[dict[str, Any], bool, type[Exception], str]] = {
-    "not asked for": (
-        {"document_ids": DOCUMENTS},
-        False,
-        RingPatternError,
-        'got some; set "documents": true',
-    ),
-    "restarting positions": (
-        {"position_ids": POSITIONS},
-        False,
-        RingPatternError,
-        'packed documents; set "pattern": {"documents": true}',
-    ),
-    "floats": (
-        {"document_ids": DOCUMENTS.float()},
-        True,
-        RingShapeError,
-        r"expected integers \[samples, tokens\].*got float32 \[2, 7\]",
-    ),
+    "not asked for": ({"document_ids": DOCUMENTS}, False, RingPatternError,
+        'got some; set "documents": true'),
+    "restarting positions": ({"position_ids": POSITIONS}, False, RingPatternError,
+        'packed documents; set "pattern": {"documents": true}'),
+    "floats": ({"document_ids": DOCUMENTS.float()}, True, RingShapeError,
+        r"expected integers \[samples, tokens\].*got float32 \[2, 7\]"),
     "three dims": ({"document_ids": DOCUMENTS[..., None]}, True, RingShapeError, r"got int64 \[2, 7, 1\]"),
     "too short": ({"document_ids": DOCUMENTS[:, :6]}, True, RingShapeError, r"expected \[2, 7, ...\]"),
-    "three axes": (
-        {"position_ids": torch.zeros(2, 7, 3, dtype=torch.int64)},
-        True,
-        RingShapeError,
-        r"expected \[samples, tokens\]",
-    ),
-    "numbers in the mask": (
-        {"attention_mask": DOCUMENTS},
-        True,
-        RingPatternError,
-        "expected 0 and 1, got 9; use document_ids",
-    ),
-}
+    "three axes": ({"position_ids": torch.zeros(2, 7, 3, dtype=torch.int64)}, True, RingShapeError,
+        r"expected \[samples, tokens\]"),
+    "numbers in the mask": ({"attention_mask": DOCUMENTS}, True, RingPatternError,
+        "expected 0 and 1, got 9; use document_ids"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -299,12 +299,9 @@ WRONG_CALLS = {
     "an old cache": ({"past_key_values": transformers.DynamicCache()}, RingConfigError, "without a cache"),
     "labels alone": ({"shift_labels": None}, RingShapeError, "expected shift_labels with labels, got none"),
     "a local mean": ({"num_items_in_batch": None}, RingShapeError, "expected num_items_in_batch with labels"),
-    "another length": (
-        {"input_ids": IDS[:, :9]},
-        RingShapeError,
-        "input_ids: expected 33 local tokens.*got 9",
-    ),
-}
+    "another length": ({"input_ids": IDS[:, :9]}, RingShapeError,
+        "input_ids: expected 33 local tokens.*got 9"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG_CALLS)
@@ -342,12 +339,9 @@ def test_a_window_that_only_the_cache_has_is_refused():
 
 
 WRONG_MODELS: dict[str, tuple[Any, type[Exception], str]] = {
-    "dropout": (
-        lambda: transformers.GPT2Config(**GPT2_SIZES),
-        RingConfigError,
-        "no dropout inside attention, got 0.1",
-    ),
-}
+    "dropout": (lambda: transformers.GPT2Config(**GPT2_SIZES), RingConfigError,
+        "no dropout inside attention, got 0.1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG_MODELS)
@@ -503,21 +497,15 @@ def test_layers_that_the_json_names_are_those_of_a_model_that_says_so(documents)
 
 
 CONTRADICTIONS: dict[str, tuple[Any, Any, str]] = {
-    "another window": (
-        "Mistral",
-        {"window": 6},
-        'SlidingWindow.window=5.* write "window": 5 in the "pattern"',
-    ),
+    "another window": ("Mistral", {"window": 6},
+        'SlidingWindow.window=5.* write "window": 5 in the "pattern"'),
     "a chunk": ("Mistral", {"chunk": 8}, 'write "window": 5 in the "pattern"'),
     "LongNet": ("Mistral", {"segment_lengths": [8], "dilation_rates": [2]}, 'write "window": 5'),
     "a named layer": ("Mistral", {"layers": {"1": {"window": 6}}}, 'write "window": 5 in the "pattern"'),
     "a window for all": ("Gemma", {"window": 7}, "every layer takes its own from the model"),
-    "chunks in documents": (
-        "Llama 4",
-        {"documents": True},
-        'whose chunks begin with each document.*"documents": false',
-    ),
-}
+    "chunks in documents": ("Llama 4", {"documents": True},
+        'whose chunks begin with each document.*"documents": false'),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONTRADICTIONS)
@@ -578,15 +566,11 @@ def test_a_class_without_the_interface_is_refused_when_it_is_built(family):
 
 
 SETTINGS: dict[str, tuple[Any, str]] = {
-    "MobileBERT": (
-        lambda: transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True),
-        "config.trigram_input joins each token's embedding",
-    ),
-    "ESM": (
-        lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
-        "config.token_dropout scales",
-    ),
-}
+    "MobileBERT": (lambda: transformers.MobileBertConfig(**SIZES, embedding_size=32, trigram_input=True),
+        "config.trigram_input joins each token's embedding"),
+    "ESM": (lambda: transformers.EsmConfig(**SIZES, pad_token_id=1, mask_token_id=2, token_dropout=True),
+        "config.token_dropout scales"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", SETTINGS)

@@ -70,15 +70,11 @@ def seen(tensors: HopTensors, head_in_group: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "rule",
     [
-        Causal(),
-        SlidingWindow(9),
-        PrefixLM(21),
-        Chunked(20),
-        Sinks(5) | SlidingWindow(4),
+        Causal(), SlidingWindow(9), PrefixLM(21), Chunked(20), Sinks(5) | SlidingWindow(4),
         Dilated((8, 16, 64), (1, 2, 4)),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_hops_of_one_geometry_are_attended_alike(rule: Pattern) -> None:
     """All pairs of runs of 4 in some stretch; whatever only moves with its positions shares a table."""
     bound, known = rule.bind((0,), 1, 1), dict[Any, np.ndarray]()
@@ -306,15 +302,11 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("given", "fwd", "bwd"),
     [
-        ({}, True, True),
-        ({"fwd_BLOCK_M": 64}, False, True),
-        ({"BLOCK_M1": 64}, True, False),
-        ({"bwd_num_warps": 4}, True, False),
-        ({"num_stages": 2}, False, False),
-        ({"PRESCALE_QK": True}, True, True),
-        ({"BACKEND": "FLASH"}, False, False),
+        ({}, True, True), ({"fwd_BLOCK_M": 64}, False, True), ({"BLOCK_M1": 64}, True, False),
+        ({"bwd_num_warps": 4}, True, False), ({"num_stages": 2}, False, False),
+        ({"PRESCALE_QK": True}, True, True), ({"BACKEND": "FLASH"}, False, False),
     ],
-)
+)  # fmt: skip
 def test_blocks_of_the_device_where_none_are_given(given: dict[str, Any], fwd: bool, bwd: bool) -> None:
     device, pairs = torch.device("cuda", 0), tuple(checked_options(given).items())
     found = options_on(pairs, device, 128, torch.bfloat16, 128)

@@ -40,11 +40,7 @@ def test_the_source_is_not_changed() -> None:
         ({"head_dim": 1.5}, {}, ["head-dim: expected", "got 1.5"]),
         ({"world_size": 0}, {}, ["processes: expected", "got 0"]),
         ({"batch": True}, {}, ["batch: expected", "got True"]),
-        (
-            {"kv_heads": 3},
-            {},
-            ["kv-heads: expected a divisor of 4 heads, got 3; use one of 1, 2, 4"],
-        ),
+        ({"kv_heads": 3}, {}, ["kv-heads: expected a divisor of 4 heads, got 3; use one of 1, 2, 4"]),
         ({"dtype": "fp8"}, {}, ["dtype: expected one of float32, bfloat16, float16, got 'fp8'"]),
         ({"device": "tpu"}, {}, ["device: expected one of cpu, cuda, got 'tpu'"]),
         ({"tokens": 3}, {}, ["at least 4, one a rank, got 3"]),
@@ -52,7 +48,7 @@ def test_the_source_is_not_changed() -> None:
         ({}, {"ring_attention": 4}, ["expected an object {...}, got 4"]),
         ({}, {"ring_attention": {}, "sequence_parallel_size": "4"}, ['got "4"; ']),
     ],
-)
+)  # fmt: skip
 def test_refusals(keys: dict[str, Any], whole: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(RingConfigError) as caught:
         request_from(whole, **(SIZES | keys))

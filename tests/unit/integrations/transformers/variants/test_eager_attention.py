@@ -103,27 +103,20 @@ def scores_of(module: Any, query: Tensor, key: Tensor) -> Any:
 
 # What a module of another version might do to its scores.
 FAULTS: dict[str, tuple[Callable[..., Any], str]] = {
-    "bias": (
-        lambda module, q, k, v: (scores_of(module, q, k) + torch.ones(33, 33)).softmax(-1) @ v,
-        "adds a term",
-    ),
+    "bias": (lambda module, q, k, v: (scores_of(module, q, k) + torch.ones(33, 33)).softmax(-1) @ v,
+        "adds a term"),
     "mask": (
-        lambda module, q, k, v: (
-            scores_of(module, q, k).masked_fill(torch.ones(33, 33) > 0, -1e9).softmax(-1) @ v
-        ),
+        lambda module, q, k,
+            v: (scores_of(module, q, k).masked_fill(torch.ones(33, 33) > 0, -1e9).softmax(-1) @ v),
         "masks scores by a tensor",
     ),
-    "sigmoid": (
-        lambda module, q, k, v: torch.sigmoid(scores_of(module, q, k)) @ v,
-        "calls sigmoid on its scores",
-    ),
+    "sigmoid": (lambda module, q, k, v: torch.sigmoid(scores_of(module, q, k)) @ v,
+        "calls sigmoid on its scores"),
     "no softmax": (lambda module, q, k, v: scores_of(module, q, k) @ v, "without softmax"),
-    "weights": (
-        lambda module, q, k, v: scores_of(module, q, k).softmax(-1) * 2 @ v,
-        "multiplies what softmax",
-    ),
+    "weights": (lambda module, q, k, v: scores_of(module, q, k).softmax(-1) * 2 @ v,
+        "multiplies what softmax"),
     "no scores": (lambda module, q, k, v: v, "computes no product of queries and keys"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -119,20 +119,14 @@ def with_an_inner_function_that_is_covered() -> Any:
 
 
 SEEDED: dict[str, tuple[Any, str]] = {
-    "a layer of a known type with another mixer": (
-        with_another_mixer,
-        "its layers conv mix tokens otherwise",
-    ),
+    "a layer of a known type with another mixer": (with_another_mixer,
+        "its layers conv mix tokens otherwise"),
     "an nn.Conv1d": (with_a_convolution, "it convolves tokens"),
-    "an nn.Conv1d that is called": (
-        with_a_convolution_that_is_called,
-        "its layers conv mix tokens otherwise",
-    ),
-    "an nn.Conv1d that is called beside a function": (
-        with_a_convolution_beside_a_function,
-        "it convolves tokens",
-    ),
-}
+    "an nn.Conv1d that is called": (with_a_convolution_that_is_called,
+        "its layers conv mix tokens otherwise"),
+    "an nn.Conv1d that is called beside a function": (with_a_convolution_beside_a_function,
+        "it convolves tokens"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", SEEDED)
