@@ -32,7 +32,7 @@ SUITE = (
     "tests/unit/masks/test_branches.py",
     "tests/dist/test_ring_attention.py",
     "tests/dist/test_deepspeed_parity.py",
-    "tests/dist/test_transformers.py",
+    "tests/dist/test_rotary.py",
     "tests/dist/test_generation.py",
     "tests/dist/contrib/test_megatron.py",
     "tests/integration/test_documents.py::test_block_does_what_its_document_says",

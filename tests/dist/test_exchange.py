@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError
+from ds_ring import Causal, RingBufferError, RingError, RingMesh, RingMismatchError, RingPeerError
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.messages import Counters, Message
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.alone
 
 Pool = Callable[[int], RankPool]
 DEADLINE_S = 0.5
+LARGE = 16 << 20  # floats: 64 MiB
 LATE_S = 2.0  # by then a deadline of half a second must have been heard
 
 
@@ -47,6 +48,14 @@ def blame(act: Callable[[], object]) -> Blame:
         seconds = time.perf_counter() - started
         return Blame(error.ring_rank, error.hop, error.peer, error.cause, seconds)
     return Blame(-1, None, None, "nothing raised", time.perf_counter() - started)
+
+
+def error_of(act: Callable[[], object]) -> RingError | None:
+    try:
+        act()
+    except RingError as error:
+        return error
+    return None
 
 
 # --- peers that do not answer ----------------------------------------------------------------------
@@ -304,3 +313,40 @@ def test_a_buffer_that_is_not_contiguous_is_refused_before_anything_is_sent(
 ) -> None:
     for said in rank_pool(2).run(strided, side):
         assert "expected a contiguous tensor, got strides (1, 4)" in said and said.endswith("sent 1"), said
+
+
+def written_while_travelling(rank: int, world_size: int) -> str:
+    exchange = Exchange(RingMesh.from_world(world_size))
+    x, y = torch.zeros(LARGE), torch.zeros(LARGE)
+    pending = exchange.post([Message(x, 1 - rank)], [Message(y, 1 - rank)])
+    if rank == 0:
+        x.fill_(1.0)
+    return type(error_of(pending.wait)).__name__
+
+
+def test_a_buffer_that_is_written_while_it_travels_is_noticed(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(written_while_travelling) == [RingBufferError.__name__, "NoneType"]
+
+
+def fails_in_the_middle(rank: int, world_size: int) -> tuple[str, bool]:
+    """A pass on rank 1 raises while its messages travel; nothing is dropped, and nobody waits for ever."""
+    mesh = RingMesh.from_world(world_size, heartbeat_timeout_s=1.0)
+    exchange = Exchange(mesh)
+    x, y = torch.zeros(LARGE), torch.zeros(LARGE)
+    try:
+        with collective(mesh, "a pass", exchange) as call:
+            call.agree({})
+            pending = exchange.post([Message(x, 1 - rank)], [Message(y, 1 - rank)], 1)
+            if rank == 1:
+                raise ZeroDivisionError("in a kernel")
+            pending.wait()
+            exchange.post([Message(x, 1 - rank)], [Message(y, 1 - rank)], 2).wait()
+    except (RingError, ZeroDivisionError) as error:
+        again = error_of(lambda: exchange.post([Message(x, 1 - rank)], [Message(y, 1 - rank)], 3))
+        return type(error).__name__, isinstance(again, RingPeerError)
+    return "nothing", False
+
+
+def test_a_pass_that_fails_in_the_middle_tells_the_others() -> None:
+    found = [one.value for one in run_ranks_collect(fails_in_the_middle, 2, timeout_s=20)]
+    assert found == [("RingPeerError", True), ("ZeroDivisionError", True)], found

@@ -1,16 +1,19 @@
-"""What an exchange raises where no message was under way: a batch that does not start, a rank alone."""
+"""What an exchange raises where no message is under way: wrong messages, a batch that does not start."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange, Route, once_a_batch
 from ds_ring.comm.mesh import RingMesh
+from ds_ring.comm.messages import Message
 from ds_ring.comm.waiting import CallSite, Task
-from ds_ring.errors import RingBufferError, RingPeerError
+from ds_ring.errors import RingBufferError, RingMismatchError, RingPeerError
 from ds_ring.schedule.grid import Grid
 
 
@@ -53,3 +56,21 @@ def test_a_wait_outside_of_a_pass_has_its_own_name_and_key() -> None:
     site = CallSite(0, None, ("the next batch", "step_timeout_seconds"))
     assert (str(site), site.limit_key, site.key) == ("the next batch", "step_timeout_seconds", (0, -1))
     assert CallSite(3, 1).limit_key.startswith("hop_timeout_seconds")
+
+
+MESSAGES: dict[str, Callable[[Tensor], list[Message]]] = {
+    "smaller": lambda k: [Message(k[:4], 1, "K/V", 8)],
+    "larger": lambda k: [Message(torch.cat([k, k]), 1, "K/V", 8)],
+    "dtype": lambda k: [Message(k.int(), 1, "K", 8, k.dtype), Message(k, 1, "V", 8, k.dtype)],
+    "order": lambda k: [Message(k, 1, "V", 8), Message(k, 1, "K", 8)],
+    "no second": lambda k: [Message(k, 1, "K", 8)],
+    "gaps": lambda k: [Message(torch.stack([k, k], -1)[..., 0], 1, "K", 8), Message(k, 1, "V", 8)],
+}
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_nothing_is_sent_that_is_not_what_the_plan_says(what: str) -> None:
+    exchange = exchange_of_two()
+    with pytest.raises(RingMismatchError):
+        exchange.post(MESSAGES[what](torch.zeros(8, 1, 1, 4)), [])
+    assert exchange.counters.messages_sent == 0

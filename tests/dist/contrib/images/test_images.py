@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.schedule.grid import Grid
-from tests.dist.deepspeed_ranks import json_config, start_deepspeed
+from tests.dist.deepspeed_ranks import Run, json_config, start_deepspeed
+from tests.dist.family_ranks import attached, start_session, train_alone, train_on_ring
 from tests.dist.harness import RankPool
-from tests.dist.test_family_needs import GROUPED, Result, check, gradients_of
+from tests.dist.test_family_needs import GROUPED, check
 
 Pool = Callable[[int], RankPool]
 
@@ -116,43 +116,22 @@ def batch_of(name: str) -> dict[str, Tensor]:
     return batch | ({"mm_token_type_ids": (ids == IMAGE).int()} if "qwen" in name else {})
 
 
-def alone(name: str) -> Result:
-    model = build(name)
-    loss = model(**batch_of(name), use_cache=False).loss
-    loss.backward()
-    return Result([loss.item()], gradients_of(model))
+def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Run:
+    session = start_session(world_size, layout=layout, ulysses_size=ulysses_size)
+    return train_on_ring(attached(build(name), session), session, [batch_of(name)])
 
 
-def on_a_ring(rank: int, world_size: int, name: str, layout: str, ulysses_size: int) -> Result:
-    from ds_ring.comm.mesh import RingMesh
-    from ds_ring.config.section import RingConfig, pattern_from_config
-    from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attach import attach
-
-    config = RingConfig(ring_size=world_size // ulysses_size, ulysses_size=ulysses_size, layout=layout)
-    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
-    model = build(name)
-    attach(model, session)
-    loss = model(**session.shard_batch(batch_of(name))).loss
-    loss.backward()
-    gradients = gradients_of(model)
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-    return Result([session.mean_loss(loss).item()], gradients)
-
-
-CASES = [
-    ("llava", "zigzag", 3, 1), ("mistral3", "striped", 2, 1), ("internvl", "contiguous", 2, 2),
-    ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "layout", "world_size", "ulysses_size"), CASES)
+@pytest.mark.parametrize(
+    ("name", "layout", "world_size", "ulysses_size"),
+    [
+        ("llava", "zigzag", 3, 1), ("mistral3", "striped", 2, 1), ("internvl", "contiguous", 2, 2),
+        ("qwen2_vl", "zigzag", 2, 1), ("qwen2_5_vl", "zigzag", 3, 1),
+    ],
+)  # fmt: skip
 def test_images_are_exact(
     rank_pool: Pool, name: str, layout: str, world_size: int, ulysses_size: int
 ) -> None:
-    expected = alone(name)
+    expected = train_alone(build(name), [batch_of(name)])
     assert any("vis" in parameter for parameter in expected.gradients)
     for got in rank_pool(world_size).run(on_a_ring, name, layout, ulysses_size):
         check(got, expected)
