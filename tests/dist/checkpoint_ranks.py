@@ -330,14 +330,6 @@ def two_hosts(rank: int, world_size: int, config: dict[str, Any], folders: list[
         os.environ["LOCAL_RANK"] = before
 
 
-def load_with_steps_of_deepspeed(rank: int, world_size: int, config: dict[str, Any], folder: str) -> int:
-    """What DeepSpeed itself makes of the folder, without our checks: the step it is at."""
-    engine = start_engine(config)
-    del engine.load_checkpoint
-    engine.load_checkpoint(folder)
-    return int(engine.global_steps)
-
-
 def background_writer(rank: int, world_size: int, config: dict[str, Any]) -> Refused:
     """An engine whose checkpoint writer is still writing when save_checkpoint returns."""
     engine = start_engine(config)

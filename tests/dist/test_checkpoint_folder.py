@@ -36,7 +36,6 @@ from tests.dist.checkpoint_ranks import (
     hold_the_folder,
     load_and_train,
     load_refused,
-    load_with_steps_of_deepspeed,
     save_on,
     save_with_state,
     train_and_save,
@@ -265,14 +264,6 @@ def test_what_no_crash_leaves_is_refused_on_every_rank(rank_pool, saved, tmp_pat
     plant(copy / NEWER)
     check(rank_pool(2).run(load_refused, config(stage), str(copy), [None, None]), words)
     assert not (copy / "was run").exists()
-
-
-def test_deepspeed_itself_runs_what_was_planted(rank_pool, saved, tmp_path):
-    """Why all this: the same checkpoint without our checks."""
-    copy = Path(shutil.copytree(saved(1)[0], tmp_path / "checkpoints"))
-    plant_in("*model_states.pt")(copy / NEWER)
-    assert rank_pool(2).run(load_with_steps_of_deepspeed, config(1), str(copy)) == [4, 4]
-    assert (copy / "was run").exists()
 
 
 @pytest.mark.parametrize("pattern", ["fp32.pt", "optimizer_state.pt"])

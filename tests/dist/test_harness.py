@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ds_ring.errors import RingShapeError
-from ds_ring.health.failure_detector import verdicts
-from tests.dist import harness, light_ranks
+from tests.dist import harness
 from tests.dist.harness import RankPool, RanksFailed, run_ranks, run_ranks_collect
-from tests.dist.monitors import Monitors
 
 Pools = Callable[[int], RankPool]
 
@@ -96,11 +93,6 @@ def draws(rank: int, world_size: int) -> torch.Tensor:
     return torch.rand(2)
 
 
-def sleeps(rank: int, world_size: int, seconds: float) -> int:
-    time.sleep(seconds)
-    return rank
-
-
 def does_not_start(rank: int, world_size: int, folder: str, pipe: object) -> None:
     raise OSError(f"no interface for rank {rank}")
 
@@ -121,60 +113,12 @@ def test_results_come_back_by_rank(rank_pool: Pools, world_size: int) -> None:
         torch.testing.assert_close(result["big"], torch.full((1 << 18,), float(rank)))
 
 
-def test_fresh_ranks_give_the_same(rank_pool: Pools) -> None:
-    fresh, pooled = run_ranks(sum_of_ranks, 2, 3.0), rank_pool(2).run(sum_of_ranks, 3.0)
-    torch.testing.assert_close([one["total"] for one in fresh], [one["total"] for one in pooled])
-
-
 def test_a_pool_keeps_its_processes_and_its_ranks_have_one_thread(rank_pool: Pools) -> None:
     first, second = rank_pool(2).run(where_am_i), rank_pool(2).run(where_am_i)
     assert first == second
     assert len({one.pid for one in first}) == 2
     assert [one.torch_threads for one in first] == [1, 1]
     assert [one.environment for one in first] == [["1", "lo", "0"], ["1", "lo", "1"]]
-
-
-def test_the_server_has_one_thread(rank_pool: Pools) -> None:
-    """A fork takes only the thread that forks along: any other one may hold a lock for ever."""
-    rank_pool(1).run(draws)
-    server = getattr(forkserver._forkserver, "_forkserver_pid")  # noqa: B009 (unknown to the stubs)
-    assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
-
-
-def monitors_are_forked(rank: int, world_size: int) -> bool:
-    from ds_ring.health import joining
-
-    return isinstance(getattr(joining.start_monitor, "__self__", None), Monitors)
-
-
-def test_monitors_of_ranks_are_forks_of_a_process_that_ends_with_its_parent(
-    rank_pool: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `start_monitor` of ds_ring starts one: ranks join it; and that says what is wrong where none starts."""
-    assert rank_pool(1).run(monitors_are_forked) == [True]
-    monitors = Monitors(str(Path(verdicts.__file__).parent), lambda *settings: -len(settings))
-    monkeypatch.setattr(light_ranks, "start_monitor", monitors.start)
-    for _ in range(2):
-        with light_ranks.LightRanks(2, 2.0) as ranks:
-            ranks.join()
-    assert monitors.start("192.0.2.1", 2, 2.0, "ab") == -4  # no address of this machine
-    with light_ranks.LightRanks(1, 2.0) as ranks:  # it goes on all the same
-        ranks.join()
-    monitors.close()
-    with pytest.raises(ConnectionRefusedError):
-        monitors.start("127.0.0.1", 2, 2.0, "ab")
-
-
-def test_calls_on_a_pool_are_cheap_and_so_is_a_fresh_pool(rank_pool: Pools) -> None:
-    pool = rank_pool(2)
-    pool.run(draws)
-    started = time.monotonic()
-    for _ in range(20):
-        pool.run(draws)
-    assert (time.monotonic() - started) / 20 < 0.25
-    started = time.monotonic()
-    run_ranks(draws, 2)
-    assert time.monotonic() - started < 10
 
 
 def test_a_call_starts_from_the_same_seed_and_without_old_groups(rank_pool: Pools) -> None:
@@ -254,20 +198,6 @@ def test_a_rank_that_hangs_is_reported_with_its_stack(how: str, piece: str) -> N
     pool.close()
 
 
-def test_collect_ends_a_grace_after_the_first_failure() -> None:
-    started = time.monotonic()
-    outcomes = run_ranks_collect(raises_while_others_wait, 3, timeout_s=60, grace_s=0.5)
-    assert time.monotonic() - started < 15
-    assert [outcome.status for outcome in outcomes] == ["hung", "raised", "hung"]
-
-
-def test_nobody_waits_for_a_rank_that_stops_for_good() -> None:
-    started = time.monotonic()
-    outcomes = run_ranks_collect(hangs, 2, "stop", timeout_s=60, silent=[1])
-    assert time.monotonic() - started < 15
-    assert [outcome.status for outcome in outcomes] == ["returned", "hung"]
-
-
 def test_no_child_is_left_behind() -> None:
     with RankPool(3) as pool:
         pool.run(draws)
@@ -275,33 +205,6 @@ def test_no_child_is_left_behind() -> None:
         assert len(pids) == 3 and all(map(is_alive, pids))
     assert not any(map(is_alive, pids))
     assert pool.pids == []
-
-
-@pytest.mark.night
-def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    code = (
-        "from tests.dist.harness import RankPool\n"
-        "from tests.dist.test_harness import draws, sleeps\n"
-        "if __name__ == '__main__':\n"
-        "    pool = RankPool(2)\n"
-        "    pool.run(draws)\n"
-        "    print(*pool.pids, flush=True)\n"
-        "    pool.run(sleeps, 60.0)\n"
-    )
-    root = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "PYTHONPATH": root, "TMPDIR": str(tmp_path)}  # nobody is left to clear it
-    command = [sys.executable, "-c", code]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=environment)
-    assert parent.stdout is not None
-    pids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(pids) == 2 and all(map(is_alive, pids))
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    deadline = time.monotonic() + 10
-    while any(map(is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(is_alive, pids))
 
 
 def test_a_pool_that_does_not_start_says_so_and_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,35 +267,11 @@ def test_ranks_of_a_failed_test_are_not_used_again(tmp_path: Path) -> None:
     assert "SKIPPED [1]" in done.stdout and "rank 0 has no fp16" in done.stdout
 
 
-def test_one_rank_that_lacks_something_is_a_failure(rank_pool: Pools) -> None:
-    with pytest.raises(RanksFailed, match="raised Skipped"):
-        rank_pool(2).run(lacks, (1,))
-
-
 def test_what_does_not_pickle_is_an_error_and_no_hang(rank_pool: Pools) -> None:
     with pytest.raises(TypeError, match="top level of a module"):
         rank_pool(2).run(lambda rank, world_size: rank)
     with pytest.raises(RanksFailed, match="cannot pickle"):
         rank_pool(2).run(returns_what_does_not_pickle)
-
-
-def test_an_interrupted_call_does_not_leak_into_the_next() -> None:
-    heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
-    try:
-        interrupt_a_call()
-    finally:
-        signal.signal(signal.SIGINT, heard)
-
-
-def interrupt_a_call() -> None:
-    with RankPool(2) as pool:
-        pool.run(draws)
-        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            pool.run(sleeps, 1.0)
-        timer.join()
-        assert pool.run(raises_on, ()) == [0, 1]
 
 
 def leave_threads_behind(rank: int, world_size: int, count: int) -> None:

@@ -55,8 +55,6 @@ SETS = [
     ((5, 9), (7, 11), 64),  # rates larger than their segments: some heads see nothing at all
     ((16, 32, 64, 128), (1, 2, 4, 8), 131),
 ]
-# Of the six layouts each case takes so many, others for the next case: plans cost more than these tensors do.
-LAYOUTS_PER_CASE = {1: 1, 2: 2, 4: 1, 8: 1}
 
 
 class Result(NamedTuple):
@@ -98,41 +96,6 @@ def error(got: Tensor, want: Tensor) -> float:
     return float("inf") if worst != worst else worst
 
 
-def dilated_cases(ring_size: int) -> list[tuple[Branches, int, str]]:
-    """Branches, tokens and layout. Over the ring sizes every set meets every offset rule, both ways."""
-    found = []
-    turn = (1, 2, 4, 8).index(ring_size)
-    for index, ((lengths, rates, tokens), causal) in enumerate(itertools.product(SETS, (True, False))):
-        for number in range(LAYOUTS_PER_CASE[ring_size]):
-            layout = LAYOUTS[(index * LAYOUTS_PER_CASE[ring_size] + turn + number) % len(LAYOUTS)]
-            rule = RULES[(index // 2 + causal + turn + number) % len(RULES)]
-            found.append((Branches(lengths, rates, causal, rule), tokens, layout))
-    return found
-
-
-def dilated_errors(rank: int, world_size: int) -> dict[tuple[object, ...], dict[str, float]]:
-    """For every case the errors against the definition and against the mixture; on rank 0."""
-    mesh, found = RingMesh.from_world(world_size), {}
-    for branches, tokens, layout_name in dilated_cases(world_size):
-        lengths, rates = branches.segment_lengths, branches.dilation_rates
-        pattern = Dilated(lengths, rates, branches.causal, branches.rule)
-        shape = Shape(batch=1, query_heads=4, kv_heads=2, tokens=tokens, head_dim=8)
-        got = run_ring(mesh, pattern, layout_name, shape, torch.float32)
-        if rank == 0:
-            errors = {}
-            for oracle in (one_softmax, mixture):
-                want = differentiate(oracle, branches, shape)
-                for name in NAMES:
-                    errors[f"{oracle.__name__} {name}"] = error(getattr(got, name), getattr(want, name))
-                uncovered = want.lse == -torch.inf
-                assert got.lse[uncovered].eq(-torch.inf).all() and got.lse[~uncovered].isfinite().all()
-                assert got.out[uncovered].eq(0).all() and got.dq[uncovered].eq(0).all()
-                if not uncovered.all():
-                    errors[f"{oracle.__name__} lse"] = error(got.lse[~uncovered], want.lse[~uncovered])
-            found[branches, tokens, layout_name] = errors
-    return found
-
-
 def differentiate(
     oracle: Callable[[Tensor, Tensor, Tensor, Branches], tuple[Tensor, Tensor]],
     branches: Branches,
@@ -145,24 +108,6 @@ def differentiate(
     out.backward(grad)
     assert q.grad is not None and k.grad is not None and v.grad is not None
     return Result(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-
-
-@pytest.mark.parametrize("ring_size", [1, 2, 4, 8])
-@pytest.mark.night  # the drawn cases below are dilated nearly half of the time
-def test_dilated_attention_is_its_definition_and_the_mixture(rank_pool: Pool, ring_size: int) -> None:
-    found = rank_pool(ring_size).run(dilated_errors, timeout_s=300)[0]
-    assert len(found) == len(SETS) * 2 * LAYOUTS_PER_CASE[ring_size]
-    assert {layout for _, _, layout in found} == set(LAYOUTS)
-    worst = max(found, key=lambda case: max(found[case].values()))
-    assert max(found[worst].values()) < 1e-5, (worst, found[worst])
-
-
-def test_the_table_of_cases_is_complete() -> None:
-    cases = [case for ring_size in LAYOUTS_PER_CASE for case in dilated_cases(ring_size)]
-    rules = {(c.segment_lengths, c.dilation_rates, c.causal, c.rule) for c, _, _ in cases}
-    assert len(rules) == len(SETS) * 2 * len(RULES)
-    uncovered = [c for c, tokens, _ in cases if not c.multiplicity(0, 4, 2, tokens).any(1).all()]
-    assert len(uncovered) > 20
 
 
 def test_the_mixture_is_the_one_softmax() -> None:

@@ -17,15 +17,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ds_ring import (
     Causal,
     Dilated,
     Documents,
     Full,
-    RingAttention,
     RingMesh,
     SlidingWindow,
     make_layout,
@@ -153,57 +151,3 @@ def test_two_rings_at_once_are_exact(rank_pool, world, second):
     """The second is the same ring again, one with Ulysses, or two rings of data replicas."""
     # Every second round finds full caches.
     assert rank_pool(world).run(two_rings, second, 4, timeout_s=150) == [[]] * world
-
-
-_seeding = threading.Lock()  # the seed is the process's
-
-
-class Model(nn.Module):
-    """A residual block of ring attention over a sequence of its own."""
-
-    def __init__(self, mesh: RingMesh, pattern: Pattern, width: int, seed: int) -> None:
-        super().__init__()
-        with _seeding:
-            torch.manual_seed(seed)
-            self.project, self.join = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.attention = RingAttention(pattern, mesh=mesh, layout="zigzag")
-
-    def forward(self, x_BSE: Tensor) -> Tensor:
-        q, k, v = self.project(x_BSE).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        return x_BSE + self.join(self.attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-def train(mesh: RingMesh, pattern: Pattern, seed: int, steps: int = 6) -> list[Tensor]:
-    """The parameters after some steps of data-free regression: each output is to be its own input's negative."""
-    model = Model(mesh, pattern, 32, seed)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + mesh.ring_rank)
-        x_BSE = torch.randn(2, 24, 32, generator=generator)
-        optimizer.zero_grad()
-        (model(x_BSE) + x_BSE).square().mean().backward()
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad, group=mesh.ring_group)
-        optimizer.step()
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def two_models(rank: int, world_size: int) -> bool:
-    meshes = [RingMesh.from_world(world_size) for _ in range(2)]
-    patterns = [Causal(), SlidingWindow(9)]
-    alone = [train(meshes[i], patterns[i], i) for i in range(2)]
-    equal = True
-    for _ in range(3):
-        both = at_once(*(lambda i=i: train(meshes[i], patterns[i], i) for i in range(2)))
-        equal &= all(
-            torch.equal(x, y)
-            for mine, other in zip(both, alone, strict=True)
-            for x, y in zip(mine, other, strict=True)
-        )
-    return equal
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.day("2")
-def test_two_models_train_at_once_as_they_do_alone(rank_pool, world):
-    assert rank_pool(world).run(two_models, timeout_s=120) == [True] * world

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,14 +20,12 @@ from ds_ring import (
     Dilated,
     Documents,
     Full,
-    MaskMod,
     RingAttention,
     RingConfig,
     RingError,
     RingMesh,
     RingMeshError,
     RingMismatchError,
-    SlidingWindow,
     gather_sequence,
     make_layout,
     shard_sequence,
@@ -243,17 +240,14 @@ WRONG = {
     "heads no multiple": Wrong(on("k", "v", do=lambda x: x[:, :3]), TYPED,
         ("a multiple of K/V heads, got 8 and 3", "grouped-query")),
     "empty": Wrong(on(*QKV, do=lambda x: x[:, :, :0]), TYPED, ("(2, 8, 0, 16)", "at least a slot")),
-    "empty batch, all": Wrong(on(*QKV, do=lambda x: x[:0]), TYPED, ("(0, 8, 32, 16)",), ALL),
     "q alone too short": Wrong(on("q", do=lambda x: x[:, :, :9]), TYPED,
         ("32 slots per rank", "q with 9", "shard_sequence")),
     "meta": Wrong(on(*QKV, do=lambda x: x.to("meta")), TYPED,
         ("q: expected a tensor with values", "meta", "to_empty")),
-    "meta, all": Wrong(on("v", do=lambda x: x.to("meta")), TYPED, ("v:", "(2, 4, 32, 16)"), ALL),
     "no tensor": Wrong(put(v=None), TYPED, ("v: expected a tensor, got NoneType",)),
     "sparse": Wrong(on("k", do=Tensor.to_sparse), TYPED, ("k: expected a dense tensor", "to_dense")),
     "layout of other tokens": Wrong(layout(tokens=128), TYPED,
         ("expected 64 slots per rank", "got q with 32", "shard_sequence")),
-    "layout of other tokens, all": Wrong(layout(tokens=128), TYPED, ("64 slots", "32"), ALL),
     "layout for another ring": Wrong(layout(ring_size=7), "RingLayoutError",
         ("for 2 ranks (the mesh's ring), got one for 7 ranks", "make_layout(..., ring_size=2)")),
     "layout unknown": Wrong(put(layout="zigzack"), "RingLayoutError",
@@ -266,7 +260,6 @@ WRONG = {
         ('transport: expected one of "ring", "pull", "reproducible", "all_gather", got "pigeon"',), ALL),
     "kernel unknown": Wrong(put(kernel="fast"), "RingConfigError",
         ('kernel: expected one of "auto", "reference", ', 'got "fast"')),
-    "kernel unknown, all": Wrong(put(kernel="fast"), "RingConfigError", ('"fast"',), ALL),
     "scale not finite": Wrong(put(scale=float("nan")), "RingConfigError", ("got NaN", "1 / sqrt(head_dim)")),
     "scale a text": Wrong(put(scale="big"), "RingConfigError", ('a finite number, got "big"',)),
     "replicated queries, meta": Wrong(
@@ -505,25 +498,6 @@ def gather(
     return act
 
 
-def shard(
-    tokens: int = 64, dim: int = 2, ring: int = 2, rank: int | None = None, whole: bool = True
-) -> Callable[[int, RingMesh], Tensor]:
-    """shard_sequence of `tokens` tokens with a layout for 64."""
-
-    def act(_: int, mesh: RingMesh) -> Tensor:
-        layout_ = make_layout("zigzag", tokens=64, ring_size=ring)
-        return shard_sequence(
-            torch.zeros(2, 8, tokens, 16), layout_, dim=dim, ring_rank=rank, mesh=mesh if whole else None
-        )
-
-    return act
-
-
-def config(**whole: object) -> Callable[[int, RingMesh], RingConfig]:
-    """The whole JSON as a dict."""
-    return lambda rank, mesh: RingConfig.from_deepspeed(whole)
-
-
 def both(error: str) -> tuple[str, str]:
     return error, error
 
@@ -554,10 +528,6 @@ CALLS = {
         ('kernel "flex"', "got cpu", 'use "auto"')),
     "kernel option unknown": WrongCall(module_of(options={"blok": 64}), CONFIG,
         ("'blok': 64", "kernel 'cpu'", "unexpected keyword argument 'blok'")),
-    "kernel option zero": WrongCall(module_of(options={"block": 0}), CONFIG,
-        ("block: expected 1 token or more", "got 0", "leave it out")),
-    "kernel option a list": WrongCall(module_of(options={"block": [1, 2]}), CONFIG,
-        ("block: expected 1 token or more", "leave it out")),
     "layout not there": WrongCall(module_of(layout="residue"), LAYOUT,
         ('layout "residue"', "Dilated(...)", "got Causal()")),
     "documents without any": WrongCall(module_of(pattern={"documents": True}), both("RingConfigError"),
@@ -578,39 +548,10 @@ CALLS = {
         ("shape: ", "32, 16)", "same model")),
     "gather along a dimension that is not there": WrongCall(gather(None, lambda x: x, dim=4), SHAPES,
         ("dim 4", "(2, 8, 32, 16)")),
-    "shard of a wrong length": WrongCall(shard(tokens=63), SHAPES, ("expected 64 tokens", "got 63", "build")),
-    "shard along a dimension that is not there": WrongCall(shard(dim=-5), SHAPES, ("dim -5", "64, 16)")),
-    "shard for another ring": WrongCall(shard(ring=4), LAYOUT,
-        ("got one for 4 ranks", "for 2 ranks", "ring_size=2")),
-    "shard without a rank": WrongCall(shard(whole=False), SHAPES, ("exactly one of ring_rank=... and mesh",)),
-    "shard for a rank and a mesh": WrongCall(shard(rank=0), SHAPES,
-        ("exactly one of ring_rank=... and mesh",)),
-    "shard of a rank that is not there": WrongCall(shard(rank=2, whole=False), SHAPES,
-        ("ring_rank: expected a rank of the layout, 0..1", "got 2")),
     "ring size 3 of 2 ranks": WrongCall(lambda rank, mesh: RingMesh.from_world(3), MESH,
         ("3", "does not divide world size 2", "use 1 or 2")),
-    "ring 2 x ulysses 2 of 2 ranks": WrongCall(lambda rank, mesh: RingMesh.from_world(2, 2), MESH,
-        ("ring 2 x ulysses 2", "use 1 or 2")),
-    "ring size 0": WrongCall(lambda rank, mesh: RingMesh.from_world(0), MESH, ("positive integer, got 0",)),
     "no mesh": WrongCall(lambda rank, mesh: attend(right_arguments(mesh) | {"mesh": None}), MESH,
         ("RingMesh.from_world",)),
-    "layout of no tokens": WrongCall(lambda rank, mesh: make_layout("zigzag", tokens=0, ring_size=2), LAYOUT,
-        ("tokens", "got 0")),
-    "segments and dilations of different length": WrongCall(lambda rank, mesh: Dilated((8, 16), (1,)),
-        PATTERN, ("expected 2 dilation rates, got 1",)),
-    "a segment of no length": WrongCall(lambda rank, mesh: Dilated((0, 16), (1, 2)), PATTERN,
-        ("segment_lengths", "got [0, 16]")),
-    "a dilation below one": WrongCall(lambda rank, mesh: Dilated((8, 16), (1, -2)), PATTERN,
-        ("dilation_rates", "got [1, -2]")),
-    "segments that do not increase": WrongCall(lambda rank, mesh: Dilated((16, 16), (1, 2)), PATTERN,
-        ("segment_lengths", "increasing", "[16, 16]")),
-    "no branch at all": WrongCall(lambda rank, mesh: Dilated((), ()), PATTERN, ("segment_lengths",)),
-    "head offsets unknown": WrongCall(lambda rank, mesh: Dilated((8,), (1,), head_offsets="papre"), PATTERN,
-        ("head_offsets", "papre")),
-    "a window of nothing": WrongCall(lambda rank, mesh: SlidingWindow(0), PATTERN, ("window", "got 0")),
-    "a mask that is no function": WrongCall(lambda rank, mesh: MaskMod(3), PATTERN, ("mask_mod", "3")),
-    "document ids of two dimensions": WrongCall(lambda rank,
-        mesh: Documents(torch.zeros(2, 64, dtype=torch.int64).numpy()), PATTERN, ("(2, 64)",)),
     "documents of another length": WrongCall(
         lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * 63)}),
         PATTERN,
@@ -620,24 +561,6 @@ CALLS = {
         lambda rank, mesh: attend(right_arguments(mesh) | {"pattern": Documents([0] * (64 + rank))}),
         (MISMATCH, "RingPatternError"),
         (WHO, ("got one of 65",)),
-    ),
-    "JSON key misspelt": WrongCall(config(ring_attention={"ring_size": 2, "layuot": "zigzag"}), CONFIG,
-        ("layuot", "did you mean")),
-    "JSON section misspelt": WrongCall(config(ring_atention={}), CONFIG, ("ring_atention", "did you mean")),
-    "JSON of a wrong type": WrongCall(config(ring_attention={"ring_size": "two"}), CONFIG,
-        ("ring_size", 'got "two"', "whole number")),
-    "JSON sizes that do not multiply": WrongCall(
-        config(sequence_parallel_size=8, ring_attention={"ring_size": 3}), CONFIG, ("3", "8", "set ")
-    ),
-    "JSON for another world": WrongCall(
-        lambda rank, mesh: config(sequence_parallel_size=6, ring_attention={})(rank, mesh).validate_world(2),
-        MESH,
-        ("sequence_parallel_size 6 does not divide world size 2", "use 1 or 2"),
-    ),
-    "JSON file that is not there": WrongCall(
-        lambda rank, mesh: RingConfig.from_deepspeed("/nowhere/ds_config.json"),
-        CONFIG,
-        ("/nowhere/ds_config.json", "does not exist", "check the path"),
     ),
 }  # fmt: skip
 
@@ -654,18 +577,6 @@ def test_wrong_calls_end_in_a_typed_error_on_every_rank(rank_pool: Pool, name: s
     for rank, found in enumerate(outcomes(rank_pool(2), act_wrongly, name)):
         apart = isinstance(case.says[0], tuple)
         check_refusal(found, case.errors[rank], case.says[rank] if apart else case.says)  # type: ignore[arg-type]
-
-
-def json_of(rank: int, world_size: int, path: str) -> Refusal:
-    mesh = RingMesh.from_world(world_size)
-    return refusal(lambda: RingConfig.from_deepspeed(path), mesh)
-
-
-def test_a_trailing_comma_is_named_with_its_line(rank_pool: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text('{\n  "sequence_parallel_size": 2,\n  "ring_attention": {"ring_size": 2,}\n}')
-    for found in outcomes(rank_pool(2), json_of, str(path)):
-        check_refusal(found, "RingConfigError", (str(path), "line 3", "comma"))
 
 
 def test_a_mesh_before_the_process_group() -> None:

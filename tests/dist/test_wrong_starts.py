@@ -118,8 +118,6 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "mesh_param": ({"mesh_param": (1, 2), "config": GOOD}, CONFIG, "mesh_param: expected None, got tuple"),
     "world": ({"config": json_config(3, 2, 1)}, "RingMeshError",
         "sequence_parallel_size 3 does not divide world size 2; use 1 or 2"),
-    "sizes that do not multiply": ({"config": GOOD | {"ring_attention": {"ring_size": 2, "ulysses_size": 2}}},
-        CONFIG, r"ring_size 2 x ulysses_size 2 = 4, but sequence_parallel_size is 2; set"),
     "another attention": (
         {"implementation": "eager", "config": GOOD | {"ring_attention": {"attention": "as_is"}}},
         CONFIG,
@@ -134,16 +132,6 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
         "did you mean 'ring_size'"),
     "no section": ({"config": {key: value for key, value in GOOD.items() if key != "ring_attention"}}, CONFIG,
         "ring_attention"),
-    "segments without dilations": (pattern(segment_lengths=[8, 16]), CONFIG, "dilation_rates"),
-    "lists of different length": (pattern(segment_lengths=[8, 16], dilation_rates=[1]), CONFIG,
-        "(?s)segment_lengths.*dilation_rates|dilation_rates.*segment_lengths"),
-    "a segment of 0": (pattern(segment_lengths=[0, 16], dilation_rates=[1, 2]), CONFIG, "segment_lengths"),
-    "a dilation of -1": (pattern(segment_lengths=[8, 16], dilation_rates=[1, -1]), CONFIG, "dilation_rates"),
-    "segments that fall": (pattern(segment_lengths=[16, 8], dilation_rates=[1, 2]), CONFIG,
-        "segment_lengths"),
-    "a window of 0": (pattern(window=0), CONFIG, "window"),
-    "a hop shorter than a heartbeat": ({"config": GOOD | {"ring_attention": {"hop_timeout_seconds": 1}}},
-        CONFIG, "hop_timeout_seconds: expected at least heartbeat_timeout_seconds"),
 }  # fmt: skip
 
 
