@@ -1,4 +1,4 @@
-"""What the host does for a hop, counted: calls of Python, which no busy machine makes more."""
+"""What the host does once for all passes of a shape: routes are looked up, buffers are taken from a pool."""
 
 from __future__ import annotations
 
