@@ -47,37 +47,6 @@ def test_a_table_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
-        (["--tokens", "3", "--ring-sizes", "1", "4"], "at least one token a rank, got 3 for 4 ranks"),
-        (["--ring-sizes", "0"], "--ring-sizes: expected a number of at least 1, got 0"),
-        (["--ring-sizes", "-2", "2"], "--ring-sizes: expected a number of at least 1, got -2"),
-        (["--kv-heads", "3"], "query heads: expected a multiple of K/V heads: got 4 and 3"),
-        (["--head-dim", "0"], "--head-dim: expected a number of at least 1, got 0"),
-        (["--layout", "zigzig"], "got 'zigzig'"),
-        (["--pattern", "{window: 3}"], "--pattern: not JSON: "),
-        (["--pattern", '{"documents": true}'], 'without "documents"'),
-        (["--pattern", "{}", "--config", "x.json"], "profile: expected --pattern or --config, got both"),
-        (["--config", "no_such.json"], "no_such.json"),
-        (["--chunk-bytes", "0"], "--chunk-bytes: expected a number of at least 1, got 0"),
-        (["--link-mbit", "0"], "--link-mbit: expected a number above 0, got 0"),
-        (["--timeout", "-1"], "--timeout: expected a number above 0, got -1"),
-        (["--threads", "0"], "--threads: expected a number of at least 1, got 0"),
-        (["--", "more"], "expected nothing after --"),
-    ],
-)
-def test_bad_arguments_end_with_status_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    assert cli.main([*SMALL, "--output", str(tmp_path), *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
-    assert words in printed.err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_number_that_is_none_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*SMALL, "--link-mbit", "nan"])
@@ -92,12 +61,3 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureF
     if os.geteuid() != 0:  # root may write anywhere
         (tmp_path / "sealed").mkdir(mode=0o500)
         assert cli.main([*SMALL, "--output", str(tmp_path / "sealed")]) == 2
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["profile", "--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert "ds-ring profile --tokens 16384 --ring-sizes 1 2 --real --simulated" in printed
-    assert "perfetto" in printed

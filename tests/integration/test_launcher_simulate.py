@@ -71,34 +71,6 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
-        (["--kv-heads", "3"], "query heads: expected a multiple of K/V heads: got 4 and 3"),
-        (["--ring-sizes", "0"], "--ring-sizes: expected a number of at least 1, got 0"),
-        (["--layout", "zigzig"], "got 'zigzig'"),
-        (["--layout", "residue"], "residue"),
-        (["--pattern", "{window: 3}"], "--pattern: not JSON: "),
-        (["--pattern", '{"windw": 3}'], "did you mean 'window'?"),
-        (["--pattern", '{"documents": true}'], 'without "documents"'),
-        (["--pattern", "{}", "--config", "x.json"], "--pattern or --config, got both"),
-        (["--config", "no_such.json"], "no_such.json"),
-        (["--check", "0"], "--check: expected at least 1 row, got 0"),
-        (["--chunk-bytes", "0"], "--chunk-bytes: expected a number of at least 1, got 0"),
-        (["--seed", "-1"], "seed: expected 0 to 2^64 - 1, got -1"),
-        (["--", "more"], "expected nothing after --"),
-    ],
-)
-def test_bad_arguments_end_with_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    assert cli.main([*SMALL, *arguments]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == "" and printed.err.startswith("ds-ring: error: ")
-    assert words in printed.err
-
-
 @pytest.mark.night  # by day while a command imports, in test_launcher_tune.py
 def test_ctrl_c_is_one_line_and_status_130() -> None:
     """In the middle of the work: what was done was said, no traceback follows."""
@@ -124,10 +96,3 @@ def test_ctrl_c_is_one_line_and_status_130() -> None:
         command.wait()
     assert command.returncode == 130 and "ds-ring: interrupted" in said and "Traceback" not in said
     assert rest == ""
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["simulate", "--help"])
-    assert ended.value.code == 0
-    assert "ds-ring simulate --tokens 65536 --pattern" in capsys.readouterr().out

@@ -29,38 +29,6 @@ if __name__ == "__main__":
 TUNE = ["tune", *SHAPES, "--processes", "2"]
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--processes", "0"], ["processes: expected a number of at least 1, got 0"]),
-        (["--layers", "0"], ["--layers: expected a number of at least 1, got 0"]),
-        (["--processes", "-2"], ["processes: expected", "got -2"]),
-        (["--tokens", "0"], ["tokens: expected", "got 0"]),
-        (["--kv-heads", "3"], ["kv-heads: expected a divisor of 4 heads, got 3", "use one of 1, 2, 4"]),
-        (["--pattern", '{"windw": 4}'], ["the unknown key 'windw'; did you mean 'window'?"]),
-        (["--pattern", '{"window": 0}'], ["window: expected a whole number of at least 1, or null, got 0"]),
-        (["--pattern", "causal"], ["--pattern: not JSON: "]),
-        (["--pattern", "4"], ["--pattern: expected a JSON object {...} at the top level, got 4"]),
-        (["--output", "no/such/folder/x.json"],
-            ["--output no/such/folder/x.json: expected", "got no folder"]),
-        (["--output", "."], ["--output .: expected a file in a folder", "got a folder"]),
-        (["--hardware-output", "no/folder/x.yaml"], ["--hardware-output no/folder/x.yaml: expected"]),
-        (["--config", "missing.json"], ["missing.json: the file does not exist"]),
-        (["--dtype", "int8"], ["dtype: expected one of float32, bfloat16, float16, got 'int8'"]),
-        (["--device", "tpu"], ["device: expected one of cpu, cuda, got 'tpu'"]),
-        (["--threads", "0"], ["--threads: expected a number of at least 1, got 0"]),
-        (["--deadline-seconds", "0"], ["--deadline-seconds: expected a number above 0"]),
-        (["--", "x"], ["tune: expected nothing after --, got x"]),
-    ],
-)  # fmt: skip
-def test_wrong_input(capsys: pytest.CaptureFixture[str], more: list[str], words: list[str]) -> None:
-    started = time.perf_counter()
-    assert cli.main([*TUNE, *more]) == 2
-    assert time.perf_counter() - started < 5
-    said = capsys.readouterr().err
-    assert said.startswith("ds-ring: error: ") and all(word in said for word in words), said
-
-
 def test_a_json_whose_sequences_do_not_fit_the_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,13 +44,6 @@ def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], left_out: 
     with pytest.raises(SystemExit) as caught:
         cli.main(TUNE[:where] + TUNE[where + 2 :])
     assert caught.value.code == 2 and left_out in capsys.readouterr().err
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["tune", "--help"])
-    said = capsys.readouterr().out
-    assert caught.value.code == 0 and "examples:" in said and "--hardware-output" in said
 
 
 @pytest.mark.slow

@@ -152,34 +152,6 @@ def test_tables_for_people(capsys):
         assert words in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "got no --layers, --hidden, --heads, --vocab"),
-        ([*SIZES], "expected --tokens, --devices or both, got neither"),
-        ([*SIZES, "--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
-        ([*SIZES, "--tokens", "64", "--hardware", "h10"], "did you mean 'h100'"),
-        ([*SIZES, "--tokens", "64", "--pattern", '{"windw": 5}'], "did you mean 'window'"),
-        ([*SIZES, "--tokens", "64", "--pattern", "window"], "--pattern: not JSON: "),
-        ([*SIZES, "--tokens", "64", "--pattern", "[1]"],
-            "--pattern: expected a JSON object {...} at the top"),
-        ([*SIZES, "--tokens", "64", "--layout", "zigzak"], 'did you mean "zigzag"'),
-        ([*SIZES, "--tokens", "64", "--devices", "6", "--ring-size", "4"], "--devices: expected a multiple"),
-        ([*SIZES, "--tokens", "64", "--devices", "4", "--ulysses-size", "4"], "divisor of 2 K/V heads"),
-        ([*SIZES, "--hf-config", "x.json", "--tokens", "64"], "expected no sizes with it, got --layers"),
-        (["--hf-config", "/no/such.json", "--tokens", "64"], "does not exist"),
-        (["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],
-            "num_hidden_layers: expected a whole number"),
-        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON: "),
-        ([*SIZES, "--heads", "3", "--tokens", "64"], "hidden: expected a multiple of 3 heads, got 256"),
-        ([*SIZES, "--config", "/no/such.json", "--tokens", "64"], "does not exist"),
-        ([*SIZES, "--tokens", "64", "--devices", "2", "--", "more"], "expected nothing after --, got more"),
-    ],
-)  # fmt: skip
-def test_wrong_input(capsys, arguments, message):
-    assert message in refused(capsys, *arguments)
-
-
 def test_nothing_fits(capsys, tmp_path: Path):
     path = tmp_path / "tiny.yaml"
     cpu = Path(__file__).resolve().parents[2] / "configs/hardware/cpu.yaml"

@@ -430,14 +430,6 @@ def test_dry_run_prints_a_script(folder: Path, capsys: pytest.CaptureFixture[str
     assert command[-2:] == ["--text", "it's"]
 
 
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["launch", "--help"]):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(arguments)
-        assert ended.value.code == 0
-        assert "ds-ring launch configs/quickstart.yaml" in capsys.readouterr().out
-
-
 TOPOLOGY = """\
 SwitchName=leaf0 Level=0 LinkSpeed=1 Nodes=gpu0,gpu3
 SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu1,gpu2

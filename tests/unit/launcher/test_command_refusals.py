@@ -12,9 +12,7 @@ from ds_ring_launcher.commands import parsers
 from ds_ring_launcher.run.run_folder import RunFolder
 from tests.unit.test_launcher import LOCAL, folder  # noqa: F401  a fixture
 
-SIZES = ["--tokens", "64", "--heads", "2", "--head-dim", "8"]
 TUNE = ["--tokens", "4096", "--heads", "4", "--head-dim", "64", "--processes", "2"]
-PATTERN = '{"causal": true}'
 REFUSED = {
     "sbatch of another engine": (["launch", "cluster.yaml", "--sbatch"], "--sbatch: expected engine: slurm"),
     "no model": (["check-model"],
@@ -27,12 +25,6 @@ REFUSED = {
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
     "a ring that does not divide": (["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
         "--ring-size: expected a divisor of --world-size 4, got 3"),
-    "pattern and config": (
-        ["simulate", *SIZES, "--ring-sizes", "2", "--pattern", PATTERN, "--config", "ds.json"],
-        "simulate: expected --pattern or --config, got both",
-    ),
-    "documents": (["simulate", *SIZES, "--ring-sizes", "2", "--pattern", '{"documents": true}'],
-        'expected a pattern without "documents"'),
     "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device: expected 2 GPUs, got 0"),
     "a demo below a file": (["demo", "--steps", "1", "--output", "train.py/out"],
         "--output: expected a folder to write to, got train.py/out"),

@@ -9,25 +9,16 @@ from typing import Any
 import pytest
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher import cli
 from ds_ring_launcher.plan.model_file import model_patterns_of, patterns_by
 from ds_ring_launcher.plan.other_layers import _size, readers_of
 from ds_ring_launcher.tune.result import require_writable
 
-SIZES = ["--layers", "2", "--hidden", "256", "--heads", "8", "--kv-heads", "2", "--vocab", "256"]
 QWEN: dict[str, Any] = {
     "model_type": "qwen3_next", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 89, "intermediate_size": 96, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-
-
-def test_a_model_without_attention_is_not_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN | {"layer_types": ["linear_attention"] * 2}))
-    assert cli.main(["plan", "--hf-config", str(path), "--tokens", "4096", "--devices", "2"]) == 2
-    assert "expected a layer of attention, got none" in capsys.readouterr().err
 
 
 def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
@@ -48,23 +39,3 @@ def test_what_a_config_says_of_layers_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_no_file_has_is_refused(name: str) -> None:
     with pytest.raises(RingConfigError, match="expected a file's name"):
         require_writable(Path(name), "--output")
-
-
-PLANNED = ["plan", *SIZES, "--hardware", "h100", "--tokens", "4096"]
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (
-            ["--ring-size", "65536", "--ulysses-size", "2"],
-            "ring size: expected at most 65,536 ranks, got 131072",
-        ),
-        (["--recompute-attention"], "--recompute-attention: expected activation checkpointing, and no"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    more: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([*PLANNED, *more]) == 2
-    assert words in capsys.readouterr().err
