@@ -23,12 +23,12 @@ ALL = "simulate profile plan tune"
 # The commands, their options, and what is said of them.
 REFUSED: list[tuple[str, list[str], str]] = [
     (ALL, ["--tokens", "0"], "--tokens: expected a number of at least 1, got 0"),
-    (ALL, ["--pattern", "{window: 3}"], "--pattern: not JSON at line 1"),
+    (ALL, ["--pattern", "{window: 3}"], "--pattern: not JSON: "),
     (ALL, ["--pattern", '{"windw": 4}'], "'windw'; did you mean 'window'?"),
     (ALL, ["--pattern", "[1]"], "--pattern: expected a JSON object {...} at the top level, got [1]"),
     (ALL, ["--config", "no_such.json"], "no_such.json: the file does not exist"),
     (ALL, ["--", "more"], "expected nothing after --, got more"),
-    ("simulate profile", ["--kv-heads", "3"], "query heads: expected a multiple of K/V heads: got 4 and 3"),
+    ("simulate profile", ["--kv-heads", "3"], "query heads: expected a multiple of K/V heads, got 4 and 3"),
     ("simulate profile", ["--ring-sizes", "-2"], "--ring-sizes: expected a number of at least 1, got -2"),
     ("simulate profile", ["--layout", "zigzig"], "got 'zigzig'"),
     ("simulate profile", ["--pattern", '{"documents": true}'], 'without "documents"'),
@@ -38,7 +38,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("simulate", ["--layout", "residue"], "residue"),
     ("simulate", ["--check", "0"], "--check: expected at least 1 row, got 0"),
     ("simulate", ["--seed", "-1"], "seed: expected 0 to 2^64 - 1, got -1"),
-    ("profile", ["--tokens", "3", "--ring-sizes", "4"], "at least one token for each of 4 ranks, got 3"),
+    ("profile", ["--tokens", "3", "--ring-sizes", "4"], "at least one token a rank, got 3 for 4 ranks"),
     ("profile", ["--head-dim", "0"], "--head-dim: expected a number of at least 1, got 0"),
     ("profile", ["--link-mbit", "0"], "--link-mbit: expected a number above 0, got 0"),
     ("profile", ["--timeout", "-1"], "--timeout: expected a number above 0, got -1"),
@@ -52,7 +52,7 @@ REFUSED: list[tuple[str, list[str], str]] = [
     ("plan", ["--ring-size", "65536", "--ulysses-size", "2"], "expected at most 65,536 ranks, got 131072"),
     ("tune", ["--processes", "-2"], "processes: expected a number of at least 1, got -2"),
     ("tune", ["--layers", "0"], "--layers: expected a number of at least 1, got 0"),
-    ("tune", ["--kv-heads", "3"], "that divides 4 heads, got 3; use one of 1, 2, 4"),
+    ("tune", ["--kv-heads", "3"], "a divisor of 4 heads, got 3; use one of 1, 2, 4"),
     ("tune", ["--pattern", '{"window": 0}'], "window: expected a whole number of at least 1, or null, got 0"),
     ("tune", ["--output", "no/folder/x.json"], "--output no/folder/x.json: expected"),
     ("tune", ["--output", "."], "--output .: expected a file in a folder"),
@@ -85,7 +85,7 @@ def test_it_is_refused_in_a_sentence(
             ["--hf-config", '{"hidden_siz": 4}', "--tokens", "64"],
             "num_hidden_layers: expected a whole number",
         ),
-        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON at line 1"),
+        (["--hf-config", '{"hidden', "--tokens", "64"], "--hf-config: not JSON: "),
     ],
 )
 def test_a_model_that_is_none(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:

@@ -19,7 +19,7 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import CallSite
-from ds_ring.errors import RingConfigError, RingPeerError
+from ds_ring.errors import RingPeerError
 from ds_ring.health import client, watchdog
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.health.watchdog import WorkWatchdog
