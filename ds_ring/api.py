@@ -50,7 +50,7 @@ def ring_attention(
         k, v: local keys [B, G, S, D] and values [B, G, S, E]; H a multiple of G. E may differ from D; values
             are sent unpadded.
         pattern: which query position attends to which key position, in global positions.
-        layout: which position lies in which slot; a name builds that layout for ring_size * S tokens.
+        layout: the rank and slot of each position; a name builds that layout for ring_size * S tokens.
         mesh: this process's place in the grid of ranks; every rank of the ring must call.
         scale: factor of the scores; None is 1 / sqrt(D).
         sinks: [H] of any floating dtype, the same on all ranks; all heads, even if Ulysses splits them.

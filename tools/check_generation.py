@@ -23,7 +23,7 @@ from ds_ring_launcher.run.local_ranks import run_ranks
 MAX_LOGITS = 1e-4  # relative error
 
 
-class Request(NamedTuple):
+class GenerationRequest(NamedTuple):
     """What is generated, and where."""
 
     ring_size: int
@@ -32,7 +32,7 @@ class Request(NamedTuple):
     stage: int
 
 
-def generate(model: Any, request: Request) -> tuple[Any, int, float]:
+def generate(model: Any, request: GenerationRequest) -> tuple[Any, int, float]:
     """What the model generates, the bytes of its cache on this rank, and the seconds that it took."""
     ids = torch.randint(1, 512, (1, request.prompt), generator=torch.Generator().manual_seed(0))
     started = time.monotonic()
@@ -45,13 +45,13 @@ def generate(model: Any, request: Request) -> tuple[Any, int, float]:
     return output, sum(layer.keys.nbytes + layer.values.nbytes for layer in layers), seconds
 
 
-def build(request: Request) -> Any:
+def build(request: GenerationRequest) -> Any:
     """A Llama whose attention decides on the next token, and which never ends a text."""
     tokens = request.prompt + request.tokens
     return llama(tokens, 512, 128, 256, 4, 4, 2, initializer_range=0.15, eos_token_id=None).eval()
 
 
-def on_a_rank(request: Request) -> dict[str, Any]:
+def on_a_rank(request: GenerationRequest) -> dict[str, Any]:
     """One rank: the model alone, then on the ring."""
     alone, alone_bytes, alone_seconds = generate(build(request), request)
     engine = engine_of(build(request), request.ring_size, {}, {"stage": request.stage}, sgd=0.0)
@@ -69,7 +69,7 @@ def on_a_rank(request: Request) -> dict[str, Any]:
     }
 
 
-def faults(ranks: list[dict[str, Any]], request: Request) -> list[str]:
+def faults(ranks: list[dict[str, Any]], request: GenerationRequest) -> list[str]:
     """What is wrong with what the ranks found; tokens alone would be equal without a ring, too."""
     wrong = []
     for one in ranks:
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["DS_ACCELERATOR"] = "cpu"
     wrong = 0
     for ring_size in options.ring_sizes:
-        request = Request(ring_size, options.prompt, options.tokens, options.stage)
+        request = GenerationRequest(ring_size, options.prompt, options.tokens, options.stage)
         found = run_ranks(on_a_rank, ring_size, (request,), threads=1, deadline_s=600.0)
         row = {key: max(one[key] for one in found) for key in found[0]}
         row["equal_tokens"] = min(one["equal_tokens"] for one in found)

@@ -60,15 +60,15 @@ def large_hop(mesh: RingMesh) -> bool:
     """512 MB to the next rank, as K and V of 256 MB each: are all bits those that were sent?"""
     count = LARGE_BYTES // 2 // 8
 
-    def of(rank: int, which: int) -> Tensor:
+    def numbers(rank: int, which: int) -> Tensor:
         generator = torch.Generator().manual_seed(2 * rank + which)
         return torch.randint(-(2**62), 2**62, (count,), generator=generator)
 
     before = (mesh.ring_rank - 1) % mesh.ring_size
-    sends = [Message(of(mesh.ring_rank, which), mesh.ring_rank + 1) for which in (0, 1)]
+    sends = [Message(numbers(mesh.ring_rank, which), mesh.ring_rank + 1) for which in (0, 1)]
     receives = [Message(torch.empty(count, dtype=torch.int64), before) for _ in (0, 1)]
     Exchange(mesh, 600.0).post(sends, receives, 1).wait()
-    return all(torch.equal(message.tensor, of(before, which)) for which, message in enumerate(receives))
+    return all(torch.equal(message.tensor, numbers(before, which)) for which, message in enumerate(receives))
 
 
 def on_a_rank(options: argparse.Namespace) -> dict[str, Any]:

@@ -88,7 +88,9 @@ class Exchange:
     @cached_property
     def _work_watchdog(self) -> WorkWatchdog | None:
         # Loaded for messages between GPUs alone: with gloo the host waits.
-        found: WorkWatchdog | None = load(WATCHDOGS["cuda"]).of(self.mesh) if "cuda" in WATCHDOGS else None
+        found: WorkWatchdog | None = (
+            load(WATCHDOGS["cuda"]).for_mesh(self.mesh) if "cuda" in WATCHDOGS else None
+        )
         return found
 
     @property

@@ -66,7 +66,7 @@ def _meanings(table: Mapping[str, Any]) -> str:
 
 
 class PassOptions(Section):
-    """Describe how a pass is carried out: what is set once a run. Frozen and hashable.
+    """The options of a pass, which are set once a run. Frozen and hashable.
 
     The fields are keys of the section (`PassOptions.model_fields` has their descriptions).
 

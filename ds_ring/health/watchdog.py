@@ -65,7 +65,7 @@ class WorkWatchdog:
         self._running = False
 
     @classmethod
-    def of(cls, mesh: RingMesh) -> WorkWatchdog:
+    def for_mesh(cls, mesh: RingMesh) -> WorkWatchdog:
         """Return the watchdog of a mesh, made at the first call."""
         found = mesh.state.work_watchdog
         if found is None:

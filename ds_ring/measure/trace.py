@@ -30,7 +30,7 @@ class Span(NamedTuple):
         phase: "forward" or "backward".
         step: counts the steps of a phase from 0.
         hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
-            one more than what is computed meanwhile.
+            one more than the hop that is computed while they travel.
         start_ns, end_ns: of the system's clock (`time.time_ns`), or as `Trace.processor_time` says.
         buffers_bytes: memory of messages at the end: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results.

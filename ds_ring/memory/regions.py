@@ -32,7 +32,7 @@ class ResultStore:
 
 
 # [Note: regions]
-# One object stands for a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
+# One object identifies a region in both of its runs, and lives as long as the graph. Reentrant checkpointing
 # (torch's, DeepSpeed's, Megatron's) is an autograd Function that notes `run_function` on its ctx: `forward`
 # and `backward`, which call it, have the same ctx and are on the stack. What is not reentrant has a frame
 # object, known to the hook by which tensors are saved meanwhile. Where neither is found the pass runs again.

@@ -45,7 +45,7 @@ class SavedRows:
     slots: Tensor
     run_others: Callable[[], Results]
 
-    def of(self, results: Results) -> Results:
+    def select(self, results: Results) -> Results:
         """Return a copy of the rows to be kept."""
         return tuple(x.index_select(2, self.slots) for x in results)  # type: ignore[return-value]
 
@@ -107,7 +107,7 @@ def reuse_or_run(
         kept = SavedResults()
         setattr(region, _ATTRIBUTE, kept)
     results = run()
-    to_keep = results if rows is None else rows.of(results)
+    to_keep = results if rows is None else rows.select(results)
     if store is not None:
         tickets = [store.put(x) for x in to_keep]
         kept.results.append((call, lambda: (store.get(tickets[0]), store.get(tickets[1]))))

@@ -47,7 +47,7 @@ class RingContext:
 
     Attributes:
         pattern: which query attends to which key.
-        layout: which token lies where; a name builds the layout for ring_size x local tokens at each call.
+        layout: the rank and slot of each token; a name: a layout for each length of a call.
         mesh: the ranks and process groups.
         options: kernel, transport and further options.
         handle: the integer by which the operator finds this context.

@@ -37,7 +37,7 @@ def shard_sequence(
 
     Args:
         x_global: any tensor with layout.tokens entries in `dim`.
-        layout: where tokens lie.
+        layout: the rank and slot of each token.
         dim: the token dimension.
         ring_rank: whose shard; or give `mesh`, which also cuts it for the Ulysses ranks.
         mesh: this process's place.

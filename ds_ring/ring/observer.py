@@ -20,7 +20,7 @@ class BatchEvent(NamedTuple):
         phase: "forward" or "backward".
         hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
         one
-            more than what is computed meanwhile.
+            more than the hop that is computed while they travel.
         buffers_bytes: memory of messages now: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results now.
         posted: the messages of the batch, from "compute" on.

@@ -86,7 +86,7 @@ class _TokenBlock(NamedTuple):
     slot: int
     length: int
 
-    def of(self, x_BHSD: Tensor) -> Tensor:
+    def tokens(self, x_BHSD: Tensor) -> Tensor:
         """Return a contiguous copy: the strides of a shard depend on the ring."""
         return x_BHSD[:, :, self.slot : self.slot + self.length].clone(memory_format=torch.contiguous_format)
 
@@ -172,7 +172,7 @@ class ReproduciblePass:
         def compute(owner: int, keys: Sequence[Tensor]) -> Sequence[Tensor]:
             for (number, query, key), place, k_j, v_j in self._of_owner(owner, keys):
                 heads = self._heads[number][0]
-                q_i = place.of(q[:, heads])
+                q_i = place.tokens(q[:, heads])
                 part = empty_results(q_i, out.shape[-1], dtype)
                 kernel, tiles = self.kernel.of_heads(heads), self._tiles(number, query, key)
                 for one in kernel.forward(q_i, k_j, v_j, tiles, self.scale):
@@ -191,7 +191,7 @@ class ReproduciblePass:
                 if tree is None or tree.total is None:
                     continue
                 # By a contiguous copy: the bits of `exp` depend on the memory layout.
-                first = block.of(out[:, heads]), block.of(lse[:, heads])
+                first = block.tokens(out[:, heads]), block.tokens(lse[:, heads])
                 merge_(*first, *tree.total)
                 out[:, heads, slots], lse[:, heads, slots] = first
         return out.to(q.dtype), lse
@@ -214,8 +214,8 @@ class ReproduciblePass:
             sums: dict[tuple[int, int], TreeSum[list[Tensor]]] = {}
             for (number, query, key), place, k_j, v_j in self._of_owner(owner, keys):
                 heads = self._heads[number][0]
-                grad_i, q_i, out_i, lse_i = (place.of(x[:, heads]) for x in (grad_out, q, out, lse))
-                grad_lse_i = None if grad_lse is None else place.of(grad_lse[:, heads])
+                grad_i, q_i, out_i, lse_i = (place.tokens(x[:, heads]) for x in (grad_out, q, out, lse))
+                grad_lse_i = None if grad_lse is None else place.tokens(grad_lse[:, heads])
                 dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_i, k_j, v_j))
                 inputs = (grad_i, q_i, k_j, v_j, out_i, lse_i, self._tiles(number, query, key), self.scale)
                 for one in self.kernel.of_heads(heads).backward(*inputs, grad_lse_i):
@@ -305,7 +305,7 @@ class ReproduciblePass:
 
         def leaving(reader: int) -> list[Tensor]:
             at = [(self._heads[number][1], block) for number, block, _ in self._read(rank, reader)]
-            return [block.of(x[:, kv]) for kv, block in at for x in (k, v)]
+            return [block.tokens(x[:, kv]) for kv, block in at for x in (k, v)]
 
         def empty(owner: int) -> list[Tensor]:
             at = [(self._heads[number][1], block.length) for number, block, _ in self._read(owner, rank)]
@@ -313,6 +313,6 @@ class ReproduciblePass:
 
         def empty_sums(reader: int) -> list[Tensor]:
             at = [(self._heads[number][1], block) for number, block, _ in self._nodes(rank, reader)]
-            return [torch.empty_like(block.of(x[:, kv]), dtype=dtype) for kv, block in at for x in (k, v)]
+            return [torch.empty_like(block.tokens(x[:, kv]), dtype=dtype) for kv, block in at for x in (k, v)]
 
         walk_owners(self.exchange, rank, size, leaving(rank), leaving, empty, compute, empty_sums, add)

@@ -61,7 +61,7 @@ class Rounding:
         gradients = [one.error for one in self.found if one.kind == "gradient"]
         # Rounding of outputs adds up from layer to layer; a gradient's may be small by chance.
         typical = {"layer": max(outputs), "logits": max(outputs), "gradient": median(gradients or [0.0])}
-        tolerance = Tolerance.of(torch.bfloat16)
+        tolerance = Tolerance.for_dtype(torch.bfloat16)
         more = {"loss": tolerance.loss, "gradient": tolerance.gradients}
         wrong = []
         for one in found:

@@ -285,7 +285,7 @@ def _misfits(cluster: Cluster) -> Iterator[Problem]:
     options = [name for name in cluster.environment if any(fnmatch.fnmatchcase(name, one) for one in unset)]
     if options:
         expected = f"variables that {cluster.engine} does not read as options"
-        advice = "remove it; options of the engine stand in engine_args"
+        advice = "remove it; options of the engine belong in engine_args"
         yield Problem("environment", sentence(expected, options[0], advice))
     yield from cluster.starter.problems(cluster)
     if cluster.relaunch is None:

@@ -61,12 +61,12 @@ def add(commands: Commands) -> None:
         says = f"{part} in tiles of N tokens; without N as true in the JSON"
         how.add_argument(f"--tiled-{part.lower()}", type=int, nargs="?", const=2**40, metavar="N", help=says)
     how.add_argument("--loss-chunk", type=int, metavar="N", help="the same as --tiled-loss N")
-    how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints lie on the host")
+    how.add_argument("--offload-checkpoints", action="store_true", help="checkpoints are on the host")
     how.add_argument(
         "--offload-attention", action="store_true", help="q, k, v, out wait on the host for the backward pass"
     )
-    how.add_argument("--offload-optimizer", action="store_true", help="ZeRO's optimizer lies on the host")
-    how.add_argument("--offload-param", action="store_true", help="ZeRO 3's parameters lie on the host")
+    how.add_argument("--offload-optimizer", action="store_true", help="ZeRO's optimizer is on the host")
+    how.add_argument("--offload-param", action="store_true", help="ZeRO 3's parameters are on the host")
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
     add_json(plan)

@@ -79,7 +79,7 @@ def compare(engine: Any, plain: nn.Module, whole: dict[str, Tensor], pattern: Pa
     alone = _alone(plain, {name: x.to(engine.ring.device) for name, x in whole.items()}, pattern)
     ring = _on_the_ring(engine, whole)
     worst = largest(compare_gradients(ring.gradients, alone.gradients))["gradient"]
-    tolerance = Tolerance.of(parameters[0].dtype, not KV_PAYLOADS[engine.ring.config.kv_payload].exact)
+    tolerance = Tolerance.for_dtype(parameters[0].dtype, not KV_PAYLOADS[engine.ring.config.kv_payload].exact)
     loss_error = abs(ring.loss - alone.loss) / max(abs(alone.loss), 1e-6)
     exact = worst.error <= tolerance.gradients and loss_error <= tolerance.loss  # not if one is NaN
     ranks: list[Any] = [None] * dist.get_world_size()

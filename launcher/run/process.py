@@ -250,7 +250,7 @@ def without_options(environment: Mapping[str, str], patterns: Sequence[str]) -> 
     left_out = [name for name in environment if any(fnmatch.fnmatchcase(name, one) for one in patterns)]
     if left_out:
         say(
-            f"left out of the engine's environment: {few(sorted(left_out))}; its options stand in engine_args"
+            f"left out of the engine's environment: {few(sorted(left_out))}; they belong in engine_args"
             " of the cluster YAML"
         )
     return {name: value for name, value in environment.items() if name not in left_out}

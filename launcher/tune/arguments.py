@@ -36,7 +36,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the DeepSpeed JSON to start from; only what is tuned is changed",
     )
-    files.add_argument("--output", metavar="FILE.json", type=Path, help="where the tuned JSON goes")
+    files.add_argument("--output", metavar="FILE.json", type=Path, help="file for the tuned JSON")
     files.add_argument(
         "--hardware-output", metavar="FILE.yaml", type=Path, help="where a description of this hardware goes"
     )

@@ -230,7 +230,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
 
     engine = start_engine(config)
     mesh, waits = engine.ring.mesh, [0]
-    work_watchdog = WorkWatchdog.of(mesh)
+    work_watchdog = WorkWatchdog.for_mesh(mesh)
     synchronize = work_watchdog.synchronize
 
     def counted(*args: Any) -> None:

@@ -73,7 +73,7 @@ SEEDED: dict[str, tuple[Callable[[Numbers], object], str]] = {
 
 @pytest.mark.parametrize("fault", SEEDED)
 def test_the_first_batch_check_and_check_model_find(fault: str) -> None:
-    (damage, named), got, allowed = SEEDED[fault], numbers(), Tolerance.of(torch.float32)
+    (damage, named), got, allowed = SEEDED[fault], numbers(), Tolerance.for_dtype(torch.float32)
     assert not beyond(compare(got, numbers()), allowed), "without a fault nothing differs"
     damage(got)
     found = beyond(compare(got, numbers()), allowed)
@@ -142,7 +142,7 @@ GENERATED = {"equal_tokens": 8, "different_tokens_generated": 6, "logits_off": 1
     ],
 )
 def test_check_generation_finds(seeded: dict[str, float], says: str) -> None:
-    request = check_generation.Request(2, 64, 8, 0)
+    request = check_generation.GenerationRequest(2, 64, 8, 0)
     found = check_generation.faults([dict(GENERATED), GENERATED | seeded], request)
     assert says in str(found) if says else not found
 

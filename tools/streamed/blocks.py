@@ -26,7 +26,7 @@ from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, Ra
 KEPT_TABLES = 64
 
 
-class QueryBlock(NamedTuple):
+class LocalQueries(NamedTuple):
     """Hold queries first .. first + length - 1 of a shard, against the shard's own keys."""
 
     # first, length: slots of the queries
@@ -101,7 +101,7 @@ class BlockPlanner:
                 "blocks", "a contiguous layout", f"{self.layout}", "use ds_ring.simulate"
             )
 
-    def block(self, ring_rank: int, first: int, count: int) -> QueryBlock:
+    def block(self, ring_rank: int, first: int, count: int) -> LocalQueries:
         """Return the work of a block of queries at hop 0."""
         ((start, _, length),) = self.layout.runs(ring_rank).tolist()
         end = min(first + count, length)
@@ -114,7 +114,7 @@ class BlockPlanner:
         if shape is None or len(self._blocks) > KEPT_TABLES:
             self._blocks.popitem(last=shape is None)
         hop_plan = HopPlan(0, ring_rank, ring_rank, ring_rank, held, no_slots(), no_slots(), tiles)
-        return QueryBlock(first, end - first, held, self._rank_plan(ring_rank, [hop_plan]))
+        return LocalQueries(first, end - first, held, self._rank_plan(ring_rank, [hop_plan]))
 
     def _own_tiles(self, start: int, first: int, end: int, length: int) -> tuple[SlotRanges, Tiles]:
         """Return what queries first .. end - 1 read of their own shard, and the tiles over it packed."""

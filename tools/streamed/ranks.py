@@ -25,7 +25,7 @@ from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.simulation.rank import Source, VirtualExchange, put_rows
-from streamed.blocks import BlockPlanner, QueryBlock
+from streamed.blocks import BlockPlanner, LocalQueries
 from streamed.numbers import read
 
 
@@ -156,7 +156,7 @@ class StreamedRanks:
         self, ring_rank: int, first: int, rows: _Rows, dk: Tensor | None, dv: Tensor | None
     ) -> StreamedPart:
         """Attend one block of queries; add its part to `rows`, dk and dv."""
-        block: QueryBlock = self.planner.block(ring_rank, first, self.query_block)
+        block: LocalQueries = self.planner.block(ring_rank, first, self.query_block)
         own = self.layout.runs(ring_rank)
         runs = progressions_at(own, np.array([[first, first + block.length]]))
         keys = progressions_at(own, block.held)

@@ -36,7 +36,7 @@ from ds_ring.integrations.transformers.families import check_outputs
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.model_call import ModelCall
-from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, Request, Variant
+from ds_ring.integrations.transformers.variants.variant import TWO_SEQUENCES, AttachRequest, Variant
 from ds_ring.masks.catalog import Full
 from ds_ring.registry import PASSES
 
@@ -77,7 +77,7 @@ class EncoderDecoder(Variant):
             and module.config.model_type in PAIRS
         )
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         if not getattr(model.config, "is_encoder_decoder", False):
             return
         if self.matches(model):

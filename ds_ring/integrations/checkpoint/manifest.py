@@ -383,7 +383,7 @@ def tag_in(root: Path, tag: str | None) -> str:
     return tag
 
 
-# [Note: latest goes forward] A run that begins anew in the folder of another one would set `latest` back, and
+# [Note: latest goes forward] A run that starts in the folder of another would set `latest` back, and
 # a job that resumes later would lose the training since. So a save is refused where `latest` names a whole
 # checkpoint of a later step, before anything is written; `make_latest` is the way back.
 def require_forward(root: Path, global_steps: int, damaged: Collection[Path] = ()) -> None:

@@ -70,13 +70,13 @@ class Tolerance:
     gradients: float
 
     @classmethod
-    def of(cls, dtype: torch.dtype, keys_rounded: bool = False) -> Tolerance:
+    def for_dtype(cls, dtype: torch.dtype, keys_rounded: bool = False) -> Tolerance:
         """Return the tolerance of a model of `dtype`, against a run in float32 (float64 for float64).
 
         If K and V of other ranks are rounded (`KV_PAYLOADS`), bfloat16's tolerance is added once more.
         """
         if keys_rounded:
-            pairs = zip(astuple(cls.of(dtype)), astuple(cls.of(torch.bfloat16)), strict=True)
+            pairs = zip(astuple(cls.for_dtype(dtype)), astuple(cls.for_dtype(torch.bfloat16)), strict=True)
             return cls(*(sum(pair) for pair in pairs))
         return {
             torch.float64: cls(1e-6, 1e-7, 1e-6),
@@ -480,7 +480,7 @@ class FirstBatch:
         expected = {name: p.grad.cpu() for name, p in alone.named_parameters() if p.grad is not None}
         found += compare_gradients(gradients, expected)
         exact = KV_PAYLOADS[self.session.config.kv_payload].exact or self.session.mesh.ring_size == 1
-        wrong = beyond(found, Tolerance.of(dtype, not exact))
+        wrong = beyond(found, Tolerance.for_dtype(dtype, not exact))
         if wrong:
             more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
             return "; ".join(str(one) for one in wrong[:_NAMED]) + more

@@ -198,7 +198,7 @@ def end_sessions_on(model: torch.nn.Module) -> None:
 
 _session_patch = partial(patch, ENGINE, feature="session")
 _ring = _session_patch(
-    "ring", stage="at_initialize", kind="added", reason="the session; finds where each batch lies"
+    "ring", stage="at_initialize", kind="added", reason="the session; finds the layout of each batch"
 )
 _training_dataloader = patch(
     ENGINE, "training_dataloader", stage="at_initialize", kind="set", feature="loader",
@@ -247,7 +247,7 @@ def _destroy(session: RingSession, destroy: Callable[[], None]) -> None:
 
 @_session_patch(
     stage="before_forward",
-    reason="the session; finds where each batch lies; engine.compile compiles only the model",
+    reason="the session; finds the layout of each batch; engine.compile compiles only the model",
 )
 def _find_sharding(session: RingSession, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     session.check_at_work()

@@ -116,7 +116,7 @@ class RowKind(ABC):
         """Check the tensor, and add position ids if there are none; `more`: there are documents or a mask.
 
         Raises:
-            RingPatternError, RingShapeError: what it does not go together with.
+            RingPatternError, RingShapeError: a combination that is not supported.
         """
 
     @abstractmethod

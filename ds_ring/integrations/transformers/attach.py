@@ -28,7 +28,7 @@ from ds_ring.integrations.transformers.model_adapter import (
     set_implementations,
 )
 from ds_ring.integrations.transformers.variants import attention_names, own_attention, variants
-from ds_ring.integrations.transformers.variants.variant import Request
+from ds_ring.integrations.transformers.variants.variant import AttachRequest
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
         if own_attention(part) and config.attention == "ring":
             continue  # it joins image encoders and a language part, which is looked at by itself
         as_is = config.attention == "as_is" and implementation == UNMODIFIED
-        checks.check_class(part, Request(config, as_is, part in outermost))
+        checks.check_class(part, AttachRequest(config, as_is, part in outermost))
         if implementation == NAME:
             continue
         if config.attention == "ring" and not (

@@ -23,7 +23,7 @@ from ds_ring.integrations.transformers.variants.variant import (
     POSITIONS,
     STATE,
     TWO_SEQUENCES,
-    Request,
+    AttachRequest,
 )
 
 if TYPE_CHECKING:
@@ -109,11 +109,11 @@ _SETTINGS: dict[str, tuple[str, str]] = {
     "attn_temperature_tuning": ("scales queries by their place in the sequence", "False"),
     "trigram_input": ("joins each token's embedding with its neighbours'", "False"),  # MobileBERT
     "token_dropout": ("scales embeddings by the share of masked tokens in the sequence", "False"),  # ESM
-    "patching_mode": ("groups bytes into patches by what stands before them", "none"),  # BLT
+    "patching_mode": ("groups bytes into patches by the bytes before them", "none"),  # BLT
 }
 
 
-def check_class(model: PreTrainedModel, request: Request) -> None:
+def check_class(model: PreTrainedModel, request: AttachRequest) -> None:
     """Refuse models that mix tokens otherwise than by attention, or number them by themselves.
 
     Raises:

@@ -38,7 +38,7 @@ class OffloadedCheckpoints(ModelPart):
     """Keep checkpoints of the layers on the host, where the JSON asks for it."""
 
     def patches(self, loss: Loss) -> list[Any]:
-        """Return the hook that sees to the checkpoints of each pass."""
+        """Return the hook that moves the checkpoints of each pass to the host."""
         found = offloaded_checkpoints(self.model, self.session)
         return [] if found is None else [found]
 

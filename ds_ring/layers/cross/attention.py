@@ -47,7 +47,7 @@ def cross_attention(
         out [B, H, S, E]; with `return_lse` (out, lse).
 
     Raises:
-        RingLayoutError, RingPatternError: what is no pair of layouts, or a pattern between two sequences.
+        RingLayoutError, RingPatternError: not two layouts, or an undefined pattern.
         RingError: as in `ring_attention`.
     """
     pair, between = _pair_of(pattern, layout, key_layout, mesh)
@@ -88,7 +88,7 @@ class CrossAttention(RingAttention):
 def _pair_of(
     pattern: Pattern, layout: object, key_layout: object, mesh: RingMesh
 ) -> tuple[PairLayout, Pattern]:
-    """Return the layout and the pattern of both sequences as one; refuse what is no pair on all ranks."""
+    """Return the layout and the pattern of both sequences as one; refuse other layouts on all ranks."""
     check_mesh(mesh)
     with collective(mesh, "cross attention"):
         if not isinstance(layout, Layout) or not isinstance(key_layout, Layout):
@@ -98,7 +98,7 @@ def _pair_of(
             )
         if not isinstance(pattern, Pattern):
             raise RingPatternError(f"pattern: expected a pattern, got {type(pattern).__name__}")
-        pair = PairLayout.of(layout, key_layout, mesh.ulysses_size)
+        pair = PairLayout.join(layout, key_layout, mesh.ulysses_size)
         return pair, pair.pattern_between(pattern)
 
 
@@ -109,7 +109,7 @@ def _attend_between(
     """Attend from q to k and v of another sequence, in a pass of both as one."""
     queries, keys = (one.part_slots(pair.parts) for one in (pair.queries, pair.keys))
     if all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)):  # others are refused
-        # nobody reads what stands in the other sequence's slots
+        # the slots of the other sequence are not read
         q, k, v = pad(q, (0, 0, 0, keys)), pad(k, (0, 0, queries, 0)), pad(v, (0, 0, queries, 0))
     out = attend(q, k, v, context, sinks, return_lse)
     return tuple(x[:, :, :queries] for x in out) if return_lse else out[:, :, :queries]

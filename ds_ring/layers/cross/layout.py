@@ -44,7 +44,7 @@ class PairLayout(Layout):
     name = "pair"
 
     @classmethod
-    def of(cls, queries: Layout, keys: Layout, parts: int = 1) -> PairLayout:
+    def join(cls, queries: Layout, keys: Layout, parts: int = 1) -> PairLayout:
         """Return the layout of both.
 
         Raises:

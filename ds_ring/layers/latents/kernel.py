@@ -132,7 +132,7 @@ class UpProjection(ExtraOperand):
         assert isinstance(kernel, LatentKernel), "prepared without the up-projection"
         by_head = self.tensor.unflatten(0, (operands.q.shape[1] * context.mesh.ulysses_size, -1))
         self._heads = context.heads_here(operands.q)
-        self._kernel = kernel.of(by_head[self._heads], backward=operands.grad_out is not None)
+        self._kernel = kernel.for_pass(by_head[self._heads], backward=operands.grad_out is not None)
         return self._kernel
 
     def gradient(self) -> Tensor:
@@ -166,7 +166,7 @@ class LatentKernel:
         # of each group of heads, for all hops of a pass: a kernel may keep something from hop to hop
         self._kernels: dict[int, Kernel] = {}
 
-    def of(self, up: Tensor, backward: bool) -> LatentKernel:
+    def for_pass(self, up: Tensor, backward: bool) -> LatentKernel:
         """Return the kernel of a pass with an up-projection [H, N + E, L]."""
         gradient = torch.zeros_like(up, dtype=accumulator_dtype(up.dtype)) if backward else None
         return LatentKernel(self.kernel, self.value_dim, self.chunk_bytes, up, gradient)

@@ -35,7 +35,7 @@ def halo(
         x: local shard, any dtype, with S slots in `dim`: layout.local_tokens over the Ulysses size.
         before, after: numbers of tokens before and after each run; their sum at least 1.
         dim: the token dimension.
-        layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
+        layout: the rank and slot of each token; its runs have no gaps (zigzag, contiguous, balanced).
         mesh: this process's place; every rank of the sequence must call.
         documents: tokens of another document are zeros, as are those outside the sequence.
         hop_timeout_s: seconds after which a message that has not arrived raises.

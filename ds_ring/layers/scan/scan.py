@@ -41,7 +41,7 @@ def ring_scan(
         transition: M of this rank's R runs, in slot order. Elementwise: [R, ...], broadcast against
             `increment` (a scalar for each head, or a diagonal). With `matrix`: [R, ..., K, K].
         increment: B of this rank's runs: [R, ...], with `matrix` [R, ..., K, V]. Float32 or float64.
-        layout: where tokens lie; its runs have no gaps (zigzag, contiguous, balanced).
+        layout: the rank and slot of each token; its runs have no gaps (zigzag, contiguous, balanced).
         mesh: this process's place; every rank of the sequence must call, also in the backward pass.
         matrix: multiply states by the transition as matrices.
         documents: the state is zero where a document begins. `increment` is then of the run's last document.

@@ -173,7 +173,7 @@ def other_documents(
 
 
 def of_blocks(blocks: Layout, size: int, tokens: int) -> Layout:
-    """Return the layout of `tokens` positions whose blocks of `size` lie as the positions of `blocks` do.
+    """Return the layout of `tokens` positions whose blocks of `size` are where `blocks` has positions.
 
     The last block may be shorter. Each shard is padded to a multiple of `blocks.multiple_of` slots.
     """

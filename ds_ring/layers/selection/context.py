@@ -22,6 +22,6 @@ def selection_context(
     check_not_transformed("ring_select and what is built on it")
     if mesh.ulysses_size > 1:
         raise RingConfigError.wrong("ring_select", "ulysses_size 1", mesh.ulysses_size, "use a larger ring")
-    # No name: it stands for different layouts beside different patterns.
+    # Not a name: the layout of a name depends on the pattern.
     check_layout(layout, mesh.ring_size)
     return context_for(pattern, layout, mesh, Options(scale=scale, hop_timeout_seconds=hop_timeout_s))

@@ -29,7 +29,7 @@ class MessageKey(NamedTuple):
     first_head: int
 
     @classmethod
-    def of(
+    def for_tokens(
         cls, sender: int, receiver: int, what: str, origin: int, slots: SlotRanges, heads: slice
     ) -> MessageKey:
         """Return the key of a message with these tokens and K/V heads."""
@@ -89,7 +89,7 @@ def place_buffers(schedule: Schedule, kind_at: Callable[[HeadChunk, Payload, int
             before = kinds[key].bytes_before(step.ranges[0][0] if step.in_place else 0)
             for what, skipped in zip(step.payload.messages, before, strict=True):
                 where = schedule.ring_rank, step.peer, what, step.origin, step.slots
-                message = MessageKey.of(*where, chunk.kv_heads)
+                message = MessageKey.for_tokens(*where, chunk.kv_heads)
                 assert message not in messages, f"two messages of a pass look alike: {step}"
                 messages[message] = offsets[key] + skipped
     return BufferOffsets(offsets, messages, max((end for _, end, _, _ in placed), default=0))

@@ -207,7 +207,7 @@ class PullExchange(Exchange):
 
 def _key(sender: int, receiver: int, message: Message) -> MessageKey:
     assert message.tokens is not None, "a message outside a pass"
-    return MessageKey.of(sender, receiver, message.what, *message.tokens)
+    return MessageKey.for_tokens(sender, receiver, message.what, *message.tokens)
 
 
 def kind_in_pass(

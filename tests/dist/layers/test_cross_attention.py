@@ -130,7 +130,7 @@ def test_virtual_ranks_agree_with_float64(
     names: tuple[str, str], lengths: tuple[int, int], ring_size: int
 ) -> None:
     q_layout, k_layout = layouts_for(names, lengths, ring_size, 1)
-    pair = PairLayout.of(q_layout, k_layout)
+    pair = PairLayout.join(q_layout, k_layout)
     queries, both = lengths[0], sum(lengths)
     whole = drawn(*lengths)
 
@@ -161,7 +161,7 @@ def test_virtual_ranks_agree_with_float64(
 @pytest.mark.parametrize("ulysses", [1, 2, 4])
 def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
     q_layout, k_layout = layouts_for(("zigzag", "balanced"), (37, 61), 3, ulysses)
-    pair = PairLayout.of(q_layout, k_layout, ulysses)
+    pair = PairLayout.join(q_layout, k_layout, ulysses)
     everywhere = np.concatenate([pair.positions(rank) for rank in range(3)])
     assert sorted(everywhere.tolist()) == list(range(pair.tokens))
     for rank in range(3):
@@ -175,7 +175,7 @@ def test_a_pair_keeps_the_slots_of_both(ulysses: int) -> None:
 
 def test_queries_are_neither_computed_as_keys_nor_sent() -> None:
     q_layout, k_layout = layouts_for(("zigzag", "zigzag"), (400, 80), 4, 1)
-    pair = PairLayout.of(q_layout, k_layout)
+    pair = PairLayout.join(q_layout, k_layout)
     plan = build_plan(pair.pattern_between(Full()), pair, query_heads=1, kv_heads=1)
     assert (
         sum(hop.pairs for one in plan.classes for rank in range(4) for hop in one.rank(rank).hops) == 400 * 80

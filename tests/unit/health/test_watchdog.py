@@ -121,7 +121,7 @@ class Ring:
         }
         made: dict[str, Any] = {f"{name}_group": g for name, g in self.groups.items() if name != "world"}
         self.mesh = RingMesh(Grid(4, 4), OWN, detector=self.monitor, **made)  # type: ignore[arg-type]
-        self.watchdog = WorkWatchdog.of(self.mesh)
+        self.watchdog = WorkWatchdog.for_mesh(self.mesh)
 
     def post(
         self, works: Callable[[], bool], came: Callable[[], bool] = at_once, group: str = "ring",

@@ -21,7 +21,7 @@ _HERE = "ds_ring.integrations.transformers.variants"
 TABLE = (
     "ds_ring.contrib.images.model.ImageModels",
     "ds_ring.contrib.encoder_decoder.variant.EncoderDecoder",
-    "eager_attention.layers.EagerAttention",
+    "eager_attention.layers.EagerVariant",
     "recurrent.layers.Recurrent",
     "compressed.CompressedAttention",
     "indexed.IndexedKeys",

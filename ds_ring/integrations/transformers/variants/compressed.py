@@ -44,7 +44,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.rows import padded
-from ds_ring.integrations.transformers.variants.variant import STATE, Request, Variant
+from ds_ring.integrations.transformers.variants.variant import STATE, AttachRequest, Variant
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.scan.sequence_runs import in_blocks, of_blocks
@@ -72,7 +72,7 @@ class CompressedAttention(Variant):
     def matches(self, module: nn.Module) -> bool:
         return type(getattr(module, "compressor", None)).__name__ in _COMPRESSORS
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         if any(map(self.matches, model.modules())):
             check_section(model, request.config)
 

@@ -132,13 +132,13 @@ class KeysOfAllRanks:
             raise _another_formula(f"calls {getattr(function, '__name__', function)}")
         (keys,) = mine
 
-        def of(samples: Any, slots: slice, shard: Tensor) -> Tensor:
+        def scores(samples: Any, slots: slice, shard: Tensor) -> Tensor:
             # Whatever else takes part belongs to this rank's queries, [B, S, ..].
             given = (keys._of(samples, slots, shard) if x is keys else x[:, slots][samples] for x in args)
             found: Tensor = function(*given)
             return found
 
-        return KeysOfAllRanks(keys._select, keys.shape, of)
+        return KeysOfAllRanks(keys._select, keys.shape, scores)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of Python's protocols
@@ -186,7 +186,7 @@ class IndexedLayer:
 
     @_patch(
         TABLE.given("indexer", "torch.nn.Module"),
-        reason="gives an object that stands for the keys of all ranks in place of a cache",
+        reason="gives an object for the keys of all ranks in place of a cache",
     )
     def give_keys(
         self, indexer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,7 +24,7 @@ from ds_ring.integrations.transformers.checks import cannot_run, has_cache, not_
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.selection import attend_to_chosen, selected
-from ds_ring.integrations.transformers.variants.variant import Request, Variant
+from ds_ring.integrations.transformers.variants.variant import AttachRequest, Variant
 from ds_ring.layers.scores import with_key_terms
 from ds_ring.masks.pattern import Pattern
 
@@ -39,7 +39,7 @@ class DynamicMask(Variant):
     def matches(self, module: nn.Module) -> bool:
         return hasattr(module, "prepare_dynamic_mask") and hasattr(module, "dt_proj")
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         config = model.config.get_text_config()
         if config.model_type != "doge":
             return

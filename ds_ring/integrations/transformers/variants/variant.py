@@ -31,7 +31,7 @@ TWO_SEQUENCES = "two sequences"  # it is an encoder-decoder
 
 
 @dataclass(frozen=True)
-class Request:
+class AttachRequest:
     """The section with which a model is to run.
 
     Attributes:
@@ -59,7 +59,7 @@ class Variant:
 
     # Before a model is attached.
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         """Refuse a model or a section that this variant knows and a ring does not compute.
 
         Raises:

@@ -15,12 +15,12 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.integrations.transformers import attention, generation
 from ds_ring.integrations.transformers.attention_name import NAME
-from ds_ring.integrations.transformers.variants.variant import Request
+from ds_ring.integrations.transformers.variants.variant import AttachRequest
 from ds_ring.masks.catalog import Causal
 from ds_ring.schedule.layout import make_layout
 
 IDS = torch.ones(2, 4, dtype=torch.int64)
-REQUEST = Request(RingConfig(ring_size=2))
+REQUEST = AttachRequest(RingConfig(ring_size=2))
 ON = SimpleNamespace(config=SimpleNamespace(_attn_implementation=NAME))
 
 

@@ -133,7 +133,7 @@ def test_no_buffer_lies_on_another_one_and_each_message_is_found(
             for step in (step for one in chunk.steps.rounds for step in one.posted if isinstance(step, Recv)):
                 for what in step.payload.messages:
                     where = step.peer, schedule.ring_rank, what, step.origin, step.slots
-                    read[MessageKey.of(*where, chunk.kv_heads)] += 1
+                    read[MessageKey.for_tokens(*where, chunk.kv_heads)] += 1
                 assert count_slots(step.slots)
     assert set(read) == set(sent) and set(read.values()) <= {1}
 

@@ -34,10 +34,10 @@ from ds_ring.integrations.transformers.variants.eager_attention.families import 
 from ds_ring.integrations.transformers.variants.eager_attention.scores import (
     EagerScores,
     ModuleAttention,
-    Operators,
+    ScoreOperators,
     unexpected,
 )
-from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, Request, Variant
+from ds_ring.integrations.transformers.variants.variant import INTERFACE, POSITIONS, AttachRequest, Variant
 
 if TYPE_CHECKING:
     from ds_ring.integrations.transformers.model_adapter import ModelAdapter
@@ -61,13 +61,13 @@ _positions_patch = _patch(
 )  # fmt: skip
 
 
-class EagerAttention(Variant):
+class EagerVariant(Variant):
     """Models that compute attention in their own code, or number their tokens by themselves."""
 
     def matches(self, module: nn.Module) -> bool:
         return isinstance(module, PreTrainedModel) and family_of(module) is not None
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         config, family = model.config.get_text_config(), family_of(model)
         if config.model_type in REFUSED:
             raise cannot_run(model, f"{REFUSED[config.model_type]}, {OWN_TOKENS}")
@@ -154,7 +154,7 @@ def around_attention(
         sharding = None if used is None else used.sharding
         sharding = call.sharding_of(module) if sharding is None else sharding
         samples = next(x for x in given if isinstance(x, Tensor)).shape[0]
-        operators = Operators(ModuleAttention(module, model.config, family, sharding, used, samples))
+        operators = ScoreOperators(ModuleAttention(module, model.config, family, sharding, used, samples))
         with operators:
             output = forward(
                 *(None if isinstance(x, LayerMask) else x for x in args),

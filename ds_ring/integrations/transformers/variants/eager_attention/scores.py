@@ -1,7 +1,7 @@
 """The object that replaces the scores of queries and keys while a module computes attention in its own code.
 
 [Note: eager attention]
-Such a module computes softmax(q @ k.T * scale + mask) @ v. While it runs, `Operators` returns an
+Such a module computes softmax(q @ k.T * scale + mask) @ v. While it runs, `ScoreOperators` returns an
 `EagerScores` for the product of queries and keys. It holds no scores. It records what the module does to them
 (a scale, a bias, a mask), and its product with the values is the ring's attention. So projections, rotary
 embeddings and norms are the module's own. An operation that is not recorded raises an error. The module gets
@@ -185,7 +185,7 @@ def unexpected(module: nn.Module, what: str) -> RingPatternError:
     )
 
 
-class Operators(TorchFunctionMode):
+class ScoreOperators(TorchFunctionMode):
     """Return `EagerScores` for the product of queries and keys: [Note: eager attention]."""
 
     def __init__(self, attend: ModuleAttention) -> None:

@@ -27,7 +27,7 @@ from ds_ring.integrations.transformers.variants.variant import (
     CONVOLUTION,
     POSITIONS,
     STATE,
-    Request,
+    AttachRequest,
     Variant,
 )
 
@@ -103,7 +103,7 @@ class Recurrent(Variant):
     def matches(self, module: nn.Module) -> bool:
         return is_recurrent(module)
 
-    def refuse(self, model: PreTrainedModel, request: Request) -> None:
+    def refuse(self, model: PreTrainedModel, request: AttachRequest) -> None:
         layout = request.config.layout
         if layout in ("striped", "residue") and any(map(is_recurrent, model.modules())):
             raise RingConfigError.wrong(
