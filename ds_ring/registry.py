@@ -121,14 +121,25 @@ RATES = {
     "cuda": "ds_ring.measure.rates.fastest_here",
 }
 
-# What merges partial results on a kind of device in one pass over memory; elsewhere torch's operators do.
-MERGES = {
-    "cuda": "ds_ring.kernels.triton.merge.launch",
-}
 
-# What enforces the deadlines of messages that a stream waits for; without a row nothing does.
-WATCHDOGS = {
-    "cuda": "ds_ring.health.watchdog.WorkWatchdog",
+class DeviceRow(NamedTuple):
+    """Name what ring passes use on a kind of device, beside its kernels.
+
+    Attributes:
+        streams: class that orders the streams of a device; without a row the host waits.
+        watchdog: class that enforces the deadlines of messages for which a stream waits.
+        merge: function that merges partial results in one pass over memory; without it torch's operators do.
+    """
+
+    streams: str
+    watchdog: str
+    merge: str
+
+
+DEVICES = {
+    "cuda": DeviceRow(
+        "ds_ring.cuda.streams.CudaStreams", "ds_ring.cuda.watchdog.WorkWatchdog", "ds_ring.cuda.merge.launch"
+    ),
 }
 
 

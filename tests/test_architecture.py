@@ -34,7 +34,7 @@ CORE = [
     ["masks"],
     ["config"],
     ["schedule"],
-    ["health.client", "health.failure_detector", "health.joining", "health.rendezvous", "health.whereabouts"],
+    ["health"],
     ["comm"],
     ["kernels.interface", "kernels.select", "kernels.reference", "kernels.workspace"],
     ["ring"],
@@ -42,8 +42,8 @@ CORE = [
     ["api"],
 ]  # fmt: skip
 CAPABILITIES = [
-    ["codecs", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "kernels.triton", "transports",
-        "layers", "decode", "health.watchdog", "memory", "measure", "simulation"],
+    ["codecs", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
+        "layers", "decode", "memory", "measure", "simulation"],
     ["integrations"],
     ["contrib"],
 ]  # fmt: skip
@@ -345,8 +345,8 @@ def test_every_pattern_is_public() -> None:
             tuple(
                 f"ds_ring.{one}"
                 for one in (
-                    "codecs", "health.watchdog", "config.section", "decode",
-                    "health.failure_detector.verdicts", "kernels.flex", "kernels.triton", "measure", "layers",
+                    "codecs", "cuda", "config.section", "decode",
+                    "health.failure_detector.verdicts", "kernels.flex", "measure", "layers",
                     "ops.compiled", "patterns", "transports",
                 )
             ),

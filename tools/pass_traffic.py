@@ -2,7 +2,7 @@
 
 The production pass of one rank runs on fake CUDA tensors with the kernel "flash": nothing is computed, and
 every operator is recorded with the bytes of its operands and results. Merges and sums of parts count as what
-they are on a GPU: one kernel that reads every part once and writes the result once (`kernels/triton`).
+they are on a GPU: one kernel that reads every part once and writes the result once (`cuda/merge.py`).
 Attention operators and views count nothing. The modelled share is attention / (attention + own traffic), at
 assumed rates; transfers, launches and the host are left out. `copies` are all copies of a pass, `packing`
 those of them that put tokens of a message side by side.

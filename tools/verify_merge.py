@@ -75,7 +75,7 @@ def _compiled(capability: int, head_dim: int, pointer: str, parts: int, add: boo
 
 def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
     """Return the kernel as `launch` would call it for dense tensors, for Triton's compiler."""
-    module: Any = importlib.import_module("ds_ring.kernels.triton.merge")
+    module: Any = importlib.import_module("ds_ring.cuda.merge")
     names = module.merge_rows.arg_names
     width = 1 << (head_dim - 1).bit_length()
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "ROWS": max(1, module.ELEMENTS // width)}
@@ -94,7 +94,7 @@ def source_of(head_dim: int, pointer: str, parts: int, add: bool) -> Any:
 
 def interpret() -> int:
     """Hold the interpreted kernel against float64, and count its bytes and those of torch's operators."""
-    launch = importlib.import_module("ds_ring.kernels.triton.merge").launch
+    launch = importlib.import_module("ds_ring.cuda.merge").launch
     made = list(cases(HEAD_DIMS))
     found = [what for case in made for what in wrong(case, into_accumulator(launch))]
     found += [what for case in made[:: len(HEAD_DIMS)] for what in wrong_parts(case, launch)]

@@ -23,7 +23,7 @@ from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
 from ds_ring.errors import RingError, RingPeerError
 from ds_ring.health.client import keep_for_ever
-from ds_ring.registry import WATCHDOGS, load
+from ds_ring.registry import DEVICES, load
 
 NOTHING = torch.empty(0)
 NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payload
@@ -88,9 +88,9 @@ class Exchange:
     @cached_property
     def _work_watchdog(self) -> WorkWatchdog | None:
         # Loaded for messages between GPUs alone: with gloo the host waits.
-        found: WorkWatchdog | None = (
-            load(WATCHDOGS["cuda"]).for_mesh(self.mesh) if "cuda" in WATCHDOGS else None
-        )
+        found: WorkWatchdog | None = None
+        if "cuda" in DEVICES:
+            found = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
         return found
 
     @property

@@ -1,7 +1,7 @@
 """Hold a batch of messages in flight, and wait for it: on the host, or on a GPU in the current stream.
 
 Owns the tensors that torch still reads or writes. `waiting.py` owns the host's wait, a watchdog
-(`health/watchdog.py`) the deadline of a wait in a stream.
+(`cuda/watchdog.py`) the deadline of a wait in a stream.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
 
 
 class WorkWatchdog(Protocol):
-    """Enforces the deadlines of messages that a stream waits for; `registry.WATCHDOGS` names one."""
+    """Enforces the deadlines of messages that a stream waits for; `registry.DEVICES` names one."""
 
     def add(self, batch: Pending) -> None:
         """Watch over a batch from now on."""

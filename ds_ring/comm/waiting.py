@@ -122,7 +122,7 @@ class _WaitTask(Task):
         """Query a device once, without blocking; return whether there is nothing more to wait for."""
         assert self.arrived is not None
         try:
-            # Query `is_completed` only after the event: [Note: queries from another thread] in streams.py.
+            # Query `is_completed` after the event: [Note: queries from another thread] in cuda/streams.py.
             while not self.over and self.arrived() and self.works[self.done].is_completed():
                 self.works[self.done].wait()  # raises the error that NCCL found; does not block
                 self.done += 1

@@ -115,7 +115,7 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # To merge one part of 16 bits into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until several are
-# merged together: one Triton kernel (`kernels/triton`) reads each of them once. The last merge writes the
+# merged together: one Triton kernel (`cuda/merge.py`) reads each of them once. The last merge writes the
 # rounded result, so a pass of at most `ALONE` parts needs no accumulator. The two limits below bound the
 # memory of the list by that of an accumulator and a result, and the result is allocated only when the first
 # chunk is done. So a pass needs no more memory than if each part were merged immediately. Results in the

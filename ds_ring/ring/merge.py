@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.registry import MERGES, load
+from ds_ring.registry import DEVICES, load
 
 Part = Sequence[Any]  # (out, lse) over some of the keys; or (gradient, None)
 MAX_PARTS = 5  # parts of one merge, the accumulator included; the Triton kernel has as many parameters
@@ -123,9 +123,9 @@ def add_parts_(total: Tensor, parts: Sequence[Tensor]) -> None:
 
 @cache
 def _on_cuda() -> Callable[[Tensor, Tensor | None, Sequence[Part]], None]:
-    """Return the kernel of `MERGES`, or torch's operators, with a warning, where it cannot be loaded."""
+    """Return the kernel of `DEVICES`, or torch's operators, with a warning, where it cannot be loaded."""
     try:
-        launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = load(MERGES["cuda"])
+        launch: Callable[[Tensor, Tensor | None, Sequence[Part]], None] = load(DEVICES["cuda"].merge)
         return launch
     except (KeyError, ImportError) as error:
         _log.warning(

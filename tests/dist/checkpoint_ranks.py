@@ -226,7 +226,7 @@ def lose_a_hop(rank: int, world_size: int, config: dict[str, Any], folder: str) 
     """Train a step and save; then a hop of rank 1 fails on a device, half a second after the backward pass."""
     from ds_ring.comm.in_flight import Pending
     from ds_ring.comm.waiting import CallSite
-    from ds_ring.health.watchdog import WorkWatchdog
+    from ds_ring.cuda.watchdog import WorkWatchdog
 
     engine = start_engine(config)
     mesh, waits = engine.ring.mesh, [0]

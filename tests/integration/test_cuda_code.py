@@ -18,7 +18,7 @@ from ds_ring.kernels.flex.options import BLOCKS
 ROOT = Path(__file__).parents[2]
 SMALL = ["--targets", "90", "--head-dims", "64"]
 # Accumulators of so many elements do not fit the registers of a block.
-TOO_MANY = "import runpy, ds_ring.kernels.triton.merge as m; m.ELEMENTS = 1 << 14;"
+TOO_MANY = "import runpy, ds_ring.cuda.merge as m; m.ELEMENTS = 1 << 14;"
 
 
 def run(*arguments: str, before: str = "import runpy;") -> subprocess.CompletedProcess[str]:
@@ -29,7 +29,7 @@ def run(*arguments: str, before: str = "import runpy;") -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
 
 
-@pytest.mark.night  # by day tests/unit/kernels/triton/test_merge.py interprets them
+@pytest.mark.night  # by day tests/unit/cuda/test_merge.py interprets them
 @pytest.mark.needs("triton")
 @pytest.mark.parametrize(
     ("before", "status", "says"), [("import runpy;", 0, "ok   1 rows"), (TOO_MANY, 1, "spilled")]

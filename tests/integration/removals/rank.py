@@ -24,7 +24,7 @@ def import_all() -> None:
     for name in ds_ring.__all__:
         getattr(ds_ring, name)
     for module in pkgutil.walk_packages(ds_ring.__path__, "ds_ring."):
-        if module.name.endswith(("__main__", "triton.merge")):
+        if module.name.endswith(("__main__", "cuda.merge")):
             continue
         try:
             importlib.import_module(module.name)

@@ -20,7 +20,7 @@ def registered() -> list[str]:
     """Names of the package's operators, after all of its modules that register some were imported."""
     for module in pkgutil.walk_packages(ds_ring.__path__, "ds_ring."):
         # needs Triton, which CPU wheels of torch lack, and registers none
-        if module.name.endswith((".triton.merge", ".__main__")):
+        if module.name.endswith((".cuda.merge", ".__main__")):
             continue
         outer = module.name.startswith(("ds_ring.integrations", "ds_ring.contrib"))
         if not outer or any(part in module.name for part in (".compile", "integrations.deepspeed")):

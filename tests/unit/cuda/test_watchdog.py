@@ -12,17 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_ring.comm import streams as device
 from ds_ring.comm import waiting
 from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.in_flight import Pending
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import CallSite
+from ds_ring.cuda import streams as device
+from ds_ring.cuda import watchdog
+from ds_ring.cuda.watchdog import WorkWatchdog
 from ds_ring.errors import RingPeerError
-from ds_ring.health import client, watchdog
+from ds_ring.health import client
 from ds_ring.health.failure_detector.wire import Fault
-from ds_ring.health.watchdog import WorkWatchdog
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
 

@@ -22,7 +22,7 @@ from tests.merge_cases import cases, into_accumulator, wrong, wrong_parts
 @pytest.mark.day("7")
 def test_the_interpreted_kernel_merges_every_case_as_float64(step: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernel is decorated
-    from ds_ring.kernels.triton.merge import launch
+    from ds_ring.cuda.merge import launch
 
     chosen = list(cases())[::step]
     found = [what for case in chosen for what in wrong(case, into_accumulator(launch))]
@@ -32,7 +32,7 @@ def test_the_interpreted_kernel_merges_every_case_as_float64(step: int) -> None:
 
 def test_no_size_that_differs_from_hop_to_hop_has_a_variant_of_its_own() -> None:
     """All numbers but the strides of the outputs and of the last dimension of lse (1 for what is dense)."""
-    source = (Path(ds_ring.__file__).parent / "kernels/triton/merge.py").read_text()
+    source = (Path(ds_ring.__file__).parent / "cuda/merge.py").read_text()
     kernel = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "merge_rows")
     assert isinstance(kernel, ast.FunctionDef) and f"\nMAX_PARTS = {MAX_PARTS} " in source
     options = {
