@@ -38,7 +38,7 @@ class Causal(Pattern):
 
 @dataclass(frozen=True)
 class Before(Pattern):
-    """Attend to keys at least `apart` tokens before the query; with 1, to all but the query itself."""
+    """Attend to keys at least `apart` tokens before the query; the default leaves out the query."""
 
     apart: int = 1
 
@@ -63,7 +63,7 @@ class SlidingWindow(_NumbersOfTokens, Pattern):
     Attributes:
         window: number of positions that a query sees, its own included, as in Mistral; FlashAttention's
             window_size is (window - 1, 0).
-        causal: False sees window - 1 positions on either side as well.
+        causal: False also sees as many positions after the query as before it.
 
     Raises:
         RingPatternError: the window is not a positive integer.
@@ -84,7 +84,7 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
         window: number of positions that a query sees, its own included; the first of them is
             (window - 1) x rate tokens before the query.
         rate: distance between consecutive positions that a query sees; with 1 it is `SlidingWindow`.
-        causal: False sees window - 1 positions on either side as well.
+        causal: False also sees as many positions after the query as before it.
 
     Raises:
         RingPatternError: a number that is not a positive integer.

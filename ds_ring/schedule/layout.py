@@ -168,7 +168,7 @@ class StripedLayout(Layout):
 
 @dataclass(frozen=True)
 class PieceLayout(Layout):
-    """Cut the sequence at any `boundaries`; each piece is on any rank, and a rank's pieces are ascending."""
+    """Cut the sequence at any `boundaries`; each piece has an owner, which keeps its pieces in order."""
 
     boundaries: tuple[int, ...] = ()  # positions at which pieces begin, and T at the end; ascending
     owners: tuple[int, ...] = ()  # ring rank of each piece

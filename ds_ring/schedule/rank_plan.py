@@ -109,7 +109,7 @@ class HopPlan:
     origin: int  # ring rank that owns these keys and values
     recv_rank: int  # the rank before this one on the shard's way
     send_rank: int  # the rank after this one, in the same node
-    held: SlotRanges  # slots of the origin's shard that this rank reads; packed, ascending (not at hop 0)
+    held: SlotRanges  # slots of the origin's shard that it reads, ascending; packed after hop 0
     relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
     forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
     tiles: Tiles  # that this rank computes; key slots index the packed payload

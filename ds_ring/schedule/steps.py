@@ -111,7 +111,7 @@ class Recv:
 class Compute:
     """Attend to the keys of a buffer and merge the result into RESULTS."""
 
-    hop: int  # number of the hop, in stages of the stage; 0 for the own shard
+    hop: int  # number of the hop, or of the stage if there are stages; 0 for the own shard
     buffer: int  # of the keys and values
     tiles: Tiles  # their key slots are slots of the buffer
     gradients: int | None  # buffer for dK and dV of these keys (RESULTS at hop 0); None in a forward pass
