@@ -42,19 +42,20 @@ class Comparison:
     ranks_mib: list[float]
     exact: bool  # whether rounding explains the differences
 
-    def lines(self) -> str:
-        """Return the three lines for the terminal."""
-        ranks = ", ".join(f"{mib:.0f}" for mib in self.ranks_mib)
-        share = 100 * max(self.ranks_mib) / self.alone_mib
-        return (
-            f"same weights, same batch ({self.samples} x {self.tokens} tokens): loss on one process"
-            f" {self.loss_alone:.6f}, on the ring {self.loss_on_ring:.6f},"
-            f" difference {abs(self.loss_on_ring - self.loss_alone):.1e}\n"
-            f"gradients of {self.gradients} parameters, each by itself: largest difference"
-            f" {self.gradient_difference:.1e} of the norm ({self.worst})\n"
-            f"tensor memory of forward + backward: one process {self.alone_mib:.0f} MiB,"
-            f" each rank {ranks} MiB ({share:.0f} %)"
-        )
+    def rows(self) -> dict[str, str]:
+        """Return the figures by name, for the terminal and the report."""
+        memory = "tensor memory of forward + backward, "
+        share = f" ({100 * max(self.ranks_mib) / self.alone_mib:.0f} %)"
+        return {
+            f"loss on one process, same weights, same batch ({self.samples} x {self.tokens} tokens)":
+                f"{self.loss_alone:.6f}",
+            "loss on the ring": f"{self.loss_on_ring:.6f}",
+            "difference": f"{abs(self.loss_on_ring - self.loss_alone):.1e}",
+            f"largest difference of {self.gradients} gradients, each by itself, over its norm":
+                f"{self.gradient_difference:.1e} ({self.worst})",
+            f"{memory}one process": f"{self.alone_mib:.0f} MiB",
+            f"{memory}each rank": ", ".join(f"{mib:.0f}" for mib in self.ranks_mib) + f" MiB{share}",
+        }  # fmt: skip
 
 
 class _Run(NamedTuple):

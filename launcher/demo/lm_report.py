@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ds_ring.integrations.written_files import replace_text
@@ -28,24 +27,24 @@ class Report:
     losses: list[float] = field(default_factory=list)  # mean over the step's tokens, before the step
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (step, mean loss on other documents)
     tokens_per_second: list[float] = field(default_factory=list)  # of the whole world
-    resident_mib: list[list[float]] = field(default_factory=list)  # memory of every rank after the step
     peak_mib: list[float] = field(default_factory=list)  # by rank
     comparison: Comparison | None = None  # the ring against one process, at the end
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue the rows of the run that wrote a checkpoint."""
-        for key in ("losses", "held_out", "tokens_per_second", "resident_mib"):
+        for key in ("losses", "held_out", "tokens_per_second"):
             setattr(self, key, list(state[key]))
 
     def summary(self) -> str:
-        """Return the run in one line, and the comparison in three."""
+        """Return the run in one line, and the figures of the comparison below it."""
         first, last = self.losses[0], statistics.mean(self.losses[-10:])
         held_out = f", held out {self.held_out[-1][1]:.3f}" if self.held_out else ""
         peaks = " ".join(f"{peak:.0f}" for peak in self.peak_mib)
+        compared = self.comparison.rows() if self.comparison else {}
         return (
             f"loss {first:.3f} -> {last:.3f} ({100 * last / first:.0f} % of the start){held_out};"
             f" {statistics.median(self.tokens_per_second):.0f} tokens/s; peak memory per rank {peaks} MiB"
-            + (f"\n{self.comparison.lines()}" if self.comparison else "")
+            + "".join(f"\n{name}: {value}" for name, value in compared.items())
         )
 
     def write(self, folder: Path) -> None:
@@ -55,39 +54,27 @@ class Report:
         draw(self, folder / "training.png")
 
 
-def memory_mib() -> tuple[float, float]:
-    """Return the resident memory of this process now, and its peak; on CUDA those of its tensors."""
+def peak_memory_mib() -> float:
+    """Return the peak memory of this process; on CUDA that of its tensors."""
     if torch.cuda.is_available():
-        return torch.cuda.memory_allocated() / MIB, torch.cuda.max_memory_allocated() / MIB
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    return psutil.Process().memory_info().rss / MIB, peak_bytes / MIB
-
-
-def draw_losses(axes: Any, report: Report) -> None:
-    """Draw the loss of each step, and of the held-out documents."""
-    axes.plot(range(1, len(report.losses) + 1), report.losses, label="training")
-    if report.held_out:
-        axes.plot(*zip(*report.held_out, strict=True), "o-", label="held-out documents")
-    axes.set(xlabel="step", ylabel="loss per byte, nats", ylim=(0, None))
-    axes.grid(alpha=0.3)
-    axes.legend()
+        return torch.cuda.max_memory_allocated() / MIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB  # Linux counts in KiB
 
 
 def draw(report: Report, path: Path) -> None:
-    """Draw the loss, and below it the memory of each rank: against one process if they were compared."""
+    """Draw the loss, and below it the peak memory of each rank, against one process if they were compared."""
     figure = new_figure(8, 7)
     loss_axes, memory_axes = figure.subplots(2, 1, height_ratios=(3, 2))
-    loss_axes.set_title(report.title, fontsize=10)
-    draw_losses(loss_axes, report)
-    if (found := report.comparison) is None:
-        memory_axes.plot(report.resident_mib, label=[f"rank {rank}" for rank in range(len(report.peak_mib))])
-        memory_axes.set(xlabel="step", ylabel="memory per rank, MiB", ylim=(0, None))
-        memory_axes.legend()
-    else:
-        names = ["one process", *(f"rank {rank}" for rank in range(len(found.ranks_mib)))]
-        bars = memory_axes.barh(names, [found.alone_mib, *found.ranks_mib])
-        memory_axes.bar_label(bars, fmt="%.0f MiB", padding=3)
-        memory_axes.axvline(found.alone_mib / len(found.ranks_mib), color="black", linestyle="--")
-        memory_axes.set_title("peak tensor memory of a pass; dashed: 1/P of one process", fontsize=10)
-        memory_axes.invert_yaxis()
+    loss_axes.plot(range(1, len(report.losses) + 1), report.losses, label="training")
+    if report.held_out:
+        loss_axes.plot(*zip(*report.held_out, strict=True), "o-", label="held-out documents")
+    loss_axes.set(title=report.title, xlabel="step", ylabel="loss per byte, nats", ylim=(0, None))
+    loss_axes.grid(alpha=0.3)
+    loss_axes.legend()
+    found = report.comparison
+    alone, sizes = ([], report.peak_mib) if found is None else ([found.alone_mib], found.ranks_mib)
+    names = [*(["one process"] if alone else []), *(f"rank {rank}" for rank in range(len(sizes)))]
+    memory_axes.bar_label(memory_axes.barh(names, [*alone, *sizes]), fmt="%.0f MiB", padding=3)
+    memory_axes.set_title("peak memory" if found is None else "peak tensor memory of a pass", fontsize=10)
+    memory_axes.invert_yaxis()
     save_figure(figure, path)

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 import ds_ring
 from ds_ring_launcher.demo.lm_compare import Comparison, compare
 from ds_ring_launcher.demo.lm_data import VOCABULARY, PackedBytes
-from ds_ring_launcher.demo.lm_report import Report, memory_mib
+from ds_ring_launcher.demo.lm_report import Report, peak_memory_mib
 
 OPTIONS: dict[str, tuple[Any, str]] = {
     "steps": (200, "optimizer steps in all, resumed ones included"),
@@ -135,10 +135,6 @@ def train(
         started = time.perf_counter()
         report.losses.append(train_step(engine, batches))
         report.tokens_per_second.append(tokens_per_step / (time.perf_counter() - started))
-        memory: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(memory, memory_mib())
-        report.resident_mib.append([resident for resident, _ in memory])
-        report.peak_mib = [peak for _, peak in memory]
         if held_out is not None and (step % options.evaluate_every == 0 or step == options.steps):
             report.held_out.append((step, evaluate(engine, held_out)))
         leaving = engine.ring.should_stop()
@@ -192,6 +188,8 @@ def main() -> None:
     if options.resume:
         resume(engine, loader, report, options.output / "checkpoints")
     train(options, engine, loader, held_out, report)
+    report.peak_mib = [0.0] * dist.get_world_size()
+    dist.all_gather_object(report.peak_mib, peak_memory_mib())
     report.comparison = compare_with_one_process(options, engine, documents)
     if dist.get_rank() == 0:
         report.write(options.output)

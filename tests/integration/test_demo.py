@@ -45,6 +45,7 @@ LOG: dict[str, Any] = {
     "losses": [5.5, 4.25],
     "peak_mib": [1.0, 1.0],
     "comparison": {
+        "samples": 1, "tokens": 8,
         "loss_alone": 4.5, "loss_on_ring": 4.500001, "gradients": 3, "worst": "head",
         "gradient_difference": 1e-6, "alone_mib": 10.0, "ranks_mib": [5.0, 5.0], "exact": True,
     },
@@ -53,7 +54,7 @@ LOG: dict[str, Any] = {
 
 def check_report(report: str, comparison: dict[str, Any]) -> None:
     assert f"{comparison['loss_on_ring']:.6f}" in report
-    assert report.count('src="data:image/png;base64,iVBOR') == 4  # loss, memory, plan, timeline
+    assert report.count('src="data:image/png;base64,iVBOR') == 3  # loss, plan, timeline
     assert "K2[" in report, "the schedule of rank 1"
     assert not re.findall(r'(?:src|href)="(?!data:)', report), "nothing is loaded from elsewhere"
     assert "<script" not in report
@@ -108,7 +109,7 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "exact: rounding explains all differences" in page.stdout
-    assert page.stdout.count("<img ") == 4
+    assert page.stdout.count("<img ") == 3
 
 
 @pytest.mark.parametrize(

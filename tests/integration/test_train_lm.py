@@ -130,15 +130,14 @@ def test_the_quick_start_is_exact(tmp_path):
     check_quick_start(tmp_path)
 
 
-def test_a_difference_is_seen_in_the_three_lines():
+def test_a_difference_is_seen_in_the_rows():
     """Loss, the gradient that differs most, memory."""
     same = {"tokens": 8, "loss_alone": 2.0, "gradients": 3, "alone_mib": 10.0, "ranks_mib": [6.0, 5.0]}
     worst = {"worst": "head.weight", "gradient_difference": 0.19}
     comparison = Comparison(samples=1, loss_on_ring=2.5, exact=False, **same, **worst)
-    first, second, third = comparison.lines().splitlines()
-    assert "difference 5.0e-01" in first
-    assert "1.9e-01 of the norm (head.weight)" in second
-    assert third.endswith("one process 10 MiB, each rank 6, 5 MiB (60 %)")
+    *_, loss, gradient, alone, ranks = comparison.rows().values()
+    assert (loss, gradient) == ("5.0e-01", "1.9e-01 (head.weight)")
+    assert (alone, ranks) == ("10 MiB", "6, 5 MiB (60 %)")
     with pytest.raises(SystemExit, match="differ by more than rounding: see the lines above"):
         train_lm.require_exact(comparison)
     train_lm.require_exact(replace(comparison, exact=True))
