@@ -129,16 +129,24 @@ class DeviceRow(NamedTuple):
         streams: class that orders the streams of a device; without a row the host waits.
         watchdog: class that enforces the deadlines of messages for which a stream waits.
         merge: function that merges partial results in one pass over memory; without it torch's operators do.
+        patience: function of the seconds that a rank asks the others for, because it compiles.
+        warm_up: function that makes the first calls of new process groups; without it the first pass does.
     """
 
     streams: str
     watchdog: str
     merge: str
+    patience: str
+    warm_up: str
 
 
 DEVICES = {
     "cuda": DeviceRow(
-        "ds_ring.cuda.streams.CudaStreams", "ds_ring.cuda.watchdog.WorkWatchdog", "ds_ring.cuda.merge.launch"
+        streams="ds_ring.cuda.streams.CudaStreams",
+        watchdog="ds_ring.cuda.watchdog.WorkWatchdog",
+        merge="ds_ring.cuda.merge.launch",
+        patience="ds_ring.cuda.patience.patience_s",
+        warm_up="ds_ring.cuda.warm_up.warm_up",
     ),
 }
 

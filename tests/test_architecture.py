@@ -70,11 +70,10 @@ IMPORTERS = {
     "layers.selection.max_logits": {"comm.exchange", "ring.merge"},
     "ops.context": {"comm.exchange", "kernels"},  # makes both, uses neither
     "ops.prepare": {"kernels"},  # chooses them
-    "ops.patience": {"kernels"},  # asks whether one compiles
+    "cuda.patience": {"kernels"},  # asks whether one compiles
     "memory.tiles.tiled_loss": {"ring.merge"},  # the same
     "memory.tiles.tiled_call": {"ring.merge"},  # the accumulators' dtype
     "layers.sparse.moba": {"ring.merge"},  # the same
-    "comm.groups": {"comm.exchange"},  # connects the ranks
     "layers.scan.context": {"comm.exchange"},
     "integrations.deepspeed.batch_sharding": {"comm.exchange"},  # so that its collectives are watched
     "integrations.compile.graph_sharding": {"comm.exchange"},
@@ -127,7 +126,7 @@ OF_TORCH_DISTRIBUTED = {
 }  # fmt: skip
 # Methods of a group's backend send as well.
 ASKS_FOR_A_BACKEND = {"comm.waiting"}  # which aborts
-SENDS = {"comm.exchange", "comm.groups"}  # the second one connects the ranks of new groups
+SENDS = {"comm.exchange", "cuda.warm_up"}  # the second one connects the ranks of new groups
 
 
 def name_of(path: Path) -> str:

@@ -121,7 +121,7 @@ class collective:  # noqa: N801 - reads as contextlib's own
         Args:
             fields: what must be equal on all ranks, by the name that messages use; compared as texts.
             patience_s: least seconds of the deadline of every wait of the call; the longest of all ranks is
-                set on the mesh ([Note: compile skew] in `ops/patience.py`). 0: the exchange's own.
+                set on the mesh ([Note: compile skew] in `cuda/patience.py`). 0: the exchange's own.
 
         Raises:
             RingMismatchError: another rank refused its input, or fields differ; names ranks and fields.

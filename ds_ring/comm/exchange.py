@@ -95,7 +95,7 @@ class Exchange:
 
     @property
     def deadline_s(self) -> float:
-        """Return the seconds that a wait may take now; see [Note: compile skew] in `ops/patience.py`."""
+        """Return the seconds that a wait may take now; see [Note: compile skew] in `cuda/patience.py`."""
         return max(self.hop_timeout_s, self.mesh.state.patience_s)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], hop: int | None = None) -> Pending:

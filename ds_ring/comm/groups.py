@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ds_ring.errors import RingMeshError, RingMismatchError, shown
 from ds_ring.health.whereabouts import names_of
 from ds_ring.limits import MAX_SECONDS
+from ds_ring.registry import DEVICES, load
 from ds_ring.schedule.grid import Grid
 
 # Of torch's own waits: every wait of ds_ring has a limit of its own, which torch's must not cut short.
@@ -77,8 +78,14 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
     data = _my_group(grid.data_groups(), timeout, None)
     # Headers are CPU tensors, which NCCL does not take.
     cpu = sequence if speaks_gloo else _my_group(grid.sequence_groups(), timeout, "gloo")
-    _warm_up((sequence, ring, ulysses, data))
+    nccl = [group for group in (sequence, ring, ulysses, data) if group is not None and _is_nccl(group)]
+    if nccl and "cuda" in DEVICES:
+        load(DEVICES["cuda"].warm_up)(nccl)
     return Groups(ring, ulysses, sequence, data, cpu)
+
+
+def _is_nccl(group: ProcessGroup) -> bool:
+    return dist.get_backend(group) != "fake" and "nccl" in str(dist.get_backend_config(group))
 
 
 def destroy_groups(groups: Iterable[ProcessGroup | None], only_local: bool = False) -> None:
@@ -148,35 +155,3 @@ def _my_group(
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-# [Note: before the first deadline]
-# The first call of an NCCL communicator builds it, and the first message to a peer connects the two: seconds,
-# which no hop's deadline should hold. So every communicator has one all-reduce here and the ring's a message
-# to and from both neighbours, and the host waits for them, in the time that making the groups has. Other
-# peers (direct sends, other nodes) connect in the first pass, which has a deadline of its own. The calls are
-# in the order in which the groups were made, on every rank, so that no two communicators wait for each other.
-# torch 2.13 makes no barrier a group (only with TORCH_DIST_INIT_BARRIER=1): after the one comparison of all
-# ranks in `_check_same` these calls are where the ranks of a group meet. (Written for NCCL, not run so far:
-# no GPU was at hand; with gloo, whose groups connect when they are made, the same calls are tested.)
-def _warm_up(groups: Iterable[ProcessGroup | None]) -> None:
-    """Make the first calls of NCCL's communicators; [Note: before the first deadline]."""
-    nccl = [group for group in groups if group is not None and dist.get_backend(group) != "fake"]
-    nccl = [group for group in nccl if "nccl" in str(dist.get_backend_config(group))]
-    if not nccl:
-        return
-    device = torch.device("cuda", torch.cuda.current_device())
-    for group in nccl:
-        connect(group, device)
-    torch.cuda.synchronize(device)
-
-
-def connect(group: ProcessGroup, device: torch.device) -> None:
-    """Make a collective call and exchange an element with both neighbours. Collective over the group."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    one = torch.ones(1, device=device)
-    dist.all_reduce(one, group=group)
-    # By an all-to-all that is empty but for two ranks: it makes the connections of point-to-point messages.
-    counts = [int(peer in ((rank + 1) % size, (rank - 1) % size)) for peer in range(size)]
-    sent = torch.ones(sum(counts), device=device)
-    dist.all_to_all_single(torch.empty_like(sent), sent, counts, counts, group=group)

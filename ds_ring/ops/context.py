@@ -30,8 +30,7 @@ from ds_ring.ops.checks import check_layout
 from ds_ring.ops.handles import new_handle, object_of
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import MakePass, SavedTensors
-from ds_ring.ops.patience import patience_s
-from ds_ring.registry import SAVED_TENSORS, load
+from ds_ring.registry import DEVICES, SAVED_TENSORS, load
 from ds_ring.ring.prepared import PreparedPasses
 from ds_ring.schedule.layout import (
     Layout,
@@ -154,7 +153,8 @@ class RingContext:
         """
         if not call.alone:
             call.use(self.exchange)
-            patience = patience_s(self, call.name, q, k, compiles)
+            row = DEVICES.get(q.device.type)
+            patience = 0.0 if row is None else load(row.patience)(self, call.name, q, k, compiles)
             call.agree({**self.fields(q, k), **(more or {})}, patience)
 
     @cached_property

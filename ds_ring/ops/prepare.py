@@ -16,7 +16,7 @@ from ds_ring.masks.catalog import HeadShard
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
-from ds_ring.ops.patience import COMPILES_NOTHING, pass_compiles, patience_s
+from ds_ring.registry import DEVICES, load
 from ds_ring.schedule.layout import Layout, whole_blocks
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
@@ -86,9 +86,9 @@ def prepare(
     finish_header_check = None
     if not call.alone:
         patience = 0.0
-        if q.device.type not in COMPILES_NOTHING:
-            compiling = pass_compiles(context, found, operands)
-            patience = patience_s(context, call.name, q, k, compiling)
+        if q.device.type in DEVICES:
+            ask = load(DEVICES[q.device.type].patience)
+            patience = ask(context, call.name, q, k, found=found, operands=operands)
         # On the CPU nothing computes meanwhile, so compare the headers at once.
         if q.is_cuda and options.overlap and options.has_hops:
             finish_header_check = call.compare_headers_meanwhile(found.agreement, patience)

@@ -11,10 +11,10 @@ import torch
 
 from ds_ring import Causal, RingMesh, RingMismatchError, RingPeerError, RingShapeError
 from ds_ring.kernels.cpu.kernel import CpuKernel
-from ds_ring.ops import patience, prepare
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
+from ds_ring.registry import DEVICES
 from tests.dist.harness import RankPool
 
 HOP_S, SKEW_S = 0.6, 1.5
@@ -36,8 +36,7 @@ def passes(rank: int, world_size: int) -> tuple[float, str]:
     context = context_for(Causal(), "zigzag", mesh, options)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     with (
-        mock.patch.object(patience, "COMPILES_NOTHING", set()),  # as if the CPU compiled
-        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
+        mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),  # as if the CPU compiled
         mock.patch.object(CpuKernel, "backward", backward),
     ):
         delays += [SKEW_S] if rank == 1 else []
@@ -72,8 +71,7 @@ def refused_by_compiling(rank: int, world_size: int) -> tuple[float, str, str]:
     context = context_for(Causal(), "zigzag", mesh, Options(hop_timeout_seconds=60.0))
     q = k = v = torch.randn(1, 2, 96, 16)  # a shape of its own: nobody has asked for it before
     with (
-        mock.patch.object(patience, "COMPILES_NOTHING", set()),
-        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
+        mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),
         mock.patch.object(CpuKernel, "compiles", compiles, create=True),
     ):
         before = time.monotonic()

@@ -18,7 +18,7 @@ from ds_ring import (
     make_layout,
     ring_attention,
 )
-from ds_ring.comm.groups import connect
+from ds_ring.cuda.warm_up import connect
 from ds_ring.errors import RingError
 from tests.cases import Shape, tensors
 from tests.dist.harness import RankPool

@@ -113,7 +113,7 @@ def attribute_engine_failure(mesh: RingMesh, call: Callable[P, T], *args: P.args
     """Call a method of the engine as `attribute_failure` does, with a deadline for the ranks that wait.
 
     The deadline is `checkpoint_timeout_seconds` for a method that saves or loads, else `hop_timeout_seconds`,
-    or the longer time that a rank requests while it compiles ([Note: compile skew] in `ops/patience.py`).
+    or the longer time that a rank requests while it compiles ([Note: compile skew] in `cuda/patience.py`).
     """
     name = getattr(call, "__name__", "")
     limit = mesh.timeouts.limit("checkpoint" if name in _OF_CHECKPOINTS else "hop")

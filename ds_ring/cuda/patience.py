@@ -23,16 +23,20 @@ if TYPE_CHECKING:
 # a pass compiles: flex looks into the table of the functions that it has compiled ([Note: one compilation] in
 # `kernels/flex`). The first pass of its kind on a mesh counts as well, because its peers connect.
 
-COMPILES_NOTHING = {"cpu"}  # devices whose kernels need no compiler
 
-
-def patience_s(context: RingContext, name: str, q: Tensor, k: Tensor, compiling: bool) -> float:
+def patience_s(
+    context: RingContext, name: str, q: Tensor, k: Tensor, compiling: bool = False,
+    found: Prepared | None = None, operands: Operands | None = None,
+) -> float:  # fmt: skip
     """Return the seconds that this rank asks for in a call that begins now; 0: the hop's are enough.
 
-    `compiling` says whether the kernel is going to compile something; the mesh remembers what it has seen.
+    Args:
+        context, name, q, k: of the call; the mesh remembers what it has seen.
+        compiling: whether the kernel is going to compile something.
+        found, operands: of a pass, instead of `compiling`.
     """
-    if q.device.type in COMPILES_NOTHING:
-        return 0.0
+    if found is not None and operands is not None:
+        compiling = _compiles(context, found, operands)
     options, seen = context.options, context.mesh.state.operations
     kind: Hashable = (name, options.kernel, q.dtype, q.shape[1], k.shape[1], q.shape[-1])
     known = kind in seen
@@ -40,7 +44,7 @@ def patience_s(context: RingContext, name: str, q: Tensor, k: Tensor, compiling:
     return 0.0 if known and not compiling else options.first_pass_timeout_seconds
 
 
-def pass_compiles(context: RingContext, found: Prepared, operands: Operands) -> bool:
+def _compiles(context: RingContext, found: Prepared, operands: Operands) -> bool:
     """Return whether this rank's pass is going to compile something."""
     options, (_, k, v, *_) = context.options, operands
     # These values decide what a pass compiles, and compiled code is kept.

@@ -20,11 +20,11 @@ from ds_ring.kernels.flex import block_mask
 from ds_ring.kernels.flex.kernel import FlexKernel, _compiled_calls
 from ds_ring.layers.scores import Softcap
 from ds_ring.masks.pattern import Pattern
-from ds_ring.ops import patience, prepare
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.patterns.captured.score_mod import ScoreMod
+from ds_ring.registry import DEVICES
 from tests.cases import document_ids
 from tests.host_waits import DeviceWork, HostWaits, fake_ring
 
@@ -110,8 +110,7 @@ def passes(mesh: RingMesh, call: Call, backward: bool = True) -> list[Pass]:
     with (
         works,
         mock.patch.object(exchange.Exchange, "spread", spread),
-        mock.patch.object(patience, "COMPILES_NOTHING", set()),  # as if the CPU were a GPU
-        mock.patch.object(prepare, "COMPILES_NOTHING", set()),
+        mock.patch.dict(DEVICES, cpu=DEVICES["cuda"]),  # as if the CPU were a GPU
         mock.patch.object(RingContext, "kernel_for", kernel_of),
     ):
         out, lse = ring_attention_op(q, k, v, context.handle)
