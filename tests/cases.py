@@ -87,10 +87,7 @@ LONG_PATTERNS: dict[str, Callable[[int], Pattern]] = {
     "more documents": lambda tokens: library_documents(tokens, 2),
     **rows_of(
         "Dilated",
-        lambda _: {
-            "LongNet": longnet,
-            "LongNet, growth 4": lambda tokens: longnet(tokens, 1024, 4),
-        },
+        lambda _: {"LongNet": longnet, "LongNet, growth 4": lambda tokens: longnet(tokens, 1024, 4)},
     ),
 }
 

@@ -17,15 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from ds_ring import (
-    Causal,
-    Full,
-    PassOptions,
-    RingAttention,
-    RingMesh,
-    make_layout,
-    ring_attention,
-)
+from ds_ring import Causal, Full, PassOptions, RingAttention, RingMesh, make_layout, ring_attention
 from ds_ring.ops.context import KEPT_CONTEXTS, ContextCache, context_for, context_of
 from ds_ring.ops.options import Options
 from tests.cases import Shape, tensors

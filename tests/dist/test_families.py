@@ -326,8 +326,7 @@ def test_rotary_positions_of_the_shard_are_found(rank_pool):
 
 
 @pytest.mark.parametrize(
-    ("family", "layer"),
-    [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)],
+    ("family", "layer"), [("deepseek_v32", 0), ("doge", 0), ("qwen4_exp_text", 1), ("minimax_m3_vl_text", 1)]
 )
 @pytest.mark.day("deepseek_v32-0", "minimax_m3_vl_text-1")
 def test_other_keys_than_the_indexer_selects_are_found(rank_pool, family, layer):

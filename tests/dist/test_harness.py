@@ -166,8 +166,7 @@ def test_collect_gives_type_message_and_time_of_each_rank(rank_pool: Pools) -> N
 
 
 @pytest.mark.parametrize(
-    ("how", "code"),
-    [("os._exit", 3), ("sys.exit", 4), ("kill", -signal.SIGKILL), ("abort", -signal.SIGABRT)],
+    ("how", "code"), [("os._exit", 3), ("sys.exit", 4), ("kill", -signal.SIGKILL), ("abort", -signal.SIGABRT)]
 )
 def test_a_rank_that_ends_is_reported_with_code_and_output(how: str, code: int) -> None:
     started = time.monotonic()

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ds_ring import (
-    Causal,
-    RingMesh,
-    RingMeshError,
-    make_layout,
-    ring_attention,
-)
+from ds_ring import Causal, RingMesh, RingMeshError, make_layout, ring_attention
 from ds_ring.cuda.warm_up import connect
 from ds_ring.errors import RingError
 from tests.cases import Shape, tensors

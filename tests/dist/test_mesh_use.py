@@ -106,10 +106,7 @@ def after_fork(rank: int, world_size: int) -> tuple[list[tuple[str, str, float]]
 def test_a_forked_child_cannot_use_the_mesh_of_its_parent(rank_pool: Pool, ring_size: int) -> None:
     for found, afterwards in rank_pool(ring_size).run(after_fork):
         for error, text, seconds in found:
-            assert error == "RingMeshError" and "before it forked" in text and seconds < 1, (
-                text,
-                seconds,
-            )
+            assert error == "RingMeshError" and "before it forked" in text and seconds < 1, (text, seconds)
         assert afterwards < 1e-5
 
 

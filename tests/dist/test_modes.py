@@ -323,7 +323,7 @@ CHOSEN = ("ring_select and selected_attention", "moba_attention", "nsa_attention
 IN_GRAPHS = {
     **dict.fromkeys(
         ("keys of another sequence", "shard_sequence", "gather_sequence", "shift_sequence", *CHOSEN), EAGERLY
-    ),
+    )
 }
 # What is refused, with a part of the reason.
 REFUSED: dict[str, dict[str, str]] = {

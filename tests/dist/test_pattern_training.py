@@ -114,11 +114,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.day(
-    "longnet, ring 2 x ulysses 2",
-    "documents, ring 2, zero 1",
-    "documents, data 2 x ring 2",
-)
+@pytest.mark.day("longnet, ring 2 x ulysses 2", "documents, ring 2, zero 1", "documents, data 2 x ring 2")
 def test_training_equals_one_process(rank_pool, name):
     world, ring, stage, pattern, section = CASES[name]
     batch = tokens_and_labels()

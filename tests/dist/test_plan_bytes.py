@@ -305,11 +305,7 @@ def test_memory_is_planned(rank_pool: Pool, size: int) -> None:
 def mixing_types() -> list[str]:
     """Types of transformers whose modeling file has a layer that is not softmax attention over all keys."""
     root, found = Path(transformers.__file__).parent / "models", []
-    words = (
-        *FUNCTIONS,
-        *(name.partition(".")[0] for name in METHODS),
-        "Indexer(nn.Module)",
-    )
+    words = (*FUNCTIONS, *(name.partition(".")[0] for name in METHODS), "Indexer(nn.Module)")
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         folder = CONFIG_MAPPING[name].__module__.split(".")[-2]
         text = "".join(file.read_text() for file in (root / folder).glob("modeling_*.py"))

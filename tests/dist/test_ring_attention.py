@@ -94,12 +94,7 @@ def test_other_dtypes(rank_pool: Pool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"transport": "all_gather"},
-        {"kernel": "reference"},
-        {"overlap": False},
-        {"prune": False},
-    ],
+    [{"transport": "all_gather"}, {"kernel": "reference"}, {"overlap": False}, {"prune": False}],
     ids=str,
 )
 def test_every_way_of_doing_it_gives_the_same(rank_pool: Pool, options: dict[str, object]) -> None:

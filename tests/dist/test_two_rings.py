@@ -19,16 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    RingMesh,
-    SlidingWindow,
-    make_layout,
-    shard_sequence,
-)
+from ds_ring import Causal, Dilated, Documents, Full, RingMesh, SlidingWindow, make_layout, shard_sequence
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
 from tests.calls import attend

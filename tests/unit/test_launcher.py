@@ -593,8 +593,5 @@ def test_an_address_of_ip_version_6_is_one(folder: Path) -> None:
 
 def test_a_full_tmp_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process.tempfile, "tempdir", "/proc/none")
-    with (
-        pytest.raises(RingConfigError, match="expected a temporary folder"),
-        process.private_folder(),
-    ):
+    with pytest.raises(RingConfigError, match="expected a temporary folder"), process.private_folder():
         pass

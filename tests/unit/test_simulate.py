@@ -103,12 +103,7 @@ def test_virtual_ranks_in_stages_send_as_many_bytes(
     pattern = PATTERNS[pattern_name](RAGGED.tokens)
     layout = layout_for(layout_name, pattern, tokens=RAGGED.tokens, ring_size=ring_size)
     q, k, v, grad = tensors(RAGGED)
-    given = {
-        "pattern": pattern,
-        "layout": layout,
-        "grad_out": grad,
-        "measure_memory": False,
-    }
+    given = {"pattern": pattern, "layout": layout, "grad_out": grad, "measure_memory": False}
     options = (SimulationOptions(chunk_bytes=1, stage_bytes=most) for most in (0, 1 << 30))
     hops, stages = (simulate(q, k, v, **given, options=one) for one in options)
     for name in NAMES:

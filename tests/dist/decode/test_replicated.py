@@ -296,14 +296,7 @@ def compiled(rank: int, world_size: int) -> tuple[float, int]:
 
     def step(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None) -> Tensor:
         out = calls.attend(
-            2 * q,
-            k,
-            v,
-            pattern=Causal(),
-            layout=layout,
-            mesh=mesh,
-            queries="replicated",
-            positions=positions,
+            2 * q, k, v, pattern=Causal(), layout=layout, mesh=mesh, queries="replicated", positions=positions
         )
         return out + 1
 

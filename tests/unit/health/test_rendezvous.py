@@ -35,9 +35,7 @@ def test_ranks_meet_before_the_process_group_is_made() -> None:
     assert None not in found.values() and len(found) == 2
 
 
-def test_a_rank_that_does_not_come_before_the_process_group_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_does_not_come_before_the_process_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "LINGER_S", 0.0)
     limit = Limit(0.5, "start_timeout_seconds")
     alone = Rendezvous(0, 2, "127.0.0.1", free_port(), True, "0")

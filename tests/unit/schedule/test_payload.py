@@ -40,11 +40,7 @@ PATTERNS: list[Pattern] = [
     head=st.integers(0, 3),
 )
 def test_packing_changes_no_pair(
-    pattern: Pattern,
-    q: list[tuple[int, int, int]],
-    k: list[tuple[int, int, int]],
-    more: set[int],
-    head: int,
+    pattern: Pattern, q: list[tuple[int, int, int]], k: list[tuple[int, int, int]], more: set[int], head: int
 ) -> None:
     """Held is what the tiles read and some slots more, which others read."""
     q_runs, k_runs = in_order(q), in_order(k)

@@ -37,13 +37,7 @@ def attended(pattern: Pattern, head: int, q_positions: np.ndarray, k_positions: 
 @pytest.mark.parametrize("layout_name", PLACED)
 @pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.parametrize(
-    ("tokens", "ring_size", "prune"),
-    [
-        (40, 1, True),
-        (41, 3, False),
-        (5, 8, True),
-        (64, 5, True),
-    ],
+    ("tokens", "ring_size", "prune"), [(40, 1, True), (41, 3, False), (5, 8, True), (64, 5, True)]
 )
 @pytest.mark.covering(1)
 def test_a_plan_computes_the_mask_and_every_key_is_there(

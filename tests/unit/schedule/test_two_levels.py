@@ -17,11 +17,7 @@ from ds_ring.schedule.rank_plan import Direction
 from ds_ring.schedule.steps import Payload, Send
 from tests.cases import PATTERNS, layout_for
 
-SIZES = {
-    Payload.KEYS: 1,
-    Payload.GRADIENTS: 2,
-    Payload.ROUNDED: 1,
-}  # of bfloat16 inputs
+SIZES = {Payload.KEYS: 1, Payload.GRADIENTS: 2, Payload.ROUNDED: 1}  # of bfloat16 inputs
 
 
 def messages(plan: Plan, backward: bool) -> tuple[dict, dict]:

@@ -68,11 +68,7 @@ def test_training_equals_one_process(rank_pool: Pool, name: str) -> None:
     size = Size(hidden=32, layers=2, tokens=case.tokens, samples=4)
     batch = build_pairs(size, case.answers, case.padded)
     build = BUILD[case.model]
-    section = {
-        "ulysses_size": case.ulysses_size,
-        "layout": case.layout,
-        "min_sequence_length": case.shortest,
-    }
+    section = {"ulysses_size": case.ulysses_size, "layout": case.layout, "min_sequence_length": case.shortest}
     config = json_config(case.ring_size, size.samples, case.stage, ring_attention=section)
     got = rank_pool(case.ring_size).run(
         train_on_ring, size, config, STEPS, 1.0, case.checkpointing, batch, build, timeout_s=120

@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ring import (
-    RingMesh,
-    RingPatternError,
-    RingShapeError,
-    Tree,
-    make_layout,
-    ring_attention,
-    simulate,
-)
+from ds_ring import RingMesh, RingPatternError, RingShapeError, Tree, make_layout, ring_attention, simulate
 from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, tree_of
 from ds_ring.integrations.deepspeed.batch import LOSS_WEIGHTS
 from tests.dist.deepspeed_ranks import (

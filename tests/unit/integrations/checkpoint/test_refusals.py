@@ -116,10 +116,7 @@ def test_no_folder_to_save_into() -> None:
 def test_a_folder_without_a_universal_checkpoint(tmp_path: Path) -> None:
     words = "expected a file 'latest_universal', got none; pass a tag"
     (tmp_path / "saved").mkdir()
-    with (
-        one_rank_mesh("gloo", tmp_path),
-        pytest.raises(RingCheckpointMissingError, match=words),
-    ):
+    with one_rank_mesh("gloo", tmp_path), pytest.raises(RingCheckpointMissingError, match=words):
         load._proposals(tmp_path / "saved", None, True, Storage((0,), 0))
 
 

@@ -229,7 +229,7 @@ IMPOSSIBLE_MODELS: dict[str, tuple[Any, str]] = {
     "CPM-Ant": (
         lambda: transformers.CpmAntConfig(vocab_size=61, hidden_size=32, num_hidden_layers=1, dim_ff=32),
         "it puts a prompt in front of the tokens it is given",
-    ),
+    )
 }
 
 

@@ -21,14 +21,7 @@ from torch import Tensor
 
 from ds_ring import Causal, Chunked, Dilated, DilatedWindow, Documents, Full, SlidingWindow, make_layout
 from ds_ring.errors import RingConfigError, RingShapeError
-from ds_ring.kernels.flash.calls import (
-    OPEN,
-    FlashCall,
-    FlashWindow,
-    branch_form,
-    flash_calls,
-    join_windows,
-)
+from ds_ring.kernels.flash.calls import OPEN, FlashCall, FlashWindow, branch_form, flash_calls, join_windows
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
 from ds_ring.kernels.flash.kernel import FlashKernel, _installed_for
 from ds_ring.kernels.interface import Rows, each_tile

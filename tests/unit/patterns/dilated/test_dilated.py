@@ -276,10 +276,7 @@ def test_a_dilated_window_is_both(
 
 @pytest.mark.parametrize("rules", [("paper", "zero"), ("zero", "zero"), ("paper", "torchscale")])
 def test_two_dilations_at_once_multiply(rules: tuple[str, str]) -> None:
-    both = [
-        Branches((8, 16, 64), (1, 2, 4), False, rules[0]),
-        Branches((5, 32), (1, 3), True, rules[1]),
-    ]
+    both = [Branches((8, 16, 64), (1, 2, 4), False, rules[0]), Branches((5, 32), (1, 3), True, rules[1])]
     first, second = (Dilated(b.segment_lengths, b.dilation_rates, b.causal, b.rule) for b in both)
     whole, every = np.array([[0, 1, 70]]), np.arange(70)
     for kv_heads, bound in head_classes(first & second, 6, 2):

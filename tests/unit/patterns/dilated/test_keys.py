@@ -98,11 +98,7 @@ WRONG: list[tuple[str, Json, list[str]]] = [
         pattern(segment_lengths=["2048"], dilation_rates=[1]),
         ["segment_lengths[0]: ", 'got "2048"; '],
     ),
-    (
-        "segments bare",
-        pattern(segment_lengths=2048, dilation_rates=[1]),
-        ["a list", "got 2048; "],
-    ),
+    ("segments bare", pattern(segment_lengths=2048, dilation_rates=[1]), ["a list", "got 2048; "]),
     (
         "segments word",
         pattern(segment_lengths="2048,4096", dilation_rates=[1]),

@@ -63,10 +63,7 @@ def test_sections_and_their_patterns(section: Json, expected: Pattern) -> None:
     [
         ([], "pattern.slices: expected a list"),
         ([[[0, 4], [0, 4], "round"]], "pattern.slices: slice 0: kind: expected one of full, causal"),
-        (
-            [[[0, 4], [0, 4], "full"], [[3, 9], [3, 9], "causal"]],
-            "which overlap; cut one of them",
-        ),
+        ([[[0, 4], [0, 4], "full"], [[3, 9], [3, 9], "causal"]], "which overlap; cut one of them"),
         (3, "pattern.slices: expected a list"),
     ],
     ids=str,
