@@ -25,13 +25,9 @@ FROM_HOSTFILE = (
 )
 SECTION = {"sequence_parallel_size": 2, "ring_attention": {"ring_size": 2}}
 MODEL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-}
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "vocab_size": 128,
+}  # fmt: skip
 
 
 class Probe(NamedTuple):

@@ -134,12 +134,8 @@ def states() -> dict[str, Any]:
     }
     optimizer["param_slice_mappings"] = [{"weight": fragment_address(numel=6, start=0)}]
     model = {
-        "module": weights,
-        "ds_config": config,
-        "dp_world_size": 1,
-        "global_steps": 4,
-        "lr_scheduler": None,
-    }
+        "module": weights, "ds_config": config, "dp_world_size": 1, "global_steps": 4, "lr_scheduler": None,
+    }  # fmt: skip
     model["client"] = {
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -272,14 +268,9 @@ def run_round(draw: random.Random, root: Path) -> None:
         folder = run.attempt(attempt)
         link = {"from": 1, "hops": 2, "hop_seconds": 0.01, "wait_seconds": 0.001, "bytes": 9}
         figures = {
-            "rank": 0,
-            "at": now,
-            "step": 3,
-            "loss": 1.0,
-            "memory_bytes": 5,
-            "links": [link],
+            "rank": 0, "at": now, "step": 3, "loss": 1.0, "memory_bytes": 5, "links": [link],
             "world_size": 2,
-        }
+        }  # fmt: skip
         write_json(folder / "rank-0.metrics.json", figures)
         write_json(
             folder / "rank-1.late.json", {"rank": 1, "at": now, "seconds": 3.0, "what": "x", "where": "y"}

@@ -105,13 +105,9 @@ def _fill_disk(hosts: Hosts, folder: Path, node: int) -> None:
 
 # What the script does to itself, or what happens to a host once step FAULT_STEP is done.
 FAULTS: dict[str, str | Callable[[Hosts, Path, int], None]] = {
-    "kill a rank": "kill",
-    "stop a rank": "stop",
-    "kill a node": _kill_node,
-    "stop a node": _stop_node,
-    "cut the link": _cut,
-    "fill the disk": _fill_disk,
-}
+    "kill a rank": "kill", "stop a rank": "stop", "kill a node": _kill_node, "stop a node": _stop_node,
+    "cut the link": _cut, "fill the disk": _fill_disk,
+}  # fmt: skip
 
 
 def uninterrupted(folder: Path, engine: str) -> dict[int, float]:

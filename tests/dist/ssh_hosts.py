@@ -69,16 +69,8 @@ class SshHosts(Hosts):
             Path("/run/sshd").mkdir(exist_ok=True)  # it does not start without
             for name in self.names:
                 command = [
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    server,
-                    "-D",
-                    "-e",
-                    "-f",
-                    str(self._folder / "server"),
-                ]
+                    "ip", "netns", "exec", name, server, "-D", "-e", "-f", str(self._folder / "server"),
+                ]  # fmt: skip
                 with open(self._folder / f"{name}.log", "w") as log:
                     self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, text=True))
             self._wait()

@@ -18,15 +18,9 @@ Pool = Callable[[int], RankPool]
 VOCABULARY, PROMPT, NEW = 61, 37, 6
 # Weights so large that attention decides on the next token; no word ends a text unless a call says so.
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "eos_token_id": None,
+}  # fmt: skip
 LOCAL_AND_GLOBAL = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -59,15 +59,8 @@ def test_a_real_ring_beside_the_virtual_one(tmp_path: Path, capsys: pytest.Captu
     before = own_processes()
     arguments = ["profile", "--tokens", "2001", "--heads", "4", "--kv-heads", "2", "--head-dim", "32"]
     arguments += [
-        "--ring-sizes",
-        "2",
-        "--layout",
-        "zigzag",
-        "--chunk-bytes",
-        "65536",
-        "--real",
-        "--simulated",
-    ]
+        "--ring-sizes", "2", "--layout", "zigzag", "--chunk-bytes", "65536", "--real", "--simulated",
+    ]  # fmt: skip
     assert cli.main([*arguments, "--output", str(tmp_path), "--json"]) == 0
     wait_until_gone(before)
     printed = capsys.readouterr().out

@@ -23,14 +23,10 @@ Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=2, query_heads=4, kv_heads=2, tokens=130, head_dim=8)
 SHARD_BYTES = 2 * SHAPE.batch * SHAPE.kv_heads * 33 * SHAPE.head_dim * 8  # K and V of 4 ranks in float64
 BESIDE: list[dict[str, Any]] = [
-    {},
-    {"chunk_bytes": 1},
-    {"overlap": False, "check_finite": True},
-    {"offload_attention": True, "chunk_bytes": 1},
-    {"prune": False},
-    {"gradient_payload": "bfloat16"},
+    {}, {"chunk_bytes": 1}, {"overlap": False, "check_finite": True},
+    {"offload_attention": True, "chunk_bytes": 1}, {"prune": False}, {"gradient_payload": "bfloat16"},
     {"recompute_attention": 0.5},
-]
+]  # fmt: skip
 
 
 @functools.cache

@@ -53,13 +53,8 @@ def test_a_benchmark_prints_and_stores_its_rows(name: str, tmp_path: Path) -> No
     if name == "overlap":
         skip_without("namespaces")
     command = [
-        sys.executable,
-        "tools/bench.py",
-        name,
-        *SMALL[name].split(),
-        "--output",
-        str(tmp_path / "rows"),
-    ]
+        sys.executable, "tools/bench.py", name, *SMALL[name].split(), "--output", str(tmp_path / "rows"),
+    ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     head, *rows = done.stdout.splitlines()

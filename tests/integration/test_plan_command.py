@@ -15,14 +15,9 @@ SIZES = [
 ]
 CPU = ["--hardware", "cpu", "--dtype", "float32"]
 LLAMA = {
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 768,
-    "vocab_size": 4096,
-    "head_dim": None,
-}
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 768, "vocab_size": 4096, "head_dim": None,
+}  # fmt: skip
 
 
 def plan(capsys, *arguments: str) -> dict:

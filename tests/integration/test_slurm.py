@@ -84,14 +84,8 @@ def test_ranks_get_their_place_from_slurm(workplace: Workplace, slurm: SlurmClus
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "SLURMD_NODENAME", "TOKEN")
         node = NODES[rank // 2]
         assert [found[name] for name in names] == [
-            str(rank),
-            "4",
-            str(rank % 2),
-            "2",
-            NODES[0],
-            node,
-            "my-token",
-        ]
+            str(rank), "4", str(rank % 2), "2", NODES[0], node, "my-token",
+        ]  # fmt: skip
         assert len(found["DS_RING_SECRET"]) == 64
     started.send_signal(signal.SIGTERM)
     status, output = workplace.finish(started)

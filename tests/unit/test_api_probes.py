@@ -67,44 +67,20 @@ NO_LIST = (
 
 def no_scales() -> tuple[object, ...]:
     return (
-        *(x for x in NOTHING if x is not None),
-        NAN,
-        INF,
-        -INF,
-        True,
-        1j,
-        10**400,
-        np.float32(0.5),
+        *(x for x in NOTHING if x is not None), NAN, INF, -INF, True, 1j, 10**400, np.float32(0.5),
         torch.tensor(0.5),
-    )
+    )  # fmt: skip
 
 
 def no_tensors(x: Tensor) -> tuple[object, ...]:
     """What is no q, k or v, made of one that is."""
     return (
-        *NOTHING,
-        3,
-        2.5,
-        x.numpy(),
-        x.tolist(),
-        x.to("meta"),
-        x.to_sparse(),
-        x[0, 0].to_sparse_csr(),
-        x.int(),
-        x.bool(),
-        x.to(torch.complex64),
-        x.to(torch.float8_e4m3fn),
-        x[:, :, :0],
-        x[:0],
-        x[0],
-        x[None],
-        x[:, :, :3],
-        x[..., 0],
-        torch.tensor(1.0),
-        torch.nested.nested_tensor([x[0], x[0, :, :2]]),
+        *NOTHING, 3, 2.5, x.numpy(), x.tolist(), x.to("meta"), x.to_sparse(), x[0, 0].to_sparse_csr(),
+        x.int(), x.bool(), x.to(torch.complex64), x.to(torch.float8_e4m3fn), x[:, :, :0], x[:0], x[0],
+        x[None], x[:, :, :3], x[..., 0], torch.tensor(1.0), torch.nested.nested_tensor([x[0], x[0, :, :2]]),
         torch.nested.nested_tensor([x[0, 0], x[0, 0, :2]], layout=torch.jagged),
         torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
-    )
+    )  # fmt: skip
 
 
 class Argument(NamedTuple):
@@ -466,21 +442,11 @@ CALLS: dict[str, Call] = {
         {
             "source": Argument(
                 (
-                    *NOTHING,
-                    3,
-                    NAN,
-                    {"ring_attention": 3},
-                    {"ring_attention": None},
-                    {"ring_attention": {"ring_size": NAN}},
-                    {"ring_attention": {"ring_size": -1}},
-                    {"ring_attention": {"layout": Hostile()}},
-                    {"ring_attention": {Hostile: 1}},
-                    {"ring_attention": {3: 1}},
-                    {1: {}},
-                    "/nowhere/x.json",
-                    "\0",
-                    {"ring_attention": {"pattern": []}},
-                    {"ring_attention": {"hop_timeout_seconds": -1}},
+                    *NOTHING, 3, NAN, {"ring_attention": 3}, {"ring_attention": None},
+                    {"ring_attention": {"ring_size": NAN}}, {"ring_attention": {"ring_size": -1}},
+                    {"ring_attention": {"layout": Hostile()}}, {"ring_attention": {Hostile: 1}},
+                    {"ring_attention": {3: 1}}, {1: {}}, "/nowhere/x.json", "\0",
+                    {"ring_attention": {"pattern": []}}, {"ring_attention": {"hop_timeout_seconds": -1}},
                 ),
             )
         },

@@ -333,13 +333,9 @@ def test_deepspeed_on_each_host(folder: Path) -> None:
     assert made.files == {folder / "hostfile": "node-0 slots=4\nnode-1 slots=2\n"}
     options = made.argv[5 : made.argv.index(str(RANK_SCRIPT))]
     assert options[1:] == [
-        "--master_port=23456",
-        "--no_ssh",
-        "--node_rank=1",
-        "--master_addr=node-0",
-        "--log_level=warning",
+        "--master_port=23456", "--no_ssh", "--node_rank=1", "--master_addr=node-0", "--log_level=warning",
         "--quiet",
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun"])

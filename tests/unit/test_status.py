@@ -69,12 +69,8 @@ def run(tmp_path: Path) -> RunFolder:
         course(folder, 4.0, 3.0, "nan", first=attempt)
         for rank in range(len(hosts)):
             link = {
-                "from": 1 - rank,
-                "hops": 2,
-                "hop_seconds": 0.01 + rank,
-                "wait_seconds": 0.001,
-                "bytes": 9,
-            }
+                "from": 1 - rank, "hops": 2, "hop_seconds": 0.01 + rank, "wait_seconds": 0.001, "bytes": 9,
+            }  # fmt: skip
             figures(folder, rank, attempt + 2, links=[link])
         if attempt == 1:
             found.record("fault", 1, kind="lost", rank=1, host="node-1", step=4, what=NASTY, frames=[])
@@ -98,13 +94,8 @@ def test_a_run_under_way_is_known(run: RunFolder) -> None:
         ("global_step2", 2, 12, True)
     ]
     assert [(one.attempt, one.step) for one in status.course] == [
-        (1, 1),
-        (1, 2),
-        (1, 3),
-        (2, 2),
-        (2, 3),
-        (2, 4),
-    ]
+        (1, 1), (1, 2), (1, 3), (2, 2), (2, 3), (2, 4),
+    ]  # fmt: skip
     assert status.age_seconds is not None and status.age_seconds < 5
     json.dumps(status.document(), allow_nan=False)
     assert status.document()["latest"]["loss"] == "nan"
@@ -181,23 +172,12 @@ def hostile_files(run: RunFolder, what: str) -> None:
         (folder / "rank-0.metrics.json").write_text(lines[what])
     elif what == "faults of mixed types":
         good = {
-            "rank": 0,
-            "at": 1.0,
-            "step": 1,
-            "kind": "error",
-            "type": "E",
-            "message": "m",
-            "frames": ["f"],
-        }
+            "rank": 0, "at": 1.0, "step": 1, "kind": "error", "type": "E", "message": "m", "frames": ["f"],
+        }  # fmt: skip
         wrong = [
-            {"at": "x"},
-            {"at": None},
-            {"rank": -5},
-            {"rank": "1"},
-            {"frames": 3},
-            {"frames": [3]},
+            {"at": "x"}, {"at": None}, {"rank": -5}, {"rank": "1"}, {"frames": 3}, {"frames": [3]},
             {"kind": 4},
-        ]
+        ]  # fmt: skip
         for number, change in enumerate([{}, *wrong]):
             path = folder / f"rank-{number}.fault.json"
             path.write_text(json.dumps({**good, "traceback": "t", "rank": number, **change}))

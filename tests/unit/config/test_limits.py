@@ -21,14 +21,8 @@ _EDGES = (
 )  # fmt: skip
 VALUES: list[Any] = sorted({edge + step for edge in _EDGES for step in (-1, 0, 1)})
 VALUES += [
-    0.0,
-    5e-324,
-    0.5,
-    1.0,
-    math.nextafter(1.0, 2.0),
-    MAX_SECONDS,
-    math.nextafter(MAX_SECONDS, math.inf),
-]
+    0.0, 5e-324, 0.5, 1.0, math.nextafter(1.0, 2.0), MAX_SECONDS, math.nextafter(MAX_SECONDS, math.inf),
+]  # fmt: skip
 VALUES += [-0.5, math.inf, math.nan, 1e300, 10**400, True, False, None, "auto", "1"]
 # The keys of the section that an option of a pass has.
 OPTIONS = [name for name in PassOptions.model_fields if name not in ("kernel_options",)]

@@ -263,12 +263,8 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
 KYUTAI = {
-    "audio_pad_token_id": 1,
-    "ffn_dim": 32,
-    "head_dim": 8,
-    "num_codebooks": 1,
-    "codebook_vocab_size": 61,
-}
+    "audio_pad_token_id": 1, "ffn_dim": 32, "head_dim": 8, "num_codebooks": 1, "codebook_vocab_size": 61,
+}  # fmt: skip
 
 
 def small_config(family: str, **values: Any) -> Any:

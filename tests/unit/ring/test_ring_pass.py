@@ -435,12 +435,8 @@ def test_passes_of_other_tensors_or_schedules_share_nothing() -> None:
     schedules = [lower_rank(plan, backward=backward) for backward in (False, True)]
     passes, k = PreparedPasses(), torch.zeros(1, 1, 4, 8)
     tensors_of = [
-        (k, k),
-        (k, k[..., :4]),
-        (k[:, :, :2], k),
-        (k.double(), k.double()),
-        (k.to("meta"), k.to("meta")),
-    ]
+        (k, k), (k, k[..., :4]), (k[:, :, :2], k), (k.double(), k.double()), (k.to("meta"), k.to("meta")),
+    ]  # fmt: skip
     found = [passes.of(schedule, *both) for schedule in schedules for both in tensors_of]
     assert len(set(map(id, found))) == 10
     assert passes.of(schedules[0], k.clone(), k) is found[0]

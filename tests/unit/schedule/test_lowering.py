@@ -69,12 +69,8 @@ def test_relays_direct_sends_and_returns_are_proven(
 def test_stages_are_few_and_end_with_a_short_one() -> None:
     sizes = {(2, 1): (1,), (2, 9): (1,), (3, 2): (2,), (4, 7): (3,), (8, 7): (4, 3), (8, 4): (4, 3)}
     sizes |= {
-        (8, 3): (3, 3, 1),
-        (8, 2): (2, 2, 2, 1),
-        (8, 1): (1,) * 7,
-        (16, 8): (4, 6, 5),
-        (64, 63): (4, 16, 43),
-    }
+        (8, 3): (3, 3, 1), (8, 2): (2, 2, 2, 1), (8, 1): (1,) * 7, (16, 8): (4, 6, 5), (64, 63): (4, 16, 43),
+    }  # fmt: skip
     for (ring_size, most), want in sizes.items():
         found = stage_sizes(ring_size, most)
         assert found == want and sum(found) == ring_size - 1, (ring_size, most, found)

@@ -33,13 +33,9 @@ VISION: dict[str, Any] = {
     "patch_size": 2,
 }
 QWEN_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_heads": 2,
-    "patch_size": 2,
+    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2,
     "temporal_patch_size": 1,
-}
+}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 SQUARES = torch.full((3, 2), 8)  # heights and widths in pixels
 GRIDS = torch.tensor([[1, 4, 4]] * 3)  # in patches

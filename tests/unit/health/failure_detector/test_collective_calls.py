@@ -81,13 +81,8 @@ def test_in_a_call_that_is_watched_as_a_whole_the_one_that_sleeps_in_it_is_named
     for rank in range(3):
         others = [[other, other] for other in range(3) if other != rank]
         wait = {
-            "kind": "wait",
-            "on": others,
-            "place": [-1, 2],
-            "what": "the groups",
-            "limit": 8.0,
-            "key": "k",
-        }
+            "kind": "wait", "on": others, "place": [-1, 2], "what": "the groups", "limit": 8.0, "key": "k",
+        }  # fmt: skip
         detector.hear(rank, wait, 0.3)
     beats(detector, 9.0)
     assert detector.late_ranks(1.0) == {}

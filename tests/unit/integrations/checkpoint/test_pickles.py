@@ -135,17 +135,10 @@ def test_what_checkpoints_hold_is_read_as_it_was(tmp_path: Path, zipped: bool) -
         "numpy": [np.arange(6, dtype=">i4").reshape(2, 3).T, np.zeros((0, 2)), np.bool_(True), np.float16(2)],
         "torch": [torch.Size((1, 2)), torch.device("cpu"), torch.float32, torch.nn.Linear(2, 2).state_dict()],
         "python": [
-            1 << 100,
-            -5,
-            b"\xff\x00",
-            bytearray(b"ab"),
-            {1, "a"},
-            2 + 3j,
-            {(1, "b", None): 2.0},
-            True,
+            1 << 100, -5, b"\xff\x00", bytearray(b"ab"), {1, "a"}, 2 + 3j, {(1, "b", None): 2.0}, True,
         ],
         "deepspeed": [LossScaler(4.0), DYNAMIC, fragment_address(numel=3, start=1)],
-    }
+    }  # fmt: skip
     torch.save(state, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     require_weights_only(tmp_path, ["a.pt"])
     with weights_only_below(tmp_path):
@@ -158,14 +151,8 @@ def test_what_checkpoints_hold_is_read_as_it_was(tmp_path: Path, zipped: bool) -
 
 
 STORED = [
-    torch.float32,
-    torch.bfloat16,
-    torch.int8,
-    torch.bool,
-    torch.complex64,
-    torch.uint16,
-    torch.float8_e5m2,
-]
+    torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.uint16, torch.float8_e5m2,
+]  # fmt: skip
 
 
 def test_the_tables_of_names_are_those_of_torch_and_deepspeed() -> None:

@@ -22,20 +22,11 @@ from ds_ring_launcher.plan.training_setting import TrainingSetting
 LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
 SMALL = ModelShape(2, 64, 4, 2, 16, 128, 256)
 RATES = {
-    "name": "one",
-    "kind": "cpu",
-    "memory_bytes": 1 << 30,
-    "devices_per_node": 2,
-    "peak_flops": {"float32": 1.0e12},
-    "attention_efficiency": {"forward": 0.5, "backward": 0.25},
-    "matmul_efficiency": 1.0,
-    "call_overhead_s": 0.0,
-    "intra_node_bytes_per_s": 1.0e9,
-    "inter_node_bytes_per_s": 1.0e8,
-    "link_latency_s": 0.0,
-    "hop_overhead_s": 0.0,
-    "source": {},
-}
+    "name": "one", "kind": "cpu", "memory_bytes": 1 << 30, "devices_per_node": 2,
+    "peak_flops": {"float32": 1.0e12}, "attention_efficiency": {"forward": 0.5, "backward": 0.25},
+    "matmul_efficiency": 1.0, "call_overhead_s": 0.0, "intra_node_bytes_per_s": 1.0e9,
+    "inter_node_bytes_per_s": 1.0e8, "link_latency_s": 0.0, "hop_overhead_s": 0.0, "source": {},
+}  # fmt: skip
 MACHINE = hardware_from(RATES, "test")
 
 

@@ -81,12 +81,8 @@ def test_a_document_in_two_stretches_is_one_and_padding_sees_nothing() -> None:
 def test_whatever_the_ids_come_in_equal_documents_are_equal() -> None:
     ids = [0, 0, 1, 1, 1]
     given_as: list[Any] = [
-        ids,
-        tuple(ids),
-        np.array(ids, dtype=np.int32),
-        torch.tensor(ids),
-        torch.tensor([ids]),
-    ]
+        ids, tuple(ids), np.array(ids, dtype=np.int32), torch.tensor(ids), torch.tensor([ids]),
+    ]  # fmt: skip
     patterns = {Documents(value) for value in given_as}
     assert len(patterns) == 1 and patterns != {Documents([0, 0, 0, 1, 1])}
     assert next(iter(patterns)).tokens == 5

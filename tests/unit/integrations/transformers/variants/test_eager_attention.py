@@ -139,12 +139,8 @@ def test_dropout_inside_attention_is_refused():
 
 def test_falcons_alibi_is_that_of_sdpa_and_refused_beside_documents():
     sizes = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "alibi": True,
-    }
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "alibi": True,
+    }  # fmt: skip
     torch.manual_seed(0)
     model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes)).eval()
     assert model.config._attn_implementation == "sdpa"
