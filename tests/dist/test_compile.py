@@ -55,21 +55,6 @@ class Block(nn.Module):
         return x_BSW + self.mlp(self.norm2(x_BSW))
 
 
-class Around(nn.Module):
-    """The operator between functions that Inductor fuses with its views: a few kernels of C++, each two seconds."""
-
-    def __init__(self, mesh: RingMesh) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.attention = RingAttention(Causal(), mesh=mesh)
-
-    def forward(self, x_BSW: Tensor) -> Tensor:
-        batch, tokens, _ = x_BSW.shape
-        heads = F.relu(self.qkv(x_BSW)).view(batch, tokens, 3, HEADS, HEAD_DIM)
-        q, k, v = (part.transpose(1, 2) for part in heads.unbind(2))
-        return x_BSW + self.out(self.attention(q, k, v).transpose(1, 2).reshape(batch, tokens, WIDTH))
-
-
 class Graphs:
     """A backend that counts the nodes of the graphs that Dynamo hands it, and leaves the rest to another one."""
 
@@ -146,20 +131,6 @@ def test_a_transformer_block_is_one_graph_with_eager_gradients(
     for found in rank_pool(world_size).run(compiled_block, ulysses_size, inner, timeout_s=120):
         assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
         assert len(found.errors) == 2 + 12 and max(found.errors.values()) < 1e-10, found.errors
-
-
-def compiled_around(rank: int, world_size: int) -> Compiled:
-    """One rank compiles C++, without vectors: to find out which ones this machine has takes eight seconds."""
-    with torch._inductor.config.patch({"cpp.vec_isa_ok": False}):
-        return compiled_block(rank, world_size, 1, ("inductor", "aot_eager"), 1, Around)
-
-
-@pytest.mark.night
-def test_inductor_fuses_what_surrounds_the_operator() -> None:
-    """On fresh ranks, which forget what they were told of vectors."""
-    for found in run_ranks(compiled_around, 2):
-        assert (found.graphs, found.breaks, len(found.nodes)) == (1, 0, 1), found
-        assert len(found.errors) == 2 + 2 and max(found.errors.values()) < 1e-10, found.errors
 
 
 @pytest.mark.night

@@ -125,13 +125,6 @@ def check(results: list[tuple[dict[Any, float], list[int]]], expected: int, tole
     assert all(checksums == results[0][1] for _, checksums in results), "ranks have different bits"
 
 
-@pytest.mark.parametrize("queries", [1, 16])
-@pytest.mark.night
-def test_few_queries_against_64_ki_keys(rank_pool: Pool, queries: int) -> None:
-    cases = [Case(pattern, queries, 1 << 16) for pattern in (Full(), Causal(), LONGNET)]
-    check(rank_pool(4).run(parity, cases, ["zigzag"], timeout_s=120), len(cases), 1e-5)
-
-
 @pytest.mark.parametrize("ring_size", [1, 2, 4])
 @pytest.mark.parametrize("queries", [1, 7, 403])
 @pytest.mark.day("7-2")
