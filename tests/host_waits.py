@@ -1,18 +1,12 @@
-"""Tensors that say they lie on a GPU, on a machine without one; and what a host would have waited for.
-
-Fake tensors carry the device; what is missing in a CPU build of torch is a device guard for it. Another
-device's, which does nothing, is entered in c10's table for as long as the block lasts.
-"""
+"""What a host waits for: operators and calls that make it wait for a device or for a message."""
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -24,23 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_ring.comm import exchange
 from ds_ring.comm.mesh import RingMesh
 
-CPU, CUDA, DEVICES = 0, 1, 20  # in c10's DeviceType
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "is_nonzero", "equal")
-
-
-@contextmanager
-def cuda_guard() -> Iterator[None]:
-    """Let operators switch to CUDA devices that are not there."""
-    if torch.cuda.is_available():
-        yield
-        return
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-    table = (ctypes.c_void_p * DEVICES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    before, table[CUDA] = table[CUDA], table[CPU]
-    try:
-        yield
-    finally:
-        table[CUDA] = before
 
 
 @contextmanager

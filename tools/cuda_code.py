@@ -29,7 +29,7 @@ from torch._inductor.fx_passes import joint_graph, post_grad
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
 
-from tests.host_waits import cuda_guard
+from tests.fake_cuda import cuda_guard
 
 
 class Target(NamedTuple):

@@ -33,8 +33,7 @@ from ds_ring.ring import buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.lowering import CHUNK_BYTES_GPU, stage_shards
 from ds_ring.schedule.steps import Send
-from tests.fake_cuda import fake_tensors
-from tests.host_waits import cuda_guard
+from tests.fake_cuda import cuda_guard, fake_tensors
 
 BYTES_PER_S = 2.85e12  # of an H100's memory, as triad measures it
 FLOPS_PER_S = {"FA2": (370e12, 300e12), "FA3": (640e12, 550e12)}  # forward and backward, D 128, bf16

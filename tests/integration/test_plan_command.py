@@ -75,9 +75,9 @@ def test_a_deepspeed_json_gives_sizes_stage_dtype_and_pattern(capsys, tmp_path: 
 
 
 def test_what_is_left_out_is_searched(capsys):
-    fewest = plan(capsys, *SIZES, *CPU, "--tokens", "100000")
-    assert fewest["memory"]["fits"] and fewest["devices"] == fewest["fewest_devices"]
-    longest = plan(capsys, *SIZES, *CPU, "--devices", "4", "--zero-stage", "0")
+    fewest = plan(capsys, *SIZES, *CPU, "--tokens", "40000")
+    assert fewest["memory"]["fits"] and fewest["devices"] == fewest["fewest_devices"] > 1
+    longest = plan(capsys, *SIZES, *CPU, "--devices", "2", "--zero-stage", "0")
     assert longest["tokens"] == longest["longest_tokens"] and longest["memory"]["fits"]
 
 
@@ -133,9 +133,9 @@ def test_ways_to_span_nodes(capsys):
     assert rows[0]["attention_s"] == found["step"]["attention_s"] < rows[1]["attention_s"]
     assert sum(row["best"] for row in rows) == 1 and found["one_ring_hides_tokens_per_rank"] > 128
     assert "node_orders" not in plan(capsys, *SIZES, *CPU, "--tokens", "1024", "--devices", "2")
-    assert cli.main(["plan", *SIZES, *CPU, "--tokens", "1024", "--devices", "8"]) == 0
+    assert cli.main(["plan", *SIZES, *CPU, "--tokens", "1024", "--devices", "4"]) == 0
     printed = capsys.readouterr().out
-    assert "across nodes" in printed and "Ulysses 2 x ring 4" in printed
+    assert "across nodes" in printed and "Ulysses 2 x ring 2" in printed
 
 
 def test_tables_for_people(capsys):

@@ -24,7 +24,8 @@ from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.ring.merge import merge_parts_by_operators_
 from tests import test_architecture as architecture
 from tests.dist import long_table, training_table
-from tests.host_waits import HostWaits, cuda_guard
+from tests.fake_cuda import cuda_guard
+from tests.host_waits import HostWaits
 from tests.integration import test_documents as documents
 from tests.merge_cases import cases, wrong, wrong_parts
 from tools import (

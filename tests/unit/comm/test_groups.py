@@ -15,6 +15,7 @@ from ds_ring.comm import groups as process_groups
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingMeshError
 from ds_ring.schedule.grid import Grid
+from tests.fake_cuda import fake_gpu
 
 TIMEOUT = datetime.timedelta(seconds=100)
 
@@ -50,10 +51,9 @@ def test_ring_and_ulysses_ask_nccl_for_urgent_streams_and_every_communicator_is_
         "ProcessGroupNCCL": SimpleNamespace(Options=Options),
     }.items():
         monkeypatch.setattr(dist, name, stand_in, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("host waits", device)))
     monkeypatch.setattr(torch, "ones", lambda *shape, device=None: torch.zeros(*shape))
-    made: Any = process_groups.make_groups(Grid(8, 2, 2), TIMEOUT)
+    with fake_gpu(current_device=3, synchronize=lambda device: calls.append(("host waits", device))):
+        made: Any = process_groups.make_groups(Grid(8, 2, 2), TIMEOUT)
     urgent = [keywords.get("pg_options") for _, keywords in asked]
     by_kind = {"sequence": urgent[:2], "ring": urgent[2:6], "ulysses": urgent[6:10], "data": urgent[10:14]}
     for kind, options in by_kind.items():

@@ -26,6 +26,7 @@ from ds_ring.health import client
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
+from tests.fake_cuda import fake_gpu
 
 OWN, PEER, SOON_S = 1, 2, 0.2
 DEVICE_FAILS = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -339,22 +340,21 @@ def test_events_are_queried_without_the_lock_by_a_thread_that_disturbs_no_captur
 ) -> None:
     driver = Driver([600, 600, 0, 600, 0])
     monkeypatch.setattr(device, "_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
     def query() -> bool:
         raise AssertionError("Event.query holds the interpreter's lock")
 
     event = SimpleNamespace(cuda_event=4711, query=query)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: None)
-    cuda = device.CudaStreams(torch.device("cuda", 0))
-    monkeypatch.setattr(cuda, "mark", lambda: event)
-    ring = Ring()
-    batch = Pending(
-        [Work(at_once)], [(PEER,)], ring.mesh, CallSite(7, 3), SOON_S, [], [], ring.groups["ring"],
-        ring.watchdog, cuda,
-    )  # type: ignore[arg-type, list-item]  # fmt: skip
-    batch.wait()
-    ring.mesh.synchronize()
+    with fake_gpu(set_device=None, Stream=None):
+        cuda = device.CudaStreams(torch.device("cuda", 0))
+        monkeypatch.setattr(cuda, "mark", lambda: event)
+        ring = Ring()
+        batch = Pending(
+            [Work(at_once)], [(PEER,)], ring.mesh, CallSite(7, 3), SOON_S, [], [], ring.groups["ring"],
+            ring.watchdog, cuda,
+        )  # type: ignore[arg-type, list-item]  # fmt: skip
+        batch.wait()
+        ring.mesh.synchronize()
     assert [call[1:] for call in driver.calls[:2]] == [("mode", device.THREAD_LOCAL), ("query", 4711)]
     threads = {thread for thread, *_ in driver.calls}
     assert len(threads) == 1 and threads != {threading.get_ident()} and ring.mesh.state.broken is None

@@ -28,6 +28,7 @@ from ds_ring.ops.options import Options
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.schedule.plan import build_plan
 from tests import calls
+from tests.fake_cuda import fake_gpu, fake_tensors
 
 TOKENS = 32
 LAYOUT = ds_ring.make_layout("contiguous", tokens=TOKENS, ring_size=1)
@@ -202,9 +203,9 @@ def test_deferred_logits_have_no_attribute_that_a_tensor_lacks() -> None:
         logits.nothing  # noqa: B018
 
 
-def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    on_gpu: Any = SimpleNamespace(is_cuda=True)
-    with pytest.raises(RingConfigError, match="a stream that is not captured"):
+def test_a_captured_stream_is_refused() -> None:
+    with fake_tensors():
+        on_gpu = torch.empty(1, device="cuda")
+    not_captured = pytest.raises(RingConfigError, match="a stream that is not captured")
+    with fake_gpu(is_current_stream_capturing=True), not_captured:
         check_not_captured(on_gpu)

@@ -32,7 +32,8 @@ from ds_ring.ring.pool import Buffers
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, document_ids, layout_for
-from tests.host_waits import HostWaits, cuda_guard, fake_ring
+from tests.fake_cuda import cuda_guard
+from tests.host_waits import HostWaits, fake_ring
 
 RANK, RING, TOKENS, BLOCK = 1, 4, 512, 16
 

@@ -34,6 +34,7 @@ from ds_ring.patterns.captured.score_mod import ScoreMod
 from ds_ring.ring.merge import merge_
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, Shape, document_ids, layout_for, tensors
+from tests.fake_cuda import fake_gpu
 from tests.hops import ring_hops
 from tests.masks import MASKS, attention_by_mask, patterns
 from tests.reference import dense_attention, relative_error
@@ -289,12 +290,10 @@ def test_options_are_checked() -> None:
 
 
 @pytest.fixture
-def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An H100, as far as the options ask."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+def a_gpu() -> Iterator[None]:
     options_on.cache_clear()
-    yield
+    with fake_gpu():
+        yield
     options_on.cache_clear()
 
 

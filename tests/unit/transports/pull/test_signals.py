@@ -27,6 +27,7 @@ from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.transports.pull import shared_memory
 from ds_ring.transports.pull.shared_memory import OF_HANDLE, OF_MODULE, READY, TAKEN, CudaShared, Pull
+from tests.fake_cuda import fake_gpu
 
 GPU = torch.device("cuda", 0)
 
@@ -137,11 +138,7 @@ class Node:
 
 @pytest.fixture
 def no_gpu() -> Any:
-    with (
-        mock.patch.object(torch.cuda, "current_stream"),
-        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
-        mock.patch.object(torch.cuda, "set_device"),
-    ):
+    with fake_gpu(current_stream=mock.Mock(), stream=nullcontext(), set_device=None):
         yield
 
 
