@@ -77,6 +77,7 @@ class KernelRow(NamedTuple):
         first_for: kinds of tiles (`Pattern.tile_kind`) for which "auto" prefers it to the kernel that the
             device has for all patterns; empty for that kernel.
         takes_blocks: whether it takes `block_size` of the JSON.
+        rates_layouts: function that rates the candidates of the layout "auto" by the work of its blocks.
         takes_scores: whether it can change scores pair by pair (`score_mod`).
         refuses: function of `KernelNeeds` that returns the error for what the kernel cannot do, or None;
             None: it can do all.
@@ -88,6 +89,7 @@ class KernelRow(NamedTuple):
     anywhere: bool = False
     first_for: frozenset[str] = frozenset()
     takes_blocks: bool = False
+    rates_layouts: str | None = None
     takes_scores: bool = False
     refuses: str | None = None
     workspace: str | None = None
@@ -104,6 +106,7 @@ KERNELS = {
     ),
     "flex": KernelRow(
         "ds_ring.kernels.flex.kernel.FlexKernel", "cuda", takes_blocks=True, takes_scores=True,
+        rates_layouts="ds_ring.kernels.flex.layouts.rate_in_blocks",
         workspace="ds_ring.kernels.flex.workspace.flex_bytes",
     ),
     "flash": KernelRow(

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring import Causal, Chunked, DilatedWindow, Documents, Full, PrefixLM, Sinks, SlidingWindow, Tree
-from ds_ring.masks.branches import Branch
-from ds_ring.masks.labels import Remainder, Segment, in_range, labelled
+from ds_ring.masks.branches import Branch, Remainder, Segment, in_range, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead
 from tests.cases import rows_of
 

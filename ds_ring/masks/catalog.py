@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_ring.errors import RingPatternError, true_or_false
-from ds_ring.masks.branches import Branch, equal_labels
-from ds_ring.masks.labels import ALL, Remainder, Segment, in_range
+from ds_ring.masks.branches import ALL, Branch, Remainder, Segment, equal_labels, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.registry import JsonKey

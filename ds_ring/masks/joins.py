@@ -17,9 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_ring.masks.branches import Branch
-from ds_ring.masks.cuts import within_distances
-from ds_ring.masks.labels import ALL, Joined, Partition, Pieces, Primitive
+from ds_ring.masks.branches import ALL, Branch, Joined, Partition, Pieces, Primitive
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, MaskInside, PairMask, Tiles
 
@@ -155,3 +153,48 @@ def _pieces_between(primitive: Primitive, axis: Axis, least: IntArray, greatest:
     pieces = primitive.split(axis, least, greatest)
     kept = (pieces.label >= least[pieces.row]) & (pieces.label <= greatest[pieces.row])
     return pieces if kept.all() else Pieces(pieces.row[kept], pieces.axis.rows(kept), pieces.label[kept])
+
+
+def within_distances(tiles: Tiles, least: int, most: int) -> Tiles:
+    """Keep the pairs with least <= query position - key position <= most.
+
+    Rectangles that a bound cuts lose the rows and columns that have no pair. Before that they are split until
+    both sides have the same position step.
+    """
+    tiles = replace(tiles, least=np.maximum(tiles.least, least), most=np.minimum(tiles.most, most))
+    nearest, farthest = tiles.distances
+    whole = (nearest >= tiles.least) & (farthest <= tiles.most)
+    # tiles that are neither whole nor cut are outside the bounds and are dropped
+    cut = ~whole & (farthest >= tiles.least) & (nearest <= tiles.most)
+    if not cut.any():
+        return tiles if whole.all() else tiles.rows(whole)
+    return Tiles.concat([tiles.rows(whole), trimmed(_equal_steps(tiles.rows(cut)))])
+
+
+def trimmed(tiles: Tiles) -> Tiles:
+    """Drop rows and columns of tiles that have no pair in their band, and tiles without any."""
+    low, high = tiles.band
+    # row i sees a key only if low <= i < keys + high; columns likewise
+    q_first, k_first = np.maximum(0, low), np.maximum(0, -high)
+    q_end = np.minimum(tiles.q.length, tiles.k.length + high)
+    k_end = np.minimum(tiles.k.length, tiles.q.length - low)
+    keep = (q_end > q_first) & (k_end > k_first) & (low <= high)
+    if not keep.all():
+        tiles = tiles.rows(keep)
+        q_first, q_end, k_first, k_end = q_first[keep], q_end[keep], k_first[keep], k_end[keep]
+    return tiles.take(q_first, q_end - q_first, k_first, k_end - k_first)
+
+
+def _equal_steps(tiles: Tiles) -> Tiles:
+    """Split rows so that both sides have the same position step."""
+    q_step, k_step = tiles.q.position_step, tiles.k.position_step
+    if (q_step == k_step).all():
+        return tiles
+    # each side is split into common // step interleaved progressions; all combinations are rows
+    common = np.lcm(q_step, k_step)
+    row, which = repeat_rows((common // q_step) * (common // k_step))
+    tiles, q_parts, k_parts = tiles.rows(row), (common // q_step)[row], (common // k_step)[row]
+    q_first, k_first = which // k_parts, which % k_parts
+    q = tiles.q.take(q_first, np.maximum(-((q_first - tiles.q.length) // q_parts), 0), q_parts)
+    k = tiles.k.take(k_first, np.maximum(-((k_first - tiles.k.length) // k_parts), 0), k_parts)
+    return tiles.sides(q, k)

@@ -17,9 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingPatternError, whole_number
-from ds_ring.masks.branches import Branch, counts_twice, product, union
+from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product, union
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.labels import ALL, Primitive
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, PairMask, Tiles
 from ds_ring.registry import JsonKey

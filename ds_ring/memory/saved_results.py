@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
-from ds_ring.masks.branches import Branch
-from ds_ring.masks.labels import in_range
+from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.memory.regions import ResultStore, TensorStore, running_region
 from ds_ring.ops.passes import Results, SavedTensors

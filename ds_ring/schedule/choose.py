@@ -13,13 +13,12 @@ For a kernel that computes whole blocks a layout is even enough if it computes a
 minimum.
 
 [Note: what auto compares]
-Contiguous and zigzag shards; where both are uneven, balanced ones; for a kernel in blocks (FlexAttention)
-also the layouts that rows of `LAYOUTS` make for blocks.
+Contiguous and zigzag shards; where both are uneven, balanced ones. A kernel in blocks rates them by its own
+count, and adds layouts that are made for blocks.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 from functools import partial
 from typing import NamedTuple
@@ -27,12 +26,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.cuts import block_intervals, cut_at_blocks
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import Axis
-from ds_ring.registry import LAYOUTS, load
-from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
+from ds_ring.registry import KERNELS, load
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
 from ds_ring.schedule.plan import one_way, sampled_origins
 
@@ -41,51 +38,7 @@ EVEN = 1.05  # an imbalance up to this value counts as even
 SLACK = 1.10  # maximum length of the longest shard over the mean
 PIECES_PER_RANK = (2, 4, 8, 16, 32)
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
-# [Note: sampled rows]
-# A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
-# So only `ROWS` rows at regular distances are counted, and of more than eight ranks only the first, the last
-# and one in the middle. Smaller cases are counted to the block, as `FlexKernel.executed_pairs` does.
-ROWS = 32
-FEW_RANKS = 8
 _log = logging.getLogger(__name__)
-
-
-def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
-    """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots."""
-    size = layout.ring_size
-    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
-    sampled = sampled_origins(size)
-    ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
-    return max(_executed(head_class, rank, block) for rank in ranks)
-
-
-def _executed(head_class: HeadClass, rank: int, block: int) -> int:
-    layout, (way,) = head_class.reads.layout, head_class.directions
-    runs, share = _sampled_rows(layout.runs(rank), block)
-    total = 0
-    for hop in range(layout.ring_size) if len(runs) else ():
-        origin = way.origin(rank, hop, layout.ring_size)
-        held = head_class.held(origin, way, hop)
-        if not len(held):
-            continue
-        tiles = head_class.pattern.tiles(runs, layout.runs(origin))
-        if len(tiles):
-            placed = tiles_of_payload(tiles, held) if hop else tiles
-            total += sum(int((part.end - part.first).sum()) for part in block_intervals(placed, block))
-    return round(total * block**2 / share)
-
-
-def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
-    """Return the runs of some rows of blocks, and which part of all rows they are; [Note: sampled rows]."""
-    rows = -(-int(runs[:, 2].sum()) // block)
-    if rows <= ROWS:
-        return runs, 1.0
-    chosen = np.unique(np.linspace(0, rows - 1, ROWS).astype(np.int64))
-    run, row, first, last = cut_at_blocks(Axis.from_runs(runs), block)
-    kept = np.isin(row, chosen)
-    run, first, last = run[kept], first[kept], last[kept]
-    start, step = runs[run, 0], runs[run, 1]
-    return np.stack([start + first * step, step, last - first + 1], axis=1), len(chosen) / rows
 
 
 class Candidate(NamedTuple):
@@ -154,7 +107,7 @@ def make_auto(
 ) -> Layout:
     """Compare contiguous and zigzag layouts and, if both are uneven, balanced ones; choose one and log why.
 
-    For a kernel in blocks of `block` x `block` slots, layouts that are made for blocks are compared, too.
+    For a kernel that computes in blocks of `block` x `block` slots, the kernel's row rates the options.
     """
     if not mix or ring_size == 1:
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
@@ -164,35 +117,15 @@ def make_auto(
     if min(o.imbalance for o in options) > EVEN:
         options += _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
     least = 1.0
-    if block > 1 and not speeds:
-        made = [
-            load(row.for_blocks)(tokens, ring_size, multiple_of, mix)
-            for row in LAYOUTS.values()
-            if row.for_blocks
-        ]
-        found = [layouts for layouts in made if layouts is not None]
-        # Where no layout is made for blocks, the runs of all are long, and blocks add the same work to each.
-        if found or ring_size <= FEW_RANKS:
-            layouts = [*(one.layout for one in options), *itertools.chain(*found)]
-            options = _in_blocks(layouts, bound, block)
-            least = min(o.imbalance for o in options)
+    for row in KERNELS.values() if block > 1 and not speeds else ():
+        in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
+        if in_blocks is not None:
+            options, least = in_blocks, min(o.imbalance for o in in_blocks)
     best, compared = _best(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
     blocks = f" in blocks of {block}" if block > 1 else ""
     _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
     return best.layout
-
-
-def _in_blocks(
-    layouts: list[Layout], mix: tuple[tuple[BoundPattern, int], ...], block: int
-) -> list[Candidate]:
-    """Return layouts with the imbalance of the work in whole blocks."""
-    mean = sum(layers * work_of_ranks(one, layouts[0]).mean() for one, layers in mix) or 1.0
-    found = []
-    for layout in layouts:
-        executed = sum(layers * executed_of_fullest(one, layout, block) for one, layers in mix)
-        found.append(Candidate(layout, executed / mean))
-    return found
 
 
 def in_words(mix: Mix) -> str:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown
-from ds_ring.masks.cuts import trimmed
+from ds_ring.masks.joins import trimmed
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import (
     IntArray,

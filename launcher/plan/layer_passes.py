@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
-from ds_ring.schedule.choose import bound_to_one_head, executed_of_fullest, work_of_ranks
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins

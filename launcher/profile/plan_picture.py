@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_ring.masks.cuts import block_intervals
+from ds_ring.kernels.flex.blocks import block_intervals
 from ds_ring.masks.slots import count_slots, repeat_rows
 from ds_ring.schedule.plan import Plan
 from ds_ring.schedule.rank_plan import HopPlan

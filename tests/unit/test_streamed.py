@@ -24,7 +24,7 @@ from ds_ring import (
     simulate,
 )
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.labels import Primitive
+from ds_ring.masks.branches import Primitive
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import expand_ranges
 from ds_ring.simulation.generate import GeneratedSource

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ds_ring.errors import RingLayoutError
-from ds_ring.masks.labels import Primitive, Remainder, Segment
+from ds_ring.masks.branches import Primitive, Remainder, Segment
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import SlotRanges, no_slots, ranges_of_progressions
 from ds_ring.masks.tiles import Axis, Tiles

@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
+from ds_ring.kernels.cpu.triangles import triangulated
 from ds_ring.kernels.interface import Rows, Tile, each_tile
-from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
 
 SMALL = 1024  # tiles of up to so many queries are folded with equal ones

@@ -6,8 +6,8 @@ Exact to the byte for rectangles and triangles.
 from __future__ import annotations
 
 from ds_ring.kernels.cpu import BIASED, BLOCK, TRIANGLE
+from ds_ring.kernels.cpu.triangles import triangulated
 from ds_ring.kernels.workspace import FLOAT, HopShape
-from ds_ring.masks.cuts import triangulated
 from ds_ring.masks.tiles import Tiles
 
 # Scores (in the backward pass also their gradients) of one block inside aten, per thread, for the largest

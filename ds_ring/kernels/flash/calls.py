@@ -27,8 +27,7 @@ import numpy as np
 
 from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.kernels.interface import ALL_HEADS, Rows, Tile, each_tile
-from ds_ring.masks.cuts import trimmed
-from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.joins import tiles_by_head, trimmed
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis, Tiles
 

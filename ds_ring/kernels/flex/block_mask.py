@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ds_ring.comm.device_tables import ByteLRU, outside_inference_mode, to_device
 from ds_ring.comm.streams import active_fake_mode
+from ds_ring.kernels.flex.blocks import BlockIntervals, block_intervals
 from ds_ring.kernels.flex.workspace import KEPT_TABLE_BYTES
-from ds_ring.masks.cuts import BlockIntervals, block_intervals
-from ds_ring.masks.labels import NO_LABEL, Partition
+from ds_ring.masks.branches import NO_LABEL, Partition
 from ds_ring.masks.pattern import BoundPattern
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, MaskFunction, Tiles

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ds_ring.errors import RingLayoutError, RingPatternError
-from ds_ring.masks.branches import Branch
+from ds_ring.masks.branches import Branch, in_range
 from ds_ring.masks.catalog import Full
-from ds_ring.masks.labels import in_range
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.documents.pattern import Documents

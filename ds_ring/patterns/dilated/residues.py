@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.labels import NO_LABEL, Joined, Pairs, Pieces, Primitive, Segment
+from ds_ring.masks.branches import NO_LABEL, Joined, Pairs, Pieces, Primitive, Segment
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, Tiles, Weights
 

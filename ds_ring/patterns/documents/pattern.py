@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, whole_number
-from ds_ring.masks.branches import Branch, equal_labels
-from ds_ring.masks.labels import labelled
+from ds_ring.masks.branches import Branch, equal_labels, labelled
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray
 from ds_ring.patterns.documents.table import Table

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_ring.masks.labels import NO_LABEL, Pieces, Primitive, each_number
+from ds_ring.masks.branches import NO_LABEL, Pieces, Primitive, each_number
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
 

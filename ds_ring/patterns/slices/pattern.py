@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, whole_number
-from ds_ring.masks.branches import Branch, overlapping
-from ds_ring.masks.labels import in_range
+from ds_ring.masks.branches import Branch, in_range, overlapping
 from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.tiles import UNBOUNDED
 

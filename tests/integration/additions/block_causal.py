@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_ring.masks.branches import Branch, equal_labels
-from ds_ring.masks.labels import Segment
+from ds_ring.masks.branches import Branch, Segment, equal_labels
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.registry import JsonKey
 

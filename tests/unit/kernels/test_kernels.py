@@ -11,7 +11,7 @@ from ds_ring import Dilated, Documents, SlidingWindow
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.select import Kernel, get_kernel
 from ds_ring.masks.catalog import Causal
-from ds_ring.masks.cuts import within_distances
+from ds_ring.masks.joins import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from ds_ring.registry import KERNELS as KERNEL_ROWS

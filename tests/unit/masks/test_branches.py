@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 
 from ds_ring import Causal, Chunked, Documents, Full, PrefixLM, RingPatternError, Sinks, SlidingWindow
 from ds_ring.integrations.layer_patterns import covers
-from ds_ring.masks.branches import Branch, equal_labels, product, subtract, union
+from ds_ring.masks.branches import (
+    LARGEST_LABEL,
+    Branch,
+    Primitive,
+    Remainder,
+    Segment,
+    equal_labels,
+    in_range,
+    labelled,
+    product,
+    subtract,
+    union,
+)
 from ds_ring.masks.joins import tiles_by_head
-from ds_ring.masks.labels import LARGEST_LABEL, Primitive, Remainder, Segment, in_range, labelled
 from ds_ring.masks.pattern import BoundPattern, Pattern, QueryHead
 from ds_ring.masks.tiles import Axis, Tiles
 from ds_ring.patterns.documents.table import Table

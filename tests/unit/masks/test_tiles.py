@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ring import RingPatternError
-from ds_ring.masks.cuts import triangulated, within_distances
+from ds_ring.masks.joins import within_distances
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from tests.unit.masks.painting import paint
 
@@ -24,7 +24,7 @@ run = st.tuples(st.integers(0, 60), st.integers(1, 40))
     least=st.one_of(st.just(-UNBOUNDED), st.integers(-70, 70)),
     most=st.one_of(st.just(UNBOUNDED), st.integers(-70, 70)),
 )
-def test_a_band_and_its_triangles_cover_every_pair_once(
+def test_a_band_covers_every_pair_once(
     q: tuple[int, int], k: tuple[int, int], step: int, least: int, most: int
 ) -> None:
     whole = Tiles.rectangles(np.array([[q[0], step, q[1]]]), np.array([[k[0], step, k[1]]]))
@@ -32,11 +32,6 @@ def test_a_band_and_its_triangles_cover_every_pair_once(
     gap = (q[0] + step * np.arange(q[1]))[:, None] - (k[0] + step * np.arange(k[1]))[None, :]
     np.testing.assert_array_equal(paint(tiles, q[1], k[1]), (gap >= least) & (gap <= most))
     assert len(tiles) <= 1, "a band is one tile"
-    cut = triangulated(tiles)
-    np.testing.assert_array_equal(paint(cut, q[1], k[1]), (gap >= least) & (gap <= most))
-    (low, high), rows, columns = cut.band, cut.q.length, cut.k.length
-    assert (rows == columns)[cut.edges == 1].all() and ((low == 0) | (high == 0))[cut.edges == 1].all()
-    assert ((high == 0) & (low == rows - columns))[cut.edges == 2].all()
 
 
 def test_several_runs_are_cut_at_once() -> None:

@@ -15,7 +15,7 @@ from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.calls import Sizes, calls
 from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.kernels.select import get_kernel
-from ds_ring.masks.cuts import within_distances
+from ds_ring.masks.joins import within_distances
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from tests.unit.kernels.test_kernels import (

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from ds_ring import RingLayoutError, make_layout
+from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.kernels.select import get_kernel
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, bound_to_one_head, executed_of_fullest
+from ds_ring.schedule.choose import EVEN, bound_to_one_head
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import build_plan
 from tests.cases import PATTERNS, longnet, rows_of

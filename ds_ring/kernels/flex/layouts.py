@@ -1,0 +1,86 @@
+"""The work of a layout in blocks of B x B slots, by which "auto" chooses for this kernel.
+
+[Note: sampled rows]
+A rank's work in blocks is the sum over its rows of blocks, and most rows of a long shard have equal work.
+So only `ROWS` rows at regular distances are counted, and of more than eight ranks only the first, the last
+and one in the middle. Smaller cases are counted to the block, as `FlexKernel.executed_pairs` does.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from ds_ring.kernels.flex.blocks import block_intervals, cut_at_blocks
+from ds_ring.masks.pattern import BoundPattern
+from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import Axis
+from ds_ring.registry import LAYOUTS, load
+from ds_ring.schedule.choose import Candidate, work_of_ranks
+from ds_ring.schedule.head_class import HeadClass, ReadsOfShards, tiles_of_payload
+from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.plan import one_way, sampled_origins
+
+ROWS = 32
+FEW_RANKS = 8
+
+
+def rate_in_blocks(
+    options: list[Candidate], mix: tuple[tuple[BoundPattern, int], ...], block: int
+) -> list[Candidate] | None:
+    """Return the options, and layouts made for blocks, with the imbalance of the work in whole blocks.
+
+    None: blocks add about the same work to each option.
+    """
+    first = options[0].layout
+    tokens, ring_size, multiple_of = first.tokens, first.ring_size, first.multiple_of
+    makers = [load(row.for_blocks) for row in LAYOUTS.values() if row.for_blocks]
+    made = [layouts for make in makers if (layouts := make(tokens, ring_size, multiple_of, mix)) is not None]
+    # Where no layout is made for blocks, the runs of all are long.
+    if not made and ring_size > FEW_RANKS:
+        return None
+    mean = sum(layers * work_of_ranks(one, first).mean() for one, layers in mix) or 1.0
+    found = []
+    for layout in [*(one.layout for one in options), *itertools.chain(*made)]:
+        executed = sum(layers * executed_of_fullest(one, layout, block) for one, layers in mix)
+        found.append(Candidate(layout, executed / mean))
+    return found
+
+
+def executed_of_fullest(pattern: BoundPattern, layout: Layout, block: int) -> int:
+    """Return the pairs of one query head that the fullest rank executes, in blocks of block x block slots."""
+    size = layout.ring_size
+    head_class = HeadClass(ReadsOfShards(pattern, layout), slice(0, 1), one_way(size))
+    sampled = sampled_origins(size)
+    ranks = range(size) if size <= FEW_RANKS else (sampled[0], sampled[len(sampled) // 2], sampled[-1])
+    return max(_executed(head_class, rank, block) for rank in ranks)
+
+
+def _executed(head_class: HeadClass, rank: int, block: int) -> int:
+    layout, (way,) = head_class.reads.layout, head_class.directions
+    runs, share = _sampled_rows(layout.runs(rank), block)
+    total = 0
+    for hop in range(layout.ring_size) if len(runs) else ():
+        origin = way.origin(rank, hop, layout.ring_size)
+        held = head_class.held(origin, way, hop)
+        if not len(held):
+            continue
+        tiles = head_class.pattern.tiles(runs, layout.runs(origin))
+        if len(tiles):
+            placed = tiles_of_payload(tiles, held) if hop else tiles
+            total += sum(int((part.end - part.first).sum()) for part in block_intervals(placed, block))
+    return round(total * block**2 / share)
+
+
+def _sampled_rows(runs: IntArray, block: int) -> tuple[IntArray, float]:
+    """Return the runs of some rows of blocks, and which part of all rows they are; [Note: sampled rows]."""
+    rows = -(-int(runs[:, 2].sum()) // block)
+    if rows <= ROWS:
+        return runs, 1.0
+    chosen = np.unique(np.linspace(0, rows - 1, ROWS).astype(np.int64))
+    run, row, first, last = cut_at_blocks(Axis.from_runs(runs), block)
+    kept = np.isin(row, chosen)
+    run, first, last = run[kept], first[kept], last[kept]
+    start, step = runs[run, 0], runs[run, 1]
+    return np.stack([start + first * step, step, last - first + 1], axis=1), len(chosen) / rows
