@@ -45,11 +45,14 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
         raise RingShapeError(f"q_positions: expected integers [Q], got {given.dtype} {list(given.shape)}")
     if len(given) != queries:
-        raise RingShapeError(f"q_positions: expected {queries}, as queries (dim 2 of q), got {len(given)}")
+        raise RingShapeError(f"q_positions: expected {queries} positions, as queries, got {len(given)}")
     outside = given[(given < 0) | (given >= layout.tokens)]
     if len(outside):
         raise RingShapeError.wrong(
-            "q_positions", f"0 to {layout.tokens - 1}", int(outside[0]), "count from the first token"
+            "q_positions",
+            f"positions 0 to {layout.tokens - 1}",
+            int(outside[0]),
+            "count from the first token",
         )
     return given.astype(np.int64)
 

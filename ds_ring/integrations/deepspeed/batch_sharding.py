@@ -169,7 +169,9 @@ class RowsAttention:
         if len(self._parts) == 1:
             return self._parts[0](q_BHSD, k_BGSD, v_BGSE, **more)
         if q_BHSD.shape[0] != len(self._back):
-            raise RingShapeError.wrong("attention", f"{len(self._back)} samples", q_BHSD.shape[0], "pass all")
+            raise RingShapeError.wrong(
+                "attention", f"the batch's {len(self._back)} samples", q_BHSD.shape[0], "pass all"
+            )
         outs = [
             part(*(_take(x, rows) for x in (q_BHSD, k_BGSD, v_BGSE)), **more)
             for part, rows in zip(self._parts, self._rows, strict=True)

@@ -49,7 +49,7 @@ def check_same_for_heads(bound: Pattern, pattern: Pattern) -> None:
     assert isinstance(bound, BoundPattern), "plans bind their patterns"
     if len(bound.branches_by_head) > 1 or bound.mask_heads != (0,):
         raise RingPatternError.wrong(
-            "up_projection", "one pattern for all heads", f"{pattern}", "pass expanded k and v"
+            "up_projection", "a pattern that is the same for all heads", f"{pattern}", "pass expanded k and v"
         )
 
 

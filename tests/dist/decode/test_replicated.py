@@ -342,11 +342,11 @@ WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
     ({"positions": [1, 2]}, RingShapeError, "expected 3 positions.*got 2"),
     ({"positions": [1, 2, 40]}, RingShapeError, "positions 0 to 39.*got 40"),
     ({"positions": [1, -1, 2]}, RingShapeError, "positions 0 to 39.*got -1"),
-    ({"positions": [[1, 2, 3]]}, RingShapeError, r"1-D list of integers, got int64 of shape \(1, 3\)"),
-    ({"positions": [0.5, 1.0, 2.0]}, RingShapeError, "1-D list of integers, got float"),
-    ({"positions": torch.ones(3, dtype=torch.bfloat16)}, RingShapeError, "1-D list of integers"),
-    ({"positions": ["a", "b", "c"]}, RingShapeError, "1-D list of integers"),
-    ({"q": torch.randn(1, 4, 41, 32)}, RingShapeError, "41 replicated queries.*last of 40 positions"),
+    ({"positions": [[1, 2, 3]]}, RingShapeError, r"integers \[Q\], got int64 \[1, 3\]"),
+    ({"positions": [0.5, 1.0, 2.0]}, RingShapeError, r"integers \[Q\], got float"),
+    ({"positions": torch.ones(3, dtype=torch.bfloat16)}, RingShapeError, r"integers \[Q\]"),
+    ({"positions": ["a", "b", "c"]}, RingShapeError, r"integers \[Q\]"),
+    ({"q": torch.randn(1, 4, 41, 32)}, RingShapeError, "at most 40 queries .*got 41"),
     ({"q": torch.randn(1, 4, 3, 16)}, RingShapeError, "head_dim"),
     ({"q": torch.randn(1, 4, 0, 32)}, RingShapeError, "empty"),
     ({"q": torch.randn(1, 4, 3, 32).bfloat16()}, RingShapeError, "cast or move"),
@@ -390,7 +390,7 @@ def test_ranks_that_differ(rank_pool: Pool, changes: dict[str, Any], message: st
 
 def with_ulysses(rank: int, world_size: int) -> bool:
     mesh = RingMesh.from_world(1, 2)
-    with pytest.raises(RingConfigError, match=r"ulysses_size 1, got 2.*ring_size 2"):
+    with pytest.raises(RingConfigError, match=r"ulysses_size 1, got 2; use ring_size"):
         call(Case(Causal(), 3, 40), mesh)
     return True
 

@@ -106,5 +106,5 @@ def test_rows_that_attend_apart_stay_where_they_are():
     rows = RowsAttention(parts, ((2, 4), (0,), (1, 3)))
     x = torch.arange(5.0).reshape(5, 1, 1, 1)
     assert rows(x, x, x).flatten().tolist() == [100.0, 203.0, 6.0, 209.0, 12.0]
-    with pytest.raises(RingShapeError, match="expected 5 samples"):
+    with pytest.raises(RingShapeError, match="expected the batch's 5 samples"):
         rows(x[:4], x[:4], x[:4])

@@ -165,7 +165,7 @@ def test_rows_come_back_in_their_order():
         mask = (own[:, None] == own[None]) & (slots[:, None] >= slots[None])
         expected = torch.nn.functional.scaled_dot_product_attention(q[row], k[row], v[row], attn_mask=mask)
         assert torch.allclose(got[row], expected, atol=1e-6)
-    with pytest.raises(RingShapeError, match=r"expected 3 samples, got 2"):
+    with pytest.raises(RingShapeError, match=r"expected the batch's 3 samples, got 2"):
         session.attention()(q[:2], k[:2], v[:2])
 
 
