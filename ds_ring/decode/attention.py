@@ -80,7 +80,7 @@ def decode_attention(
             positions = torch.as_tensor(positions)
         except Exception:
             got = shown(positions).removeprefix("list ")
-            why = f"positions: expected a 1-D list of integers, got {got}; pass a tensor"
+            why = f"positions: expected integers [Q], got {got}; pass a tensor"
             raise_in_trace(mesh, "RingShapeError", why)
     out, lse = replicated_attention_op(q, k, v, positions, handle, sinks)
     return (out, lse) if return_lse else out

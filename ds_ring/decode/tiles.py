@@ -43,9 +43,9 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
             )
         return np.arange(layout.tokens - queries, layout.tokens, dtype=np.int64)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-        raise RingShapeError(f"q_positions: expected integers [Q], got {given.dtype} {list(given.shape)}")
+        raise RingShapeError(f"positions: expected integers [Q], got {given.dtype} {list(given.shape)}")
     if len(given) != queries:
-        raise RingShapeError(f"q_positions: expected {queries} positions, as queries, got {len(given)}")
+        raise RingShapeError(f"positions: expected {queries} positions, as queries, got {len(given)}")
     outside = given[(given < 0) | (given >= layout.tokens)]
     if len(outside):
         raise RingShapeError.wrong(

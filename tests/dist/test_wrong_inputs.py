@@ -268,7 +268,7 @@ WRONG = {
         ("k: expected a tensor with values", "to_empty"),
     ),
     "replicated queries, positions no numbers": Wrong(put(queries="replicated", positions=["first"]), TYPED,
-        ("1-D list of integers, got ['first']",)),
+        ("positions: expected integers [Q], got ['first']",)),
     "replicated queries that differ": Wrong(
         lambda arguments: arguments.update(
             queries="replicated", q=arguments["q"] + arguments["mesh"].ring_rank

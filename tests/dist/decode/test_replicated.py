@@ -340,8 +340,8 @@ WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
     ({"transport": "all_gather"}, RingConfigError, 'transport "ring", got "all_gather"; leave it out'),
     ({"gradient_payload": "bfloat16"}, RingConfigError, 'gradient_payload "float32", got "bfloat16"'),
     ({"positions": [1, 2]}, RingShapeError, "expected 3 positions.*got 2"),
-    ({"positions": [1, 2, 40]}, RingShapeError, "positions 0 to 39.*got 40"),
-    ({"positions": [1, -1, 2]}, RingShapeError, "positions 0 to 39.*got -1"),
+    ({"positions": [1, 2, 40]}, RingShapeError, "positions: expected 0 to 39.*got 40"),
+    ({"positions": [1, -1, 2]}, RingShapeError, "positions: expected 0 to 39.*got -1"),
     ({"positions": [[1, 2, 3]]}, RingShapeError, r"integers \[Q\], got int64 \[1, 3\]"),
     ({"positions": [0.5, 1.0, 2.0]}, RingShapeError, r"integers \[Q\], got float"),
     ({"positions": torch.ones(3, dtype=torch.bfloat16)}, RingShapeError, r"integers \[Q\]"),
@@ -377,7 +377,7 @@ def one_differs(rank: int, world_size: int, changes: dict[str, Any], message: st
     mesh = RingMesh.from_world(world_size)
     case = Case(Causal(), 3, 40)
     own = rank == 1 and changes.get("positions") == [1, 2, 99]
-    wanted, text = (RingShapeError, "positions 0 to 39") if own else (RingMismatchError, message)
+    wanted, text = (RingShapeError, "positions: expected 0 to 39") if own else (RingMismatchError, message)
     with pytest.raises(wanted, match=text):
         call(case, mesh, **(changes if rank == 1 else {}))
     return bool(call(case, RingMesh.from_world(world_size)).isfinite().all())
