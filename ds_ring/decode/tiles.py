@@ -39,7 +39,7 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
             return np.arange(queries, dtype=np.int64)
         if queries > layout.tokens:
             raise RingShapeError.wrong(
-                "q", f"at most {layout.tokens} queries (positions)", queries, "pass q_positions, or Full()"
+                "q", f"at most {layout.tokens} queries (positions)", queries, "pass positions, or Full()"
             )
         return np.arange(layout.tokens - queries, layout.tokens, dtype=np.int64)
     if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
@@ -48,12 +48,7 @@ def query_positions(pattern: Pattern, layout: Layout, queries: int, given: IntAr
         raise RingShapeError(f"positions: expected {queries} positions, as queries, got {len(given)}")
     outside = given[(given < 0) | (given >= layout.tokens)]
     if len(outside):
-        raise RingShapeError.wrong(
-            "q_positions",
-            f"positions 0 to {layout.tokens - 1}",
-            int(outside[0]),
-            "count from the first token",
-        )
+        raise RingShapeError(f"positions: expected 0 to {layout.tokens - 1}, got {int(outside[0])}")
     return given.astype(np.int64)
 
 
