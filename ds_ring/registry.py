@@ -34,27 +34,36 @@ class JsonKey(NamedTuple):
 class LayoutRow(NamedTuple):
     """Say where a layout is made.
 
-    Both are functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns
+    All are functions of tokens T, ring size P, what each shard's slots are a multiple of, and the patterns
     (`Mix`).
 
     Attributes:
         home: returns the layout.
+        takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
+        if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
         for_blocks: returns layouts that "auto" compares for a kernel in blocks; None: not for these patterns.
     """
 
     home: str
+    takes_speeds: bool = False
+    if_uneven: str | None = None
     for_blocks: str | None = None
 
 
 LAYOUTS = {
-    "auto": LayoutRow("ds_ring.schedule.choose.make_auto"),
+    "auto": LayoutRow("ds_ring.schedule.choose.make_auto", takes_speeds=True),
     "contiguous": LayoutRow("ds_ring.schedule.layout.make_contiguous"),
     "zigzag": LayoutRow("ds_ring.schedule.layout.make_zigzag"),
     "striped": LayoutRow("ds_ring.schedule.layout.make_striped"),
     "residue": LayoutRow(
-        "ds_ring.patterns.dilated.layout.make_residue", "ds_ring.patterns.dilated.layout.for_blocks"
+        "ds_ring.patterns.dilated.layout.make_residue",
+        for_blocks="ds_ring.patterns.dilated.layout.for_blocks",
     ),
-    "balanced": LayoutRow("ds_ring.schedule.choose.make_balanced"),
+    "balanced": LayoutRow(
+        "ds_ring.layouts.balanced.make_balanced",
+        takes_speeds=True,
+        if_uneven="ds_ring.layouts.balanced.even_pieces",
+    ),
     "document_zigzag": LayoutRow("ds_ring.patterns.documents.layout.make_document_zigzag"),
 }
 

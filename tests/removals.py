@@ -134,6 +134,12 @@ CAPABILITIES = {
         named=1,
         why="the prefix pattern refuses the key segment_lengths",
     ),
+    "layout balanced": Capability(
+        ("layouts.balanced",),
+        words=r"\bbalanced\b|\beven_pieces",
+        named=3,
+        why="the name of layouts of pieces, which the core has; two refusals advise it",
+    ),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
     "functions of pairs": Capability(
         ("patterns.captured",),

@@ -103,7 +103,7 @@ OUTSIDE = {
     "diffusers": ("contrib.diffusers",),
 }
 NEVER_IN_ARITHMETIC = {"torch", "deepspeed", "transformers"}
-ARITHMETIC = ("masks", "schedule", "patterns")  # index arithmetic in numpy
+ARITHMETIC = ("masks", "schedule", "patterns", "layouts")  # index arithmetic in numpy
 EVALUATES_MASK_FUNCTIONS = "patterns.captured"  # as FlexAttention does, with torch
 NEVER_IN_DS_RING = {
     "launcher", "ds_ring_launcher", "tools", "schedule_proof", "tests", "matplotlib", "rich", "yaml",

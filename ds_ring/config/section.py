@@ -315,7 +315,7 @@ class RingConfig(PassOptions, RingKeys):
     @classmethod
     def _has_work_to_deal_out(cls, value: Any, info: ValidationInfo) -> Any:
         layout, ring_size = info.data.get("layout", "auto"), info.data.get("ring_size")
-        if value is not None and layout not in ("auto", "balanced"):
+        if value is not None and not LAYOUTS[layout].takes_speeds:
             raise Refused(without_effect(shown(value), f'"layout": "{layout}"', "deals out no work"))
         if isinstance(value, list) and type(ring_size) is int and len(value) != ring_size:
             expected = f"{ring_size} numbers (ring_size)"

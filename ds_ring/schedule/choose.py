@@ -1,4 +1,4 @@
-"""Layouts that depend on the pattern: auto and balanced. Owns the choice and its cost function.
+"""The layout "auto": what is compared, and by which costs.
 
 [Note: the cost of a layout]
 The imbalance of a layout is the number of (query, key) pairs that the rank with most work computes, divided
@@ -6,37 +6,33 @@ by the mean of all ranks. The traffic is the number of tokens that the plan send
 patterns share one layout: traffic is summed over the layers, and so is the work of each layer's fullest rank,
 because ranks wait for one another in every layer. Of the layouts with an imbalance of at most `EVEN` we take
 the one with the least traffic, then the one with the fewest runs; if there is none, the most even one. Memory
-is not considered: shards differ in length by at most `SLACK`.
+is not considered: candidates differ little in the length of shards.
 With the `speeds` of the ranks, a rank's work is divided by its speed: a rank of half the speed gets half of
 the pairs, but as many tokens, since the tensors of all ranks have one shape.
 For a kernel that computes whole blocks a layout is even enough if it computes at most `EVEN` times the
 minimum.
 
 [Note: what auto compares]
-Contiguous and zigzag shards; where both are uneven, balanced ones. A kernel in blocks rates them by its own
-count, and adds layouts that are made for blocks.
+Contiguous and zigzag shards; where both are uneven, those of rows with `if_uneven`. A kernel in blocks rates
+them by its own count, and adds layouts that are made for blocks.
 """
 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import BoundPattern, Pattern
 from ds_ring.masks.slots import IntArray
-from ds_ring.registry import KERNELS, load
+from ds_ring.registry import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
-from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
 from ds_ring.schedule.plan import one_way, sampled_origins
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
-SLACK = 1.10  # maximum length of the longest shard over the mean
-PIECES_PER_RANK = (2, 4, 8, 16, 32)
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 _log = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ def bound_to_one_head(pattern: Pattern) -> BoundPattern:
     return pattern.bind((0,), 1, 1)
 
 
-def _work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
+def work_of_runs(pattern: Pattern, runs: IntArray, tokens: int) -> IntArray:
     """Return the attended pairs of the queries of every run, over all keys; int64 [len(runs)]."""
     tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     # Runs are consecutive in the query slots, so a tile's first slot determines its run.
@@ -70,11 +66,11 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     """Return the attended pairs of every rank, for one head; int64 [ring_size]."""
     runs = [layout.runs(rank) for rank in range(layout.ring_size)]
     ranks = np.repeat(np.arange(layout.ring_size), [len(r) for r in runs])
-    work = _work_of_runs(pattern, np.concatenate(runs), layout.tokens)
+    work = work_of_runs(pattern, np.concatenate(runs), layout.tokens)
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
-def _imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
+def imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
     """Return the imbalance of the ranks' work, given for each pattern over all its layers."""
     mean = sum(work.mean() for work in works)
     relative = np.array(speeds) / np.mean(speeds) if speeds else 1.0
@@ -84,10 +80,10 @@ def _imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
 def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     """Return a layout with its imbalance; [Note: the cost of a layout]."""
     works = [layers * work_of_ranks(bound_to_one_head(one), layout) for one, layers in mix]
-    return Candidate(layout, _imbalance(works, speeds))
+    return Candidate(layout, imbalance(works, speeds))
 
 
-def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
+def best_of(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
     """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
@@ -105,7 +101,7 @@ def _best(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candi
 def make_auto(
     tokens: int, ring_size: int, multiple_of: int, mix: Mix, block: int = 1, speeds: Speeds = ()
 ) -> Layout:
-    """Compare contiguous and zigzag layouts and, if both are uneven, balanced ones; choose one and log why.
+    """Compare contiguous and zigzag layouts and, if both are uneven, those of other rows; log which and why.
 
     For a kernel that computes in blocks of `block` x `block` slots, the kernel's row rates the options.
     """
@@ -115,13 +111,14 @@ def make_auto(
     options = [rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
-        options += _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
+        makers = [load(row.if_uneven) for row in LAYOUTS.values() if row.if_uneven]
+        options += [one for make in makers for one in make(tokens, ring_size, multiple_of, bound, speeds)]
     least = 1.0
     for row in KERNELS.values() if block > 1 and not speeds else ():
         in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
         if in_blocks is not None:
             options, least = in_blocks, min(o.imbalance for o in in_blocks)
-    best, compared = _best(bound, options, least)
+    best, compared = best_of(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
     blocks = f" in blocks of {block}" if block > 1 else ""
     _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
@@ -133,100 +130,3 @@ def in_words(mix: Mix) -> str:
     if len(mix) == 1:
         return str(mix[0][0])
     return ", ".join(f"{one} in {layers} layer{'s' * (layers > 1)}" for one, layers in mix)
-
-
-def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()) -> Layout:
-    """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
-    if not mix:
-        raise RingLayoutError('layout "balanced" needs the pattern: make_layout(..., pattern=...)')
-    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
-    options = _balanced_options(tokens, ring_size, multiple_of, bound, speeds)
-    return _best(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
-
-
-def _balanced_options(
-    tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()
-) -> list[Candidate]:
-    """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
-    sizes, found = (tokens, ring_size, multiple_of), []
-    # at most one piece per token; 0 if there are fewer tokens than ranks
-    finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
-    if not finest:
-        return []
-    shares = np.array(speeds or [1.0] * ring_size) / sum(speeds or [1.0] * ring_size)
-    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0), shares)
-    if cuts is not None:
-        found.append(rated(mix, cuts, speeds))
-    for per_rank in PIECES_PER_RANK:
-        pieces = ring_size * per_rank
-        if finest % pieces:
-            continue
-        bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
-        works = _works_of_pieces(mix, tokens, pieces)
-        for deal in (_snake, partial(_nearest, shares=shares)):
-            owners = deal(np.sum(works, axis=0), ring_size)
-            loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
-            found.append(
-                Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), _imbalance(loads, speeds))
-            )
-        # Refine the pieces only until there are enough even layouts to compare.
-        if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
-            break
-    return found
-
-
-def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
-    """Return the pairs of each piece, for each pattern over all of its layers; int64 [pieces] each."""
-    bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
-    runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return [layers * _work_of_runs(one, runs, tokens) for one, layers in mix]
-
-
-def _even_cuts(
-    tokens: int, ring_size: int, multiple_of: int, work: IntArray, shares: np.ndarray
-) -> Layout | None:
-    """Return contiguous shards of these shares of the work; None if lengths differ by more than the slack."""
-    bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
-    total = np.concatenate([[0], np.cumsum(work)])
-    # the work before each cut; interpolated linearly inside a piece
-    goals = total[-1] * np.cumsum(shares)[:-1]
-    cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
-    if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
-        return None
-    return PieceLayout(tokens, ring_size, multiple_of, tuple(cuts), tuple(range(ring_size)))
-
-
-def _snake(work: IntArray, ring_size: int) -> IntArray:
-    """Deal out pieces by falling work, to ranks 0 .. P-1 and back; every rank gets the same number."""
-    place = np.argsort(-work, kind="stable")
-    turn, seat = np.divmod(np.arange(len(work)), ring_size)
-    owners = np.empty(len(work), dtype=np.int64)
-    owners[place] = np.where(turn % 2 == 0, seat, ring_size - 1 - seat)
-    return owners
-
-
-def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
-    """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps.
-
-    `shares` of the work are the goals of the ranks.
-    """
-    per_rank = len(work) // ring_size
-    owners = np.arange(len(work)) // per_rank
-    load = np.bincount(owners, weights=work, minlength=ring_size) - shares * work.sum()  # beyond the goal
-    for _ in range(4 * ring_size):
-        full, empty = int(load.argmax()), int(load.argmin())
-        # the two ranks would be equally far from their goals after moving this much work
-        excess = (load[full] - load[empty]) / 2
-        if load[full] <= (EVEN - 1) / 2 * shares[full] * work.sum():
-            break
-        give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
-        # [pieces of the fullest, pieces of the emptiest]: work moved by each swap
-        gain = work[give][:, None] - work[take][None, :]
-        best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
-        # stop if no swap brings the two ranks closer together
-        if not 0 < gain[best] < 2 * excess:
-            break
-        owners[give[best[0]]], owners[take[best[1]]] = empty, full
-        load[full] -= gain[best]
-        load[empty] += gain[best]
-    return owners

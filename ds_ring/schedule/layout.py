@@ -296,9 +296,10 @@ def _speeds_of(speeds: Sequence[float] | None, name: str, ring_size: int) -> tup
             f"make_layout: speeds: expected {ring_size} numbers above 0, one for each rank, got"
             f" {shown(speeds)}"
         )
-    if name not in ("auto", "balanced"):
+    if not LAYOUTS[name].takes_speeds:
+        able = " or ".join(f'"{name}"' for name, row in LAYOUTS.items() if row.takes_speeds)
         raise RingLayoutError.wrong(
-            "make_layout: speeds", 'the layout "auto" or "balanced"', f'"{name}"', "leave the speeds out"
+            "make_layout: speeds", f"the layout {able}", f'"{name}"', "leave the speeds out"
         )
     return numbers if len(set(numbers)) > 1 else ()
 

@@ -12,7 +12,8 @@ import pytest
 from ds_ring import Causal, SlidingWindow, build_plan, make_layout
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.pattern import Pattern
-from ds_ring.schedule.choose import EVEN, _best, _snake, bound_to_one_head, rated, work_of_ranks
+from ds_ring.registry import LAYOUTS
+from ds_ring.schedule.choose import EVEN, best_of, bound_to_one_head, rated, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes
 from tests.cases import LONG_PATTERNS, longnet, rows_of
@@ -47,19 +48,20 @@ def test_auto_sends_no_more_than_must_cross(pattern_of: PatternOf, tokens: int, 
     assert sent <= MAX_BYTES * plan.tokens_needed
 
 
-def test_pieces_are_dealt_out_to_and_fro() -> None:
-    work = np.arange(16)[::-1]
-    assert np.bincount(_snake(work, 4), weights=work).tolist() == [30.0] * 4
-
-
 def work_of_all_heads(pattern: Pattern, layout: Layout, heads: int) -> np.ndarray:
     """Attended pairs of every rank; int64 [ring_size]."""
     classes = head_classes(pattern, heads, heads)
     return sum(work_of_ranks(bound, layout) * len(range(heads)[own]) for own, bound in classes)
 
 
+# Chunks of documents are uneven: only pieces make them even.
+PATTERNS = {
+    name: one for name, one in LONG_PATTERNS.items() if "balanced" in LAYOUTS or "documents" not in name
+}
+
+
 @pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 2), (16384, 4), (32768, 8), (131072, 64)])
-@pytest.mark.parametrize("pattern_of", LONG_PATTERNS.values(), ids=LONG_PATTERNS)
+@pytest.mark.parametrize("pattern_of", PATTERNS.values(), ids=PATTERNS)
 @pytest.mark.covering(1)
 def test_auto_is_even(pattern_of: PatternOf, tokens: int, ring_size: int) -> None:
     pattern = pattern_of(tokens)
@@ -73,7 +75,7 @@ def test_auto_is_even(pattern_of: PatternOf, tokens: int, ring_size: int) -> Non
 
 
 @pytest.mark.parametrize(("tokens", "ring_size"), [(16384, 4), (16384, 8)])
-@pytest.mark.parametrize("window", [512, 1024, 4096])
+@pytest.mark.parametrize("window", [512, 1024, *([4096] if "balanced" in LAYOUTS else [])])
 def test_one_layout_is_even_for_layers_that_differ(window: int, tokens: int, ring_size: int) -> None:
     """The sum over layers of the fullest rank's work, since ranks wait for each other in every layer."""
     mix: dict[Pattern, int] = {SlidingWindow(window): 5, Causal(): 1}
@@ -98,6 +100,6 @@ def test_traffic_counts_every_layer() -> None:
     def sent(**layers: int) -> int:
         patterns = {"window": SlidingWindow(512), "whole": Causal()}
         mix = tuple((bound_to_one_head(patterns[name]), count) for name, count in layers.items())
-        return _best(mix, [rated(mix, layout)])[0].tokens_sent
+        return best_of(mix, [rated(mix, layout)])[0].tokens_sent
 
     assert sent(window=5, whole=2) == 5 * sent(window=1) + 2 * sent(whole=1) > 0

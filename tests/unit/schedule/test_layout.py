@@ -62,7 +62,6 @@ def test_auto_follows_the_pattern() -> None:
         ({"name": "zigzag", "tokens": 8.0, "ring_size": 2}, "tokens: .* got 8.0"),
         ({"name": "zigzag", "tokens": 8, "ring_size": -1}, "ring_size: .* got -1"),
         ({"name": "zigzag", "tokens": 8, "ring_size": True}, "ring_size: .* got True"),
-        ({"name": "balanced", "tokens": 8, "ring_size": 2}, 'layout "balanced" needs the pattern'),
     ],
 )
 def test_layouts_that_cannot_be(arguments: dict[str, object], said: str) -> None:

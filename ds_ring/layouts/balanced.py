@@ -1,0 +1,122 @@
+"""The layout "balanced": pieces of the sequence, dealt out so that all ranks have the same work."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from ds_ring.errors import RingLayoutError
+from ds_ring.masks.slots import IntArray
+from ds_ring.schedule.choose import (
+    COMPARED,
+    EVEN,
+    Candidate,
+    Speeds,
+    best_of,
+    bound_to_one_head,
+    imbalance,
+    rated,
+    work_of_runs,
+)  # fmt: skip
+from ds_ring.schedule.layout import ChunkLayout, Layout, Mix, PieceLayout
+
+SLACK = 1.10  # maximum length of the longest shard over the mean
+PIECES_PER_RANK = (2, 4, 8, 16, 32)
+
+
+def make_balanced(tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()) -> Layout:
+    """Assign pieces of the sequence so that all ranks have the same work; [Note: the cost of a layout]."""
+    if not mix:
+        raise RingLayoutError('layout "balanced" needs the pattern: make_layout(..., pattern=...)')
+    bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
+    options = even_pieces(tokens, ring_size, multiple_of, bound, speeds)
+    return best_of(bound, options)[0].layout if options else ChunkLayout(tokens, ring_size, multiple_of, 1)
+
+
+def even_pieces(
+    tokens: int, ring_size: int, multiple_of: int, mix: Mix, speeds: Speeds = ()
+) -> list[Candidate]:
+    """Return contiguous shards of equal work, and pieces dealt out in two ways, until some are even."""
+    sizes, found = (tokens, ring_size, multiple_of), []
+    # at most one piece per token; 0 if there are fewer tokens than ranks
+    finest = min(PIECES_PER_RANK[-1] * ring_size, tokens // ring_size * ring_size)
+    if not finest:
+        return []
+    shares = np.array(speeds or [1.0] * ring_size) / sum(speeds or [1.0] * ring_size)
+    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0), shares)
+    if cuts is not None:
+        found.append(rated(mix, cuts, speeds))
+    for per_rank in PIECES_PER_RANK:
+        pieces = ring_size * per_rank
+        if finest % pieces:
+            continue
+        bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
+        works = _works_of_pieces(mix, tokens, pieces)
+        for deal in (_snake, partial(_nearest, shares=shares)):
+            owners = deal(np.sum(works, axis=0), ring_size)
+            loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
+            found.append(
+                Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), imbalance(loads, speeds))
+            )
+        # Refine the pieces only until there are enough even layouts to compare.
+        if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
+            break
+    return found
+
+
+def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
+    """Return the pairs of each piece, for each pattern over all of its layers; int64 [pieces] each."""
+    bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
+    runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
+    return [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
+
+
+def _even_cuts(
+    tokens: int, ring_size: int, multiple_of: int, work: IntArray, shares: np.ndarray
+) -> Layout | None:
+    """Return contiguous shards of these shares of the work; None if lengths differ by more than the slack."""
+    bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
+    total = np.concatenate([[0], np.cumsum(work)])
+    # the work before each cut; interpolated linearly inside a piece
+    goals = total[-1] * np.cumsum(shares)[:-1]
+    cuts = [0, *np.interp(goals, total, bounds).astype(np.int64).tolist(), tokens]
+    if max(np.diff(cuts)) > SLACK * tokens / ring_size or min(np.diff(cuts)) < 1:
+        return None
+    return PieceLayout(tokens, ring_size, multiple_of, tuple(cuts), tuple(range(ring_size)))
+
+
+def _snake(work: IntArray, ring_size: int) -> IntArray:
+    """Deal out pieces by falling work, to ranks 0 .. P-1 and back; every rank gets the same number."""
+    place = np.argsort(-work, kind="stable")
+    turn, seat = np.divmod(np.arange(len(work)), ring_size)
+    owners = np.empty(len(work), dtype=np.int64)
+    owners[place] = np.where(turn % 2 == 0, seat, ring_size - 1 - seat)
+    return owners
+
+
+def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
+    """Start from contiguous shards; swap pieces of the fullest and the emptiest rank while that helps.
+
+    `shares` of the work are the goals of the ranks.
+    """
+    per_rank = len(work) // ring_size
+    owners = np.arange(len(work)) // per_rank
+    load = np.bincount(owners, weights=work, minlength=ring_size) - shares * work.sum()  # beyond the goal
+    for _ in range(4 * ring_size):
+        full, empty = int(load.argmax()), int(load.argmin())
+        # the two ranks would be equally far from their goals after moving this much work
+        excess = (load[full] - load[empty]) / 2
+        if load[full] <= (EVEN - 1) / 2 * shares[full] * work.sum():
+            break
+        give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
+        # [pieces of the fullest, pieces of the emptiest]: work moved by each swap
+        gain = work[give][:, None] - work[take][None, :]
+        best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
+        # stop if no swap brings the two ranks closer together
+        if not 0 < gain[best] < 2 * excess:
+            break
+        owners[give[best[0]]], owners[take[best[1]]] = empty, full
+        load[full] -= gain[best]
+        load[empty] += gain[best]
+    return owners
