@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_ring.comm.in_flight import Pending
-from ds_ring.comm.mesh import RingMesh, WorkWatchdog
+from ds_ring.comm.mesh import RingMesh, Watchdog
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
@@ -86,9 +86,9 @@ class Exchange:
         self._header_routes: list[Route] | None = None
 
     @cached_property
-    def _work_watchdog(self) -> WorkWatchdog | None:
+    def _work_watchdog(self) -> Watchdog | None:
         # Loaded for messages between GPUs alone: with gloo the host waits.
-        found: WorkWatchdog | None = None
+        found: Watchdog | None = None
         if "cuda" in DEVICES:
             found = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
         return found

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_ring.comm.mesh import RingMesh, WorkWatchdog
+from ds_ring.comm.mesh import RingMesh, Watchdog
 from ds_ring.comm.streams import Streams
 from ds_ring.comm.waiting import (
     DEVICE_ERROR,
@@ -53,7 +53,7 @@ class Pending:
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
     group: Any = None
-    watchdog: WorkWatchdog | None = None
+    watchdog: Watchdog | None = None
     streams: Streams | None = None
     came: Callable[[], bool] = field(init=False, default=lambda: True)
     arrived: Callable[[], bool] = field(init=False, default=lambda: True)

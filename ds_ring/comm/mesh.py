@@ -89,7 +89,7 @@ class CallCounter(itertools.count):  # type: ignore[type-arg]
     per_ring = True
 
 
-class WorkWatchdog(Protocol):
+class Watchdog(Protocol):
     """Enforces the deadlines of messages that a stream waits for; `registry.DEVICES` names one."""
 
     def add(self, batch: Pending) -> None:
@@ -121,7 +121,7 @@ class MeshState:
         self.operations: set[Hashable] = set()
         self.patience_s = 0.0
         self.aborted: set[int] = set()
-        self.work_watchdog: WorkWatchdog | None = None
+        self.work_watchdog: Watchdog | None = None
         self.groups: list[ProcessGroup | None] = []
         self.abandoned = False
         self.process = os.getpid()
