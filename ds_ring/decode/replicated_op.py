@@ -14,7 +14,7 @@ from ds_ring.comm.streams import is_fake
 from ds_ring.decode.replicated import ReplicatedPass
 from ds_ring.decode.tiles import query_positions, replicated_tiles
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
-from ds_ring.ops.checks import check_finite, check_heads, check_keys, check_tensors
+from ds_ring.ops.checks import check_finite, check_heads, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import count_forward_pass
@@ -84,7 +84,7 @@ def _prepared(
     check_heads(q.shape[1], k.shape[1], 1)
     check_sinks(sinks, q, q.shape[1])
     layout = context.layout_for(k.shape[2], k.device.type)
-    check_keys(k.shape[2], layout.local_tokens)
+    check_tokens(k.shape[2], layout.local_tokens)
     context.pattern.check(layout.tokens, q.shape[0], q.shape[1], str(q.device))
     if context.options.check_finite:
         check_finite(context.mesh.ring_rank, None, q=q, k=k, v=v, grad_out=grad_out, sinks=sinks)

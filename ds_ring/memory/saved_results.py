@@ -136,7 +136,7 @@ class FirstQueries(Pattern):
 class KeepResults(SavedTensors):
     """Keep (out, lse) of passes in checkpointed regions; of the last rows alone, if the options say so.
 
-    `Options.recompute` is the part of the sequence whose rows are computed again.
+    `recompute_attention` is the part of the sequence whose rows are computed again.
     """
 
     def __init__(self, inner: SavedTensors) -> None:
@@ -161,14 +161,14 @@ class KeepResults(SavedTensors):
     def first_queries(
         self, context: RingContext, local_tokens: int, device: torch.device
     ) -> tuple[RingContext, Tensor]:
-        """Return the context that computes the sequence's first queries, as `Options.recompute` asks for.
+        """Return the context that computes the sequence's first queries, as `recompute_attention` asks for.
 
         And the slots that it leaves out of this rank's shard of `local_tokens`, int64 on the device.
         """
         key = (local_tokens, device, active_fake_mode())
         if key not in self._first:
             layout = context.layout_for(local_tokens, device.type)
-            count = max(1, int(layout.tokens * context.options.recompute_fraction))
+            count = max(1, int(layout.tokens * context.options.recompute_attention))
             first = context.with_pattern(context.pattern & FirstQueries(count), layout)
             later = np.flatnonzero(layout.positions(context.mesh.ring_rank) >= count)
             self._first[key] = first, to_device(torch.from_numpy(later), device)

@@ -191,21 +191,12 @@ def check_heads(query_heads: int, kv_heads: int, ulysses_size: int) -> None:
         raise RingShapeError.wrong("ulysses_size", expected, str(ulysses_size), advice)
 
 
-def check_tokens(q_tokens: int, k_tokens: int, slots: int) -> None:
-    """Raise RingShapeError for lengths that are not a rank's (of its part, before Ulysses joins them)."""
-    if q_tokens != slots or k_tokens != slots:
-        got = f"q with {q_tokens} and k with {k_tokens} local tokens"
-        advice = (
-            "use ds_ring.shard_sequence (ds_ring.decode_attention takes queries that every rank has whole)"
-        )
+def check_tokens(k_tokens: int, slots: int, q_tokens: int | None = None) -> None:
+    """Raise RingShapeError for lengths that are not a rank's (of its part, before Ulysses joins them).
+
+    Without `q_tokens` the queries may be other tokens.
+    """
+    if k_tokens != slots or q_tokens not in (None, slots):
+        got = f"{f'q with {q_tokens} and ' if q_tokens is not None else ''}k with {k_tokens} local tokens"
+        advice = "use ds_ring.shard_sequence (ds_ring.decode_attention takes queries that all ranks have)"
         raise RingShapeError.wrong("shards", f"{slots} slots per rank, those of the layout", got, advice)
-
-
-def check_keys(k_tokens: int, local_tokens: int) -> None:
-    """Raise RingShapeError for keys that are no shard of the layout; the queries may be other tokens."""
-    if k_tokens != local_tokens:
-        expected, got = (
-            f"{local_tokens} slots per rank, those of the layout",
-            f"k with {k_tokens} local tokens",
-        )
-        raise RingShapeError.wrong("keys", expected, got, "shard k and v with ds_ring.shard_sequence")

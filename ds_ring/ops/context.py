@@ -1,4 +1,4 @@
-"""A ring context: pattern, layout, mesh and options of a call together, with the plans made from them.
+"""A ring context: pattern, layout, mesh and options of a call together, and what is made of them once.
 
 A context is kept alive by its mesh's table and by other references; `handles.py` refers to it weakly.
 """
@@ -82,7 +82,7 @@ class RingContext:
         self.saved = SavedTensors()
         if self.options.offload_attention is not False and "offload_attention" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["offload_attention"])(self.saved)
-        if self.options.recompute_fraction < 1 and "results" in SAVED_TENSORS:
+        if self.options.recompute_attention < 1 and "results" in SAVED_TENSORS:
             self.saved = load(SAVED_TENSORS["results"])(self.saved)
         self.handle = new_handle(self)
 

@@ -80,11 +80,6 @@ class Options(PassOptions):
         """Return the row of the transport in the table of passes."""
         return PASSES[self.transport]
 
-    @property
-    def recompute_fraction(self) -> float:
-        """Return the part of the sequence that is computed again; (out, lse) of the rest are kept."""
-        return float(self.recompute_attention)
-
     def chunk_bytes_on(self, device_type: str, ring_size: int) -> int:
         """Return the least bytes of K, or of V, for which a head chunk of its own pays."""
         return chunk_bytes_on(device_type, ring_size) if self.chunk_bytes is None else self.chunk_bytes

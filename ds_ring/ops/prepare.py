@@ -117,7 +117,7 @@ def check(
         one.check(context, operands, parts)
     check_heads(q.shape[1], k.shape[1], parts)
     layout = context.layout_for(q.shape[2] * parts, q.device.type)
-    check_tokens(q.shape[2], k.shape[2], layout.part_slots(parts))
+    check_tokens(k.shape[2], layout.part_slots(parts), q.shape[2])
     check_length(context.pattern, layout)
     if context.options.row.whole_blocks:
         whole_blocks(layout, context.options.block_size)

@@ -15,12 +15,10 @@ class BatchEvent(NamedTuple):
 
     Attributes:
         stage: "begin" (of the pass), "send" (take what arrived, pack and post the next batch), "compute"
-        (attend
-            in every head chunk under way), "wait" (for the batch), or "end" (of the pass).
+            (attend in every head chunk), "wait" (for the batch), or "end" (of the pass).
         phase: "forward" or "backward".
-        hop: of the head chunk that set out last; "send" and "wait" have the hop that the messages are for,
-        one
-            more than the hop that is computed while they travel.
+        hop: of the head chunk that set out last. "send" and "wait" have the hop of the messages, one more
+            than the hop that is computed meanwhile.
         buffers_bytes: memory of messages now: in flight, held, or kept for the next ones.
         accumulators_bytes: float32 accumulators of low-precision results now.
         posted: the messages of the batch, from "compute" on.
@@ -43,5 +41,4 @@ class Observer(Protocol):
 
 
 class Observers(list[Observer]):
-    """Hold the observers of a mesh, innermost last; a pass calls the last one. Autograd's thread sees it,
-    too."""
+    """Hold the observers of a mesh, innermost last; a pass calls the last one, in autograd's thread, too."""

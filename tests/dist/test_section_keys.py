@@ -163,7 +163,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
         "waits": lambda: waited[0],
         "directions": lambda: [one.plan.classes[0].directions for one in context.prepared.values()],
         "gradient payload": lambda: context.options.gradient_payload,
-        "recompute": lambda: context.options.recompute_fraction,
+        "recompute": lambda: float(context.options.recompute_attention),
         "offload": lambda: context.options.offload_attention,
         "heartbeat": lambda: session.mesh.detector.heartbeat_timeout_s,
         "hop deadline": lambda: context.exchange and context.exchange.hop_timeout_s,

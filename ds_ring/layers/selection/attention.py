@@ -13,7 +13,7 @@ from ds_ring.errors import RingShapeError
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.selected_pass import SelectedPass
 from ds_ring.masks.catalog import Full
-from ds_ring.ops.checks import check_heads, check_keys, check_operand, check_tensors
+from ds_ring.ops.checks import check_heads, check_operand, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import never_traced, operator
 from ds_ring.ops.passes import count_forward_pass
@@ -118,7 +118,7 @@ def _agree(
     check_tensors(q, k, v)
     check_heads(q.shape[1], k.shape[1], 1)
     layout = context.layout_for(k.shape[2], k.device.type)
-    check_keys(k.shape[2], layout.local_tokens)
+    check_tokens(k.shape[2], layout.local_tokens)
     check_sinks(sinks, q, q.shape[1])
     _check_chosen(chosen, q, k, layout, block)
     more = {

@@ -21,7 +21,7 @@ from ds_ring.layers.scan.halo import halo_op
 from ds_ring.layers.selection.attention import selected_attention
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.slots import IntArray
-from ds_ring.ops.checks import check_heads, check_keys, check_layout, check_operand, check_tensors
+from ds_ring.ops.checks import check_heads, check_layout, check_operand, check_tensors, check_tokens
 from ds_ring.schedule.layout import Layout
 
 
@@ -112,7 +112,7 @@ def check_shards(name: str, layout: Layout, mesh: RingMesh, *named: tuple[str, A
     check_tensors(q, k, v)
     check_heads(q.shape[1], k.shape[1], 1)
     for x in (q, k):
-        check_keys(x.shape[2], layout.local_tokens)
+        check_tokens(x.shape[2], layout.local_tokens)
 
 
 def without_padding(x: Tensor, layout: Layout, mesh: RingMesh) -> Tensor:
