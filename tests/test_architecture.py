@@ -42,7 +42,7 @@ CORE = [
     ["api"],
 ]  # fmt: skip
 CAPABILITIES = [
-    ["codecs", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
+    ["codecs", "layouts", "patterns", "kernels.cpu", "kernels.flash", "kernels.flex", "cuda", "transports",
         "layers", "decode", "memory", "measure", "simulation"],
     ["integrations"],
     ["contrib"],
