@@ -167,39 +167,26 @@ def wrong_call(rank: int, world_size: int, case: str) -> None:
     model = build("Mistral" if case == "window" else "Llama", layers=1)
     if case == "window":
         options["pattern"] = ds_ring.SlidingWindow(WINDOW - 1)
-    if case == "no options":
-        options = {}
     compiled = torch.compile(model, backend="ds_ring", options=options)
     ids, positions = (
         ds_ring.shard_sequence(x, layout, mesh=mesh, dim=1) for x in (whole_ids(), torch.arange(TOKENS)[None])
     )
     more: dict[str, Any] = {"position_ids": positions}
-    if case == "padding":
-        more["attention_mask"] = torch.ones_like(ids)
-    elif case == "no positions" or (case == "alone" and rank == 1):
+    if case == "no positions" or (case == "alone" and rank == 1):
         del more["position_ids"]
-    elif case == "packed":
-        packed = torch.cat([torch.arange(20), torch.arange(TOKENS - 20)])[None]
-        more["position_ids"] = ds_ring.shard_sequence(packed, layout, mesh=mesh, dim=1)
     with torch.no_grad():
         compiled(input_ids=ids, use_cache=False, **more)
 
 
 WRONG_CALLS = {
-    "padding": (
-        ["RingPatternError"] * 2,
-        r"its mask \[2, 1, 23, 23\] cannot be honoured: .* attention_mask out",
-    ),
     "no positions": (["RingPatternError"] * 2, "expected this rank's positions of"),
-    "packed": (["RingPatternError"] * 2, "for packed documents by their own pattern"),
     "window": (["RingPatternError"] * 2, r'SlidingWindow\(window=10, .*write "window": 10'),
     "alone": (["RingMismatchError", "RingPatternError"], "position"),
-    "no options": (["RingMeshError"] * 2, "pass options="),
 }
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-@pytest.mark.day("alone")  # padding on one rank: tests/unit/integrations/compile/test_backend.py
+@pytest.mark.day("alone")  # padding, packed documents, no options: on one rank, in tests/unit
 def test_a_mask_that_cannot_be_honoured_raises_on_every_rank(rank_pool: Pool, case: str) -> None:
     import re
 

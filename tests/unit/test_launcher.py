@@ -205,15 +205,6 @@ def test_a_second_hostfile_is_refused(folder: Path, argument: str) -> None:
         read_cluster(write(folder, "hostfile: 3\n" + SCRIPT))
 
 
-def test_a_port_in_use_ends_with_status_2_within_a_second(
-    folder: Path, capsys: pytest.CaptureFixture[str], busy_port: int
-) -> None:
-    started = unqueued_seconds()
-    assert cli.main(["launch", str(write(folder, LOCAL + f"master_port: {busy_port}\n"))]) == 2
-    assert unqueued_seconds() - started < 1.0
-    assert f"master_port: expected {busy_port} to be free, got a port in use" in capsys.readouterr().err
-
-
 BAD_LAUNCHES = {
     "script missing": (LOCAL.replace("train.py", "trian.py"), [], "did you mean 'train.py'?"),
     "json missing": (LOCAL.replace("ds.json", "dds.json"), [], "dds.json"),

@@ -147,16 +147,6 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         pictures.new_figure(1, 1)
 
 
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        (ProfileJob(SIZES._replace(tokens=3), Causal()), "at least one token a rank, got 3 for 4 ranks"),
-        (ProfileJob(SIZES, Causal(), "zigzig"), "got 'zigzig'"),
-        (ProfileJob(SIZES, Causal(), threads=0), "threads: expected at least 1, got 0"),
-        (ProfileJob(SIZES._replace(query_heads=3), Causal()), "multiple of K/V heads"),
-    ],
-)
-def test_what_cannot_be_profiled(job: ProfileJob, words: str) -> None:
-    with pytest.raises(RingError) as caught:
-        job.check([1, 4])
-    assert words in str(caught.value)
+def test_a_job_without_threads_is_refused() -> None:
+    with pytest.raises(RingError, match="threads: expected at least 1, got 0"):
+        ProfileJob(SIZES, Causal(), threads=0).check([1, 4])
