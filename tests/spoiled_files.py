@@ -25,12 +25,9 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.utils.data import DataLoader
 
-from ds_ring import RingConfig, RingMesh
-from ds_ring.config.section import pattern_from_config
 from ds_ring.errors import RingError
 from ds_ring.integrations.checkpoint import manifest, pickles, resize
 from ds_ring.integrations.checkpoint.manifest import MANIFEST, OWNER
-from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run.relaunch import outcome_of
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
@@ -39,6 +36,7 @@ from ds_ring_launcher.status.run_status import read_run
 from ds_ring_launcher.status.table import tables_of
 from tests.dist.test_loader import Numbered
 from tests.hostile_pickles import HOSTILE, RAW, TWO_FLOATS, mutated, write
+from tests.sessions import session_of
 
 # What a value may become.
 
@@ -310,8 +308,7 @@ def run_round(draw: random.Random, root: Path) -> None:
 
 def loader_round(draw: random.Random, root: Path) -> None:
     """Spoil the state of a loader, load it, and read on."""
-    config = RingConfig(ring_size=1)
-    session = RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+    session = session_of()
     shuffled = DataLoader(Numbered(), 2, shuffle=True, generator=torch.Generator())
     plain = DataLoader(Numbered(), 2, shuffle=True)
     loader = draw.choice((

@@ -33,14 +33,11 @@ def build(config: str, values: dict[str, Any], implementation: str, head: str = 
 
 def start_session(world_size: int, divisor: float = 1.0, **section: Any) -> Any:
     """A session on all ranks. Gradients are summed by hand and divided by `divisor`, as an engine does."""
-    from ds_ring import RingConfig, RingMesh
-    from ds_ring.config.section import pattern_from_config
-    from ds_ring.integrations.deepspeed.session import RingSession
+    from ds_ring import RingMesh
+    from tests.sessions import session_of
 
     ulysses_size = section.get("ulysses_size", 1)
-    config = RingConfig(ring_size=world_size // ulysses_size, **section)
-    mesh = RingMesh.from_world(world_size // ulysses_size, ulysses_size)
-    return RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), divisor)
+    return session_of(RingMesh.from_world(world_size // ulysses_size, ulysses_size), divisor, **section)
 
 
 def attached(model: Any, session: Any) -> Any:

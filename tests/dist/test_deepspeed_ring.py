@@ -133,12 +133,9 @@ def test_batches_drawn_ahead_keep_their_layouts(rank_pool):
 
 def a_batch_that_is_wrong_on_one_rank(rank: int, world_size: int, what: str) -> None:
     from ds_ring.comm.mesh import RingMesh
-    from ds_ring.config.section import RingConfig
-    from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.masks.catalog import Causal
+    from tests.sessions import session_of
 
-    mesh = RingMesh.from_world(2)
-    session = RingSession(RingConfig(ring_size=2), mesh, Causal(), torch.device("cpu"), float(world_size))
+    session = session_of(RingMesh.from_world(2), float(world_size))
     batch = build_batch(SIZE)
     if rank == 1:
         ids = batch["input_ids"]

@@ -30,7 +30,7 @@ from tests.dist.deepspeed_ranks import (
     json_config,
     start_deepspeed,
 )
-from tests.dist.test_loader import session_of
+from tests.dist.test_loader import forking_session
 
 SIZE = Size(hidden=32, layers=2, tokens=0, samples=0)
 MEASURED = "ds_ring.integrations.deepspeed.dynamic_ring.measure_times"
@@ -237,7 +237,7 @@ def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
 
 
 def session_with_rings(ring_size: int, documents: bool) -> RingSession:
-    session = session_of(ring_size, dynamic_ring=True, pattern={"documents": documents})
+    session = forking_session(ring_size, dynamic_ring=True, pattern={"documents": documents})
     session.dynamic.meshes, session.dynamic.times = make_sub_rings(session.mesh), Machine()
     return session
 
@@ -293,7 +293,7 @@ class Spoiled(Texts):
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
     session, texts, found = session_with_rings(2, False), Texts(), {}
-    plain = session_of(2)
+    plain = forking_session(2)
     other = [length + (index == 8 and rank) for index, length in enumerate(texts.lengths)]
     calls = {
         "no lengths": lambda: session.loader(texts, 4),

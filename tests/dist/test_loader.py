@@ -20,6 +20,7 @@ import ds_ring
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.harness import run_ranks_collect
+from tests.sessions import session_of
 
 SAMPLES, TOKENS = 10, 9
 
@@ -44,13 +45,11 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (Numbered()[index] for index in range(SAMPLES))
 
 
-def session_of(ring_size: int, **section: Any) -> RingSession:
+def forking_session(ring_size: int, **section: Any) -> RingSession:
     # A rank of the harness has workers as a script has: by a plain fork.
     multiprocessing.current_process()._config["daemon"] = False
     multiprocessing.set_start_method("fork", force=True)
-    mesh = ds_ring.RingMesh.from_world(ring_size=ring_size)
-    config = ds_ring.RingConfig(ring_size=ring_size, **section)
-    return RingSession(config, mesh, ds_ring.Causal(), torch.device("cpu"), 1.0)
+    return session_of(ds_ring.RingMesh.from_world(ring_size=ring_size), **section)
 
 
 def loader_of(session: RingSession, kind: str) -> Any:
@@ -76,7 +75,7 @@ def resumed_in_mid_epoch(
     rank: int, world_size: int, ring_size: int, kinds: list[str]
 ) -> dict[str, list[list[list[int]]]]:
     """Two epochs at once; then three batches, and all that is left by a loader that gets their state."""
-    session = session_of(ring_size)
+    session = forking_session(ring_size)
     return {kind: _two_epochs(session, kind) for kind in kinds}
 
 
@@ -116,7 +115,7 @@ def test_an_epoch_goes_on_where_it_was(rank_pool, world, kinds):
 
 def resumed_with_other_replicas(rank: int, world_size: int, state: Any) -> tuple[list[list[int]], Any]:
     """A ring over all ranks with four samples, or rings of two with two each; the state after one batch."""
-    session = session_of(4 if state is None else 2)
+    session = forking_session(4 if state is None else 2)
     loader = session.loader(Numbered(), 4 if state is None else 2, shuffle=True)
     if state is None:
         first = iter(loader)
@@ -128,7 +127,7 @@ def resumed_with_other_replicas(rank: int, world_size: int, state: Any) -> tuple
 
 def resumed_from_another_checkpoint(rank: int, world_size: int, kind: str, wrong: bool) -> list[str]:
     """Rank 1, then all ranks of the second replica, have another state; with `wrong` theirs is none at all."""
-    session, said = session_of(2), []
+    session, said = forking_session(2), []
     for differs in (rank == 1, rank >= 2, False):
         loader = loader_of(session, kind)
         state = loader.state_dict() | {"epoch": "x" if wrong and differs else int(differs)}
@@ -160,7 +159,7 @@ def test_other_replicas_go_on_with_the_same_global_batches(rank_pool):
 
 
 def refused(rank: int, world_size: int, cases: list[str]) -> list[tuple[str, str]]:
-    session, answers = session_of(2), []
+    session, answers = forking_session(2), []
     loaders = {
         "other order": lambda: DataLoader(Numbered(offset=rank), 2),
         "other length": lambda: [{"input_ids": torch.ones(1, 8, dtype=torch.int64)}] * (3 + rank),
@@ -177,7 +176,7 @@ def refused(rank: int, world_size: int, cases: list[str]) -> list[tuple[str, str
 
 REFUSED = {
     "other order": (2, "RingMismatchError", "input tokens (checksum)"),
-    "other length": (2, "RingMismatchError", "one more on rank 1 than on rank 0"),
+    "other length": (2, "RingMismatchError", "expected equal numbers, got one more on rank 1"),
     "world sampler": (4, "RingConfigError", "DistributedSampler of 2 data replicas"),
     "iterable": (4, "RingConfigError", "split=True"),
 }
@@ -224,7 +223,7 @@ class SlicedDocuments(Documents):
 def slices_and_wholes(rank: int, world_size: int, layout: str, packed: bool) -> tuple[int, int]:
     """Batches by slices equal those of whole samples; the bytes that this rank read, and those of all samples."""
     pattern = {"causal": True, "documents": packed}
-    session = session_of(2, layout=layout, pattern=pattern)
+    session = forking_session(2, layout=layout, pattern=pattern)
     sliced, whole = SlicedDocuments(40, 300), Documents(40, 300)
     options = {"batch_size": 2, "shuffle": True, "lengths": sliced.lengths}
     if packed:
@@ -255,7 +254,7 @@ def test_a_rank_reads_the_tokens_that_it_keeps(rank_pool, layout, packed):
 
 def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:
     """Rank 1 is killed while its workers live; how rank 0 hears of it, and after how many seconds."""
-    session = session_of(2, heartbeat_timeout_seconds=20.0)
+    session = forking_session(2, heartbeat_timeout_seconds=20.0)
     batches = iter(session.loader(Numbered(), 1, num_workers=2))
     next(batches)
     if rank == 1:

@@ -22,6 +22,7 @@ from tests.dist.deepspeed_ranks import (
     train_alone,
     train_on_ring,
 )
+from tests.dist.family_ranks import attached, start_session
 from tests.dist.test_deepspeed_parity import check_parity
 
 STEPS = 3
@@ -146,16 +147,8 @@ def test_a_wrong_mask_would_be_seen(what):
 
 def logits_of(rank: int, world_size: int, pattern: dict[str, Any], batches: list[Batch]) -> list[Tensor]:
     """A model's logits of whole batches, without DeepSpeed."""
-    from ds_ring.comm.mesh import RingMesh
-    from ds_ring.config.section import RingConfig, pattern_from_config
-    from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attach import attach
-
-    config = RingConfig(ring_size=world_size, pattern=pattern)
-    mesh = RingMesh.from_world(world_size)
-    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
-    model = build_model(SIZE, "ds_ring")
-    attach(model, session)
+    session = start_session(world_size, pattern=pattern)
+    model = attached(build_model(SIZE, "ds_ring"), session)
     with torch.no_grad():
         sharded = [session.shard_batch(batch) for batch in batches]  # drawn ahead, each with its documents
         return [session.gather(model(**batch).logits) for batch in sharded]
@@ -215,18 +208,15 @@ def losses_of(
     """`document_losses` of given losses of all tokens, by ring and layout, and of a model's log-probabilities."""
     from ds_ring import shard_sequence
     from ds_ring.comm.mesh import RingMesh
-    from ds_ring.config.section import RingConfig, pattern_from_config
     from ds_ring.errors import RingError
-    from ds_ring.integrations.deepspeed.session import RingSession
     from ds_ring.integrations.transformers.attach import attach
+    from tests.sessions import session_of
 
     pattern, found = {"documents": "document_ids" in batch}, []
     for ring_size, ulysses_size in ((1, 1), (2, 1), (4, 1), (2, 2)):
         mesh = RingMesh.from_world(ring_size, ulysses_size)
         for layout in layouts:
-            section = {"ring_size": ring_size, "ulysses_size": ulysses_size, "layout": layout}
-            config = RingConfig(**section, pattern=pattern)
-            session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+            session = session_of(mesh, layout=layout, pattern=pattern)
             local = session.shard_batch(batch)
             session.shard_batch({"input_ids": torch.zeros(1, 9, dtype=torch.int64)})  # drawn ahead
             layout_of = session.batches.select(local.values()).layout

@@ -128,10 +128,6 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "own sampler": ({"config": GOOD | {"curriculum_learning": {"enabled": True}}}, CONFIG,
         "curriculum_learning"),
     "a stream": ({"training_data": Endless(), "config": GOOD}, CONFIG, "got Endless"),
-    "an unknown key": ({"config": GOOD | {"ring_attention": {"ring_sice": 2}}}, CONFIG,
-        "did you mean 'ring_size'"),
-    "no section": ({"config": {key: value for key, value in GOOD.items() if key != "ring_attention"}}, CONFIG,
-        "ring_attention"),
 }  # fmt: skip
 
 
@@ -249,26 +245,11 @@ def test_a_host_may_log_where_it_likes(rank_pool):
 # --- the first batch ---------------------------------------------------------------------------------
 
 
-def with_mask(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
-    return lambda batch: batch | {"attention_mask": change(batch["attention_mask"])}
-
-
-def hole(mask_BT: torch.Tensor) -> torch.Tensor:
-    mask_BT = torch.ones_like(mask_BT)
-    mask_BT[:, 4] = 0
-    return mask_BT
-
-
-BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "left padding": (with_mask(lambda mask: mask.flip(1)), "RingPatternError", "padding_side"),
-    "a hole in the mask": (with_mask(hole), "RingPatternError", "attention_mask"),
-    "a mask of another length": (with_mask(lambda mask: mask[:, 1:]), "RingShapeError", "attention_mask"),
-    "a 4-D mask": (with_mask(lambda mask: mask[:, None, None]), "RingPatternError|RingShapeError", "mask"),
-    "no tokens": (lambda batch: {}, "RingShapeError", "input_ids"),
+BATCHES: dict[str, tuple[Callable[[Any], Any], str, str]] = {  # others: tests/unit/integrations/deepspeed
+    "left padding": (lambda batch: batch | {"attention_mask": batch["attention_mask"].flip(1)},
+        "RingPatternError", "padding_side"),
     "an empty batch": (lambda batch: {key: value[:0] for key, value in batch.items()}, "RingShapeError",
         r"got \[0, 21\]"),
-    "labels of another length": (lambda batch: batch | {"labels": batch["labels"][:, :-1]}, "RingShapeError",
-        "labels"),
 }  # fmt: skip
 
 
@@ -286,8 +267,7 @@ def test_batches_that_no_pattern_can_express(rank_pool, what, who):
     _, error, words = BATCHES[what]
     for rank, found in enumerate(answers(rank_pool(2), wrong_batch, what, who)):
         if who is None or rank == who:
-            assert found.error in error.split("|"), found
-            check([found], (found.error,), words)
+            check([found], (error,), words)
         else:
             check([found], ("RingMismatchError",), "rank 1 refused its batch")
 

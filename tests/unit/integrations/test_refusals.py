@@ -47,8 +47,8 @@ from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.tiles import head, layers
 from ds_ring.masks.catalog import Causal
 from tests.dist.contrib.images import test_images
+from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import IDS, REQUEST, attend, sharding
-from tests.unit.integrations.transformers.test_attention import session_of
 
 Given = Any
 IMAGES = Images(3)

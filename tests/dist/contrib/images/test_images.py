@@ -135,15 +135,8 @@ def test_images_are_exact(
 
 def patches_encoded(rank: int, world_size: int, name: str) -> tuple[int, int]:
     """How many patches or images this rank's encoder gets in a forward pass, and how many there are."""
-    from ds_ring.comm.mesh import RingMesh
-    from ds_ring.config.section import RingConfig, pattern_from_config
-    from ds_ring.integrations.deepspeed.session import RingSession
-    from ds_ring.integrations.transformers.attach import attach
-
-    config, mesh = RingConfig(ring_size=world_size), RingMesh.from_world(world_size)
-    session = RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
-    model = build(name)
-    attach(model, session)
+    session = start_session(world_size)
+    model = attached(build(name), session)
     seen: list[int] = []
     encode = model.base_model.get_image_features
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import Causal, RingConfig, RingMesh
 from ds_ring.contrib.policies.trees import TreeBatch, trees_of
 from ds_ring.errors import RingPatternError, RingShapeError
-from ds_ring.integrations.deepspeed.session import RingSession
+from tests.sessions import session_of
 
 IDS = torch.arange(1, 9)
 
@@ -27,7 +26,7 @@ def test_ends_of_trees_are_integers_by_sample(ends: Tensor) -> None:
 
 
 def test_a_tree_of_rollouts_has_no_documents_to_report() -> None:
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    session = session_of()
     tree = session.tree_batch([[1, 2, 3], [1, 2, 4]])
     local = session.shard_batch(tree.batch)
     with pytest.raises(RingPatternError, match=r"expected documents, got a tree; use tree\.of_rollouts"):
@@ -38,7 +37,7 @@ def test_a_tree_of_rollouts_has_no_documents_to_report() -> None:
 
 
 def test_a_session_has_no_methods_but_its_own_and_those_of_rows() -> None:
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    session = session_of()
     assert callable(session.tree_batch)
     with pytest.raises(AttributeError, match=r"engine\.ring has no attribute 'three_batch'"):
         session.three_batch  # noqa: B018

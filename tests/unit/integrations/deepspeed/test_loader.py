@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ds_ring import RingConfig, RingMesh
-from ds_ring.config.section import pattern_from_config
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.dynamic_ring import (
     Assigned,
@@ -24,20 +22,15 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
 )
 from ds_ring.integrations.deepspeed.loader import SampleOrder, ordered_loader
 from ds_ring.integrations.deepspeed.packing import PackedRows
-from ds_ring.integrations.deepspeed.session import RingSession
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
 from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
-
-
-def session() -> RingSession:
-    config = RingConfig(ring_size=1)
-    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
+from tests.sessions import session_of
 
 
 @pytest.mark.parametrize("kind", ["own", "wrapped", "stream", "distributed"])
 def test_an_epoch_goes_on_where_it_was(kind: str) -> None:
     """Real ranks, replicas and workers: tests/dist/test_loader.py."""
-    first, second = _two_epochs(session(), kind)
+    first, second = _two_epochs(session_of(), kind)
     for epoch in (first, second):
         assert sorted(number for batch in epoch for number in batch) == list(range(1, 11))
     assert (first != second) is (kind != "stream")
@@ -45,9 +38,9 @@ def test_an_epoch_goes_on_where_it_was(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["own", "wrapped"])
 def test_an_epoch_goes_on_where_it_was_again_and_again(kind: str) -> None:
-    expected, state, found = numbers(loader_of(session(), kind)), None, []
+    expected, state, found = numbers(loader_of(session_of(), kind)), None, []
     for _ in range(5):
-        loader = loader_of(session(), kind)
+        loader = loader_of(session_of(), kind)
         if state is not None:
             loader.load_state_dict(state)
         found += numbers(islice(iter(loader), 1))
@@ -154,7 +147,7 @@ def test_workers_draw_anew_in_each_epoch_and_alike_on_the_ranks_of_a_ring() -> N
     epochs = [[], []]
     for of_rank in epochs:  # two ranks of one replica, whose own generators differ
         torch.rand(1 + len(epochs[0]))
-        loader = session().loader(Drawn(), 1, num_workers=1, seed=3)
+        loader = session_of().loader(Drawn(), 1, num_workers=1, seed=3)
         of_rank += [[batch["input_ids"].tolist() for batch in loader] for _ in range(2)]
     assert epochs[0] == epochs[1]
     assert epochs[0][0] != epochs[0][1]
@@ -173,7 +166,7 @@ def test_a_ring_of_one_rank_takes_everything() -> None:
 @pytest.mark.parametrize("batch", [torch.arange(8)[None], [torch.arange(8)], None])
 def test_batches_without_names_are_refused(batch):
     with pytest.raises(RingShapeError, match=f"mapping of names to tensors, got {type(batch).__name__}"):
-        next(iter(session().wrap([batch])))
+        next(iter(session_of().wrap([batch])))
 
 
 WRONG_STATES = {
@@ -195,21 +188,21 @@ WRONG_STATES = {
 def test_a_state_of_something_else_is_refused(case: str) -> None:
     """(One beyond the data set gave an epoch without a batch.)"""
     state, words = WRONG_STATES[case]
-    loader = loader_of(session(), "own")
+    loader = loader_of(session_of(), "own")
     with pytest.raises(RingConfigError, match=f"loader state: expected .*{words}"):
         loader.load_state_dict(state)
     assert len(numbers(loader)) == len(loader), "it was changed by what was refused"
 
 
 def test_a_state_at_the_end_of_an_epoch_is_one() -> None:
-    loader = loader_of(session(), "own")
+    loader = loader_of(session_of(), "own")
     loader.load_state_dict({"epoch": 0, "samples": 10})
     assert numbers(loader) == [] and loader.epoch == 1 and len(numbers(loader)) == 5
 
 
 def test_a_stream_that_is_too_short_is_an_error() -> None:
     """Which its length does not tell."""
-    loader = loader_of(session(), "stream")
+    loader = loader_of(session_of(), "stream")
     loader.load_state_dict({"epoch": 0, "batches": 99})
     with pytest.raises(RingConfigError, match="over 99 batches a replica, got 5"):
         list(loader)
@@ -218,6 +211,6 @@ def test_a_stream_that_is_too_short_is_an_error() -> None:
 @pytest.mark.parametrize("generator", [3, "abc", torch.zeros(3), torch.zeros(16, dtype=torch.uint8), []])
 def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
     data = DataLoader(Numbered(), 2, shuffle=True, generator=torch.Generator())
-    loader = session().wrap(data)
+    loader = session_of().wrap(data)
     with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got "):
         loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})

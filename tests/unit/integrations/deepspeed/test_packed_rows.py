@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.packing import PackedRows
-from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.masks.catalog import Causal
+from tests.sessions import session_of
 
 LENGTHS = np.random.default_rng(1).lognormal(5, 1, 300).astype(int) + 1
 TEXTS = [{"input_ids": torch.arange(length) + 10_000 * index} for index, length in enumerate(LENGTHS)]
@@ -45,7 +42,7 @@ def test_what_does_not_go_together_is_refused():
         PackedRows(TEXTS, LENGTHS[1:], 512)
     with pytest.raises(RingConfigError, match="lengths from 0 on"):
         PackedRows(TEXTS, LENGTHS * (np.arange(300) > 0), 512)
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    session = session_of()
     with pytest.raises(RingConfigError, match='"documents": true'):
         session.loader(TEXTS, 2, lengths=LENGTHS, pack_tokens=512)
     rows = PackedRows(TEXTS, LENGTHS, 512)

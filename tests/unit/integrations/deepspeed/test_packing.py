@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, REAL_TOKENS, prepare_batch, valid_tokens
 from ds_ring.integrations.deepspeed.packing import (
@@ -18,11 +17,12 @@ from ds_ring.integrations.deepspeed.packing import (
     number_documents,
     positions_in_documents,
 )
-from ds_ring.integrations.deepspeed.session import REMEMBERED, RingSession
+from ds_ring.integrations.deepspeed.session import REMEMBERED
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.context import ContextCache
 from ds_ring.schedule.grid import Grid
+from tests.sessions import session_of
 
 IDS = torch.arange(1, 15).view(2, 7)
 DOCUMENTS = torch.tensor([[4, 4, 4, 9, 9, 9, 9], [5, 5, 5, 5, 5, 5, 7]])
@@ -106,10 +106,7 @@ def test_one_row_of_ids_stands_for_all():
     assert group.rows == (0, 1, 2)
 
 
-def session_of(mesh: RingMesh, **section: Any) -> RingSession:
-    section["pattern"] = {"documents": True}
-    config = RingConfig(ring_size=mesh.ring_size, **section)
-    return RingSession(config, mesh, pattern_from_config(config), torch.device("cpu"), 1.0)
+DOCUMENTED: dict[str, Any] = {"pattern": {"documents": True}}
 
 
 def test_documents_are_numbered_row_by_row_where_they_begin():
@@ -121,14 +118,14 @@ def test_documents_are_numbered_row_by_row_where_they_begin():
 
 
 def test_batches_of_one_length_keep_their_own_greatest_position():
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    session = session_of()
     for first in (0, 50, 0):
         session.shard_batch({"input_ids": IDS, "position_ids": torch.arange(first, first + 7)[None]})
         assert session.batches.current.longest == first + 6
 
 
 def test_the_latest_lengths_are_kept_and_the_first_one_goes():
-    session = RingSession(RingConfig(ring_size=1), RingMesh.single(), Causal(), torch.device("cpu"), 1.0)
+    session = session_of()
     found = []
     for tokens in (4, *range(4, 5 + REMEMBERED), 4 + REMEMBERED, 4):
         session.shard_batch({"input_ids": torch.ones(1, tokens, dtype=torch.int64)})
@@ -137,14 +134,14 @@ def test_the_latest_lengths_are_kept_and_the_first_one_goes():
 
 
 def test_a_model_never_sees_document_ids():
-    local = session_of(RingMesh.single()).shard_batch({"input_ids": IDS, "document_ids": DOCUMENTS})
+    local = session_of(**DOCUMENTED).shard_batch({"input_ids": IDS, "document_ids": DOCUMENTS})
     assert set(local) == {"input_ids", "position_ids"}
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_short_batches_keep_their_own_rows_documents(place):
     """Samples are dealt out whole: each rank's attention knows the documents of its own rows."""
-    session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8)
+    session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8, **DOCUMENTED)
     prepared, _, _ = session._prepare(lambda: {"input_ids": IDS, "document_ids": DOCUMENTS})
     local, sharding = session._cut(prepared)
     assert local["input_ids"].equal(IDS[place : place + 1])
@@ -153,7 +150,7 @@ def test_short_batches_keep_their_own_rows_documents(place):
 
 
 def test_rows_come_back_in_their_order():
-    session = session_of(RingMesh.single())
+    session = session_of(**DOCUMENTED)
     ids = torch.tensor([[1, 1, 2, 2, 2], [3, 3, 3, 3, 3], [8, 8, 0, 0, 0]])
     session.shard_batch({"input_ids": ids, "document_ids": ids})
     assert len(session.batches.current.groups) == 2
@@ -172,7 +169,7 @@ def test_rows_come_back_in_their_order():
 def test_a_backward_pass_outlives_the_table_of_contexts(monkeypatch):
     """Documents make new contexts with every batch, and the mesh keeps only the latest."""
     monkeypatch.setattr("ds_ring.ops.context.KEPT_CONTEXTS", 1)
-    session = session_of(RingMesh.single())
+    session = session_of(**DOCUMENTED)
     q = torch.randn(2, 2, 7, 4, requires_grad=True)
     outs = []
     for shift in range(3):

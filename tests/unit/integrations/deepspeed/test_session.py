@@ -8,21 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ring import RingConfig, RingMesh
-from ds_ring.config.section import pattern_from_config
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import WholeTensors
 from ds_ring.integrations.deepspeed.dynamic_ring import Assigned, joined
 from ds_ring.integrations.deepspeed.packing import DocumentPart
-from ds_ring.integrations.deepspeed.session import PREEMPTED, RingSession
+from ds_ring.integrations.deepspeed.session import PREEMPTED
 from ds_ring.integrations.deepspeed.sub_rings import SubRing
+from tests.sessions import session_of
 
 IDS = torch.arange(1, 9)
-
-
-def session(**section: Any) -> RingSession:
-    config = RingConfig(ring_size=1, **section)
-    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
 
 
 class Stream(torch.utils.data.IterableDataset[Any]):
@@ -53,23 +47,23 @@ def test_a_sample_of_no_length_is_refused(tokens: int) -> None:
     with pytest.raises(
         RingShapeError, match=rf"length: expected samples of 1 to 2147483647 tokens, got \[{tokens}\]"
     ):
-        next(iter(session().loader(Sliced(tokens), 1)))
+        next(iter(session_of().loader(Sliced(tokens), 1)))
 
 
 def test_a_stream_is_no_data_set_of_a_loader() -> None:
     with pytest.raises(RingConfigError, match="expected a data set with indices, got Stream"):
-        session().loader(Stream(), 1)
+        session_of().loader(Stream(), 1)
 
 
 def test_images_do_not_go_with_dynamic_rings() -> None:
-    one = session(dynamic_ring=True)
+    one = session_of(dynamic_ring=True)
     one.needs.whole = WholeTensors()
     with pytest.raises(RingConfigError, match="expected no dynamic_ring with images"):
         one.loader(Sliced(8), 1)
 
 
 def test_one_sequence_has_no_encoder() -> None:
-    one = session()
+    one = session_of()
     local = one.shard_batch({"input_ids": IDS[None]})
     assert one.gather(local["input_ids"]).equal(IDS[None])
     with pytest.raises(RingShapeError, match="expected the batch of an encoder-decoder, got one sequence"):
@@ -78,12 +72,12 @@ def test_one_sequence_has_no_encoder() -> None:
 
 def test_whoever_leaves_says_that_nothing_failed() -> None:
     with pytest.raises(SystemExit) as left:
-        session().leave()
+        session_of().leave()
     assert left.value.code == PREEMPTED == 75
 
 
 def test_a_session_that_has_ended_shards_nothing() -> None:
-    one = session()
+    one = session_of()
     one.end("the test is over")
     one.end("and over")
     with pytest.raises(RingConfigError, match="got one that ended: the test is over"):

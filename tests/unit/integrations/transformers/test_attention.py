@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ds_ring
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.config.section import RingConfig, pattern_from_config
+from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.adapter import describe
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
@@ -24,6 +24,7 @@ from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.masks.catalog import Causal, SlidingWindow
 from tests.dist.test_long_sequence import Largest
+from tests.sessions import session_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -56,11 +57,6 @@ FAMILIES = {
     "Mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4),
 }
 IDS = torch.randint(0, 61, (2, 33), generator=torch.Generator().manual_seed(1))
-
-
-def session_of(**section: Any) -> RingSession:
-    config = RingConfig(ring_size=1, **section)
-    return RingSession(config, RingMesh.single(), pattern_from_config(config), torch.device("cpu"), 1.0)
 
 
 def build(config: Any, implementation: str = "ds_ring") -> Any:

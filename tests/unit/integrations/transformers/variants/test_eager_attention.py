@@ -19,8 +19,9 @@ from ds_ring.integrations.transformers.attach import attach, check_model
 from ds_ring.integrations.transformers.variants.eager_attention import families, layers, scores
 from ds_ring.integrations.transformers.variants.eager_attention.families import FAMILIES, family_of
 from ds_ring.integrations.transformers.variants.eager_attention.layers import parts_of
+from tests.sessions import session_of
 from tests.unit.integrations.transformers.calls import ON, sharding
-from tests.unit.integrations.transformers.test_attention import IDS, RingConfig, session_of
+from tests.unit.integrations.transformers.test_attention import IDS, RingConfig
 
 # A class that computes attention in its own code in each version that is allowed; GPT-J does so up to 5.23.
 SIZES: dict[str, Any] = {
