@@ -413,19 +413,23 @@ def prefix(batch: Any, head: Any, q: Any, k: Any) -> Any:
     return k < 4
 
 
-def test_a_model_that_computes_its_own_loss_is_refused():
+@pytest.mark.parametrize(
+    ("replaces", "words"),
+    [(True, "computed a loss by itself"), (False, "added a term to it that each rank would compute")],
+)
+def test_a_loss_that_is_not_that_of_all_tokens_is_refused(replaces, words):
     model, session = attached()
     original = type(model).forward
 
     def forward(self: Any, labels: Any = None, **kwargs: Any) -> Any:
-        output = original(self, **kwargs)
-        output.loss = output.logits.mean()
+        output = original(self, **kwargs) if replaces else original(self, labels=labels, **kwargs)
+        own = 0.01 * output.logits.mean()
+        output.loss = own if replaces else output.loss + own
         return output
 
     model.forward = forward.__get__(model)
-    batch = session.shard_batch({"input_ids": IDS, "labels": IDS})
-    with pytest.raises(RingConfigError, match="computed a loss by itself"):
-        model(**batch)
+    with pytest.raises(RingConfigError, match=words):
+        model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
 
 
 def test_packed_positions_reach_the_model_and_its_mask_is_accepted():
@@ -574,20 +578,6 @@ def test_heads_that_pool_or_cut_tokens_are_refused():
         attach(bert, own)
         with pytest.raises(RingConfigError, match=words):
             bert(**own.shard_batch({"input_ids": IDS}))
-
-
-def test_a_term_added_to_the_loss_is_refused():
-    model, session = attached()
-    original = type(model).forward
-
-    def forward(self: Any, **kwargs: Any) -> Any:
-        output = original(self, **kwargs)
-        output.loss += 0.01 * output.logits.mean()
-        return output
-
-    model.forward = forward.__get__(model)
-    with pytest.raises(RingConfigError, match="added a term to it that each rank would compute"):
-        model(**session.shard_batch({"input_ids": IDS, "labels": IDS}))
 
 
 DILATED = {"segment_lengths": [8, 32], "dilation_rates": [1, 2]}
