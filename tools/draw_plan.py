@@ -17,8 +17,8 @@ from common import parser_of
 
 from ds_ring import Causal, Dilated, Documents, Full, SlidingWindow, build_plan, make_layout
 from ds_ring.masks.pattern import Pattern
+from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.steps import format_schedule
 from ds_ring_launcher.profile.plan_picture import draw_plan
 
 

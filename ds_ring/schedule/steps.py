@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from ds_ring.masks.slots import SlotRanges, count_slots
@@ -233,59 +233,3 @@ class Schedule:
             youngest = max(at for at in starts if at <= number)
             found.append(ExchangeBatch(number, number - youngest + 1, rounds))
         return tuple(found)
-
-
-COLUMNS = ("batch", "heads", "put in place, free", "send", "receive", "compute meanwhile")
-
-
-def format_schedule(schedule: Schedule) -> str:
-    """Return a schedule as a table for people; `ds_ring/DESIGN.md` explains an example.
-
-    The table leaves out the copies that a send makes of tokens of the shard, or of several ranges.
-    """
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    for batch in schedule.batches:
-        for index, part in batch.rounds:
-            chunk = schedule.chunks[index]
-            heads = f"{chunk.kv_heads.start}:{chunk.kv_heads.stop}"
-            cells = zip_longest([str(batch.number)], [heads], *_cells(chunk, part), fillvalue="")
-            rows += [tuple(row) for row in cells]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    title = f"rank {schedule.ring_rank}, {'backward' if schedule.backward else 'forward'}"
-    return "\n".join([title, *(line.rstrip() for line in lines)])
-
-
-def _cells(chunk: HeadChunk, part: Round) -> list[list[str]]:
-    """Return the entries of the last four columns."""
-    sends = [f"{_message(step)} to {step.peer}" for step in part.posted if isinstance(step, Send)]
-    receives = [
-        f"{_message(step)} from {step.peer} in {name_of(step.buffer)}"
-        for step in part.posted
-        if isinstance(step, Recv)
-    ]
-    computing = [
-        f"hop {step.hop}: {name_of(step.buffer)}"
-        + ("" if step.gradients is None else f" -> {name_of(step.gradients)}")
-        for step in part.computed
-    ]
-    return [_arrivals(chunk, part), sends, receives, computing]
-
-
-def _arrivals(chunk: HeadChunk, part: Round) -> list[str]:
-    posted = (step for one in chunk.steps.rounds for step in one.posted)
-    copies = {step.packed for step in posted if isinstance(step, Send)}
-    freed = [step.buffer for step in part.arrived if isinstance(step, Free) and step.buffer not in copies]
-    signs = ["+=" if buffer.payload is Payload.GRADIENTS else "=" for buffer in chunk.steps.buffers]
-    texts = [
-        f"{name_of(step.buffer)} {signs[step.buffer]} {name_of(step.source)}"
-        for step in part.arrived
-        if isinstance(step, Accumulate)
-    ]
-    if names := [name_of(buffer) for buffer in freed if buffer != RESULTS]:
-        texts.append(f"free {' '.join(names)}")
-    return [*texts, "results are done"] if RESULTS in freed else texts
-
-
-def _message(step: Send | Recv) -> str:
-    return f"{'K' if step.payload.names == 'K/V' else 'G'}{step.origin}[{count_slots(step.slots)}]"

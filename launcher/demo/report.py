@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_ring.integrations.written_files import replace_text
+from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.steps import format_schedule
 
 from ..profile.pictures import draw_timeline
 from ..profile.plan_picture import draw_plan

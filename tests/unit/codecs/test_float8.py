@@ -14,8 +14,9 @@ from torch import Tensor
 from ds_ring import Dilated, build_plan, make_layout
 from ds_ring.codecs import float8
 from ds_ring.codecs.float8 import Float8Rows
+from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring.schedule.steps import Compute, Payload, Send, format_schedule
+from ds_ring.schedule.steps import Compute, Payload, Send
 from tests.cases import PATTERNS, layout_for, tensors
 from tests.reference import dense_attention, relative_error
 from tests.unit.ring.test_ring_pass import SHAPE, ring_of_threads

@@ -8,11 +8,11 @@ import pytest
 from ds_ring import Dilated, build_plan, make_layout
 from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.kernels.select import block_side
+from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.registry import FAST_KERNELS, KERNELS
 from ds_ring.schedule.choose import bound_to_one_head
 from ds_ring.schedule.head_class import HeadClass
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.steps import format_schedule
 from tests.cases import longnet
 from tests.unit.kernels.flex.test_layouts import executed
 from tests.unit.schedule.test_plan import attended

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_ring import Causal, build_plan, make_layout
+from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
-from ds_ring.schedule.steps import format_schedule
 
 DESIGN = Path(__file__).resolve().parents[3] / "ds_ring" / "DESIGN.md"
 
