@@ -17,7 +17,7 @@ from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, ch
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
 from ds_ring.registry import DEVICES, load
-from ds_ring.schedule.layout import Layout, whole_blocks
+from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
@@ -119,8 +119,6 @@ def check(
     layout = context.layout_for(q.shape[2] * parts, q.device.type)
     check_tokens(k.shape[2], layout.part_slots(parts), q.shape[2])
     check_length(context.pattern, layout)
-    if context.options.row.whole_blocks:
-        whole_blocks(layout, context.options.block_size)
     # Patterns count the heads of all Ulysses ranks: q has them all before the all-to-all, H / U after it.
     all_heads = q.shape[1] * context.mesh.ulysses_size // parts
     context.pattern.check(layout.tokens, q.shape[0], all_heads, str(q.device))

@@ -324,7 +324,7 @@ WRONG = {
             arguments.update(pattern=Dilated((16, 64), (1, 4), causal=True)),
         ),
         "RingPatternError",
-        ("one pattern for all heads", "head_offsets"),
+        ("the same for all heads", "head_offsets"),
     ),
     "no time at all": Wrong(put(hop_timeout_seconds=0.0), "RingConfigError",
         ("seconds above 0, got 0.0", "use 10 or 60"), ALL),
