@@ -51,9 +51,7 @@ def ring_hops(
             results = (final[:, heads], lse[rank][:, heads])
             dk_p, dv_p = (torch.zeros_like(x, dtype=dtype) for x in (k_p, v_p))
             for grads in kernel.backward(*queries, k_p, v_p, *results, hop_plan.tiles, scale):
-                grads.q_rows.of(dq[rank][:, heads][:, grads.heads]).add_(grads.dq_BHSD)
-                grads.k_rows.of(dk_p).add_(grads.dk_BGSD)
-                grads.k_rows.of(dv_p).add_(grads.dv_BGSD)
+                grads.add_to(dq[rank][:, heads], dk_p, dv_p)
             for total, part in ((dk, dk_p), (dv, dv_p)):
                 total[hop_plan.origin][:, kv] = total[hop_plan.origin][:, kv].index_add(2, held, part)
     whole = (_unshard(parts, order, q.shape[2]) for parts in (out, lse, dq, dk, dv))

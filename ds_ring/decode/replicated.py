@@ -89,9 +89,7 @@ class ReplicatedPass:
             grad_lse_w = None if grad_lse is None else grad_lse[:, heads]
             inputs = (grad_w, q_w, k_w, v_w, out_w, lse_w, tiles, self.scale, grad_lse_w)
             for part in self.kernel.of_heads(heads).backward(*inputs):
-                part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
-                part.k_rows.of(dk_w).add_(part.dk_BGSD)
-                part.k_rows.of(dv_w).add_(part.dv_BGSD)
+                part.add_to(dq_w, dk_w, dv_w)
         if self.exchange is not None:
             # dk and dv need no message, since the keys are on this rank only.
             dq = _all_reduce(self.exchange, dq.flatten(0, 2), _sum_rows).view(q.shape)

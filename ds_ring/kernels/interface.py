@@ -284,19 +284,19 @@ class PartialGrads(NamedTuple):
     tokens_first: bool = False
 
     @property
-    def dq_BHSD(self) -> Tensor:  # noqa: N802
-        """Return dq in the shape of `q_rows.of`."""
-        return self.dq.transpose(-3, -2) if self.tokens_first else self.dq
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk and dv in the shapes of `q_rows.of` and `k_rows.of`."""
+        dq, dk, dv = self.dq, self.dk, self.dv
+        if self.tokens_first:
+            dq, dk, dv = (x.transpose(-3, -2) for x in (dq, dk, dv))
+        return dq, dk, dv
 
-    @property
-    def dk_BGSD(self) -> Tensor:  # noqa: N802
-        """Return dk in the shape of `k_rows.of`."""
-        return self.dk.transpose(-3, -2) if self.tokens_first else self.dk
-
-    @property
-    def dv_BGSD(self) -> Tensor:  # noqa: N802
-        """Return dv in the shape of `k_rows.of`."""
-        return self.dv.transpose(-3, -2) if self.tokens_first else self.dv
+    def add_to(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients to sums over all slots, [B, H, S, D], [B, G, n, D] and [B, G, n, E]."""
+        of_q, of_k, of_v = self.heads_first
+        self.q_rows.of(dq[:, self.heads]).add_(of_q)
+        self.k_rows.of(dk).add_(of_k)
+        self.k_rows.of(dv).add_(of_v)
 
 
 class KernelNeeds(NamedTuple):

@@ -198,5 +198,5 @@ def check_tokens(k_tokens: int, slots: int, q_tokens: int | None = None) -> None
     """
     if k_tokens != slots or q_tokens not in (None, slots):
         got = f"{f'q with {q_tokens} and ' if q_tokens is not None else ''}k with {k_tokens} local tokens"
-        advice = "use ds_ring.shard_sequence (ds_ring.decode_attention takes queries that all ranks have)"
+        advice = "use shard_sequence (decode_attention takes queries that every rank has whole)"
         raise RingShapeError.wrong("shards", f"{slots} slots per rank, those of the layout", got, advice)

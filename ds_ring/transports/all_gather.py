@@ -69,9 +69,7 @@ class GatherPass:
             inputs = (grad_w, q_w, *kv_pair, out_w, lse_w, tiles, self.scale, grad_lse_w)
             dq_w, dk_w, dv_w = dq[:, heads], all_dk[origin][:, kv], all_dv[origin][:, kv]
             for part in self.kernel.of_heads(heads).backward(*inputs):
-                part.q_rows.of(dq_w[:, part.heads]).add_(part.dq_BHSD)
-                part.k_rows.of(dk_w).add_(part.dk_BGSD)
-                part.k_rows.of(dv_w).add_(part.dv_BGSD)
+                part.add_to(dq_w, dk_w, dv_w)
         dk, dv = all_dk[0], all_dv[0]
         if self.exchange is not None:
             group = self.exchange.mesh.ring_group

@@ -219,9 +219,7 @@ class ReproduciblePass:
                 dq, dk, dv = (torch.zeros_like(x, dtype=dtype) for x in (q_i, k_j, v_j))
                 inputs = (grad_i, q_i, k_j, v_j, out_i, lse_i, self._tiles(number, query, key), self.scale)
                 for one in self.kernel.of_heads(heads).backward(*inputs, grad_lse_i):
-                    one.q_rows.of(dq[:, one.heads]).add_(one.dq_BHSD)
-                    one.k_rows.of(dk).add_(one.dk_BGSD)
-                    one.k_rows.of(dv).add_(one.dv_BGSD)
+                    one.add_to(dq, dk, dv)
                 if (number, query) not in of_queries:
                     leaves = np.flatnonzero(self._squares(number)[query])
                     of_queries[number, query] = TreeSum(leaves, torch.add)

@@ -145,9 +145,7 @@ def differentiate(kernel: Kernel, rank: Rank) -> None:
         grad, q, out, lse, dq = (x[:, hop.heads] for x in (rank.grad, rank.q, rank.out, rank.lse, total))
         dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (hop.k, hop.v))
         for part in kernel.backward(grad, q, hop.k, hop.v, out, lse, hop.tiles, q.shape[-1] ** -0.5):
-            part.q_rows.of(dq[:, part.heads]).add_(part.dq_BHSD)
-            part.k_rows.of(dk).add_(part.dk_BGSD)
-            part.k_rows.of(dv).add_(part.dv_BGSD)
+            part.add_to(dq, dk, dv)
 
 
 def both(kernel: Kernel, rank: Rank) -> None:

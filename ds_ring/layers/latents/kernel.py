@@ -211,13 +211,13 @@ class LatentKernel:
             of_lse = None if grad_lse is None else grad_lse[:, heads]
             given = (grad_here, q_here, k, v, out_here, lse_here, tiles, scale, of_lse)
             for part in self._kernel_of(heads).backward(*given):
-                dk, rows = part.dk_BGSD, part.k_rows
+                (dq, dk, dv), rows = part.heads_first, part.k_rows
                 rows.of(of_keys).add_(dk[..., :nope])
                 rows.of(d_rope).add_(dk[..., nope:].sum(-3, keepdim=True))
-                rows.of(of_values).add_(part.dv_BGSD)
+                rows.of(of_values).add_(dv)
                 among = _among(heads, part.heads, q.shape[1])
-                yield PartialGrads(among, part.q_rows, NO_ROWS, part.dq_BHSD, *no_keys)
-                del part, dk
+                yield PartialGrads(among, part.q_rows, NO_ROWS, dq, *no_keys)
+                del part, dq, dk, dv
             del k, v
             self._project_back(expanded, latent, heads, d_latent)
         yield PartialGrads(ALL_HEADS, NO_ROWS, Rows(0, 1, latent.shape[2]), no_queries, d_latent, d_rope)

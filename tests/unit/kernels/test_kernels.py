@@ -69,9 +69,7 @@ def run_kernel(
         merge_(rows.of(out[:, part.heads]), rows.of(lse[:, part.heads]), part.out_BHSD, part.lse_BHS)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for grads in kernel.backward(grad_out, q, k, v, out, lse, tiles, 0.25):
-        grads.q_rows.of(dq[:, grads.heads]).add_(grads.dq_BHSD)
-        grads.k_rows.of(dk).add_(grads.dk_BGSD)
-        grads.k_rows.of(dv).add_(grads.dv_BGSD)
+        grads.add_to(dq, dk, dv)
     return out, lse, dq, dk, dv
 
 

@@ -178,8 +178,7 @@ class AsOnCuda(FlashKernel):
 
     def backward(self, grad_out: Tensor, *more: Any) -> Iterator[PartialGrads]:
         for part in super().backward(grad_out, *more):
-            found = (part.dq_BHSD, part.dk_BGSD, part.dv_BGSD)
-            grads = (x.to(grad_out.dtype).transpose(-3, -2).contiguous() for x in found)
+            grads = (x.to(grad_out.dtype).transpose(-3, -2).contiguous() for x in part.heads_first)
             yield PartialGrads(*part[:3], *grads, True)
 
     def of_heads(self, heads: slice) -> FlashKernel:

@@ -147,9 +147,10 @@ def take(
         assert part.out_BHSD.dtype == dtype and part.lse_BHS.dtype == torch.float32
         seen += 1
     for grads in kernel.backward(grad, q, k, v, out, lse, tiles, 0.1):
-        assert grads.dq_BHSD.shape == grads.q_rows.of(q[:, grads.heads]).shape
-        assert grads.dk_BGSD.shape == grads.k_rows.of(k).shape == grads.dv_BGSD.shape
-        assert grads.dq_BHSD.device.type == device
+        dq, dk, dv = grads.heads_first
+        assert dq.shape == grads.q_rows.of(q[:, grads.heads]).shape
+        assert dk.shape == grads.k_rows.of(k).shape == dv.shape
+        assert dq.device.type == device
     return seen
 
 
@@ -263,12 +264,7 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
             lse_before.copy_(total)
         sums = [torch.zeros_like(x) for x in (q, k, v)]
         for grads in kernel.backward(grad, q, k, v, out, lse, tiles, scale, grad_lse):
-            for total, rows, heads, part in (
-                (sums[0], grads.q_rows, grads.heads, grads.dq_BHSD),
-                (sums[1], grads.k_rows, slice(None), grads.dk_BGSD),
-                (sums[2], grads.k_rows, slice(None), grads.dv_BGSD),
-            ):
-                rows.of(total[:, heads]).add_(part)
+            grads.add_to(*sums)
         found.append((out, lse, *sums))
     for got in found[1:]:
         for a, b in zip(got, found[0], strict=True):
