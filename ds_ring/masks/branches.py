@@ -83,19 +83,24 @@ class Primitive(ABC):
     def refine_sum(cls, tiles: Tiles, alternatives: list[Any], causal: bool) -> Tiles | None:
         """Cut rectangles by a sum of primitives of this class that label queries and keys alike.
 
-        None: as `joins.py` does, one alternative after the other. If `causal`, keys after their query may be
-        left out: the band will drop them.
+        Return None to let `joins.py` join one alternative after the other. If `causal`, keys after their
+        query may be left out: the band will drop them.
         """
         return None
 
     @classmethod
-    def near_pairs(cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
-        """Return the pairs of runs (start, step, length) that some conjunction may join; None: all pairs."""
+    def near_pairs(
+        cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray
+    ) -> RunPairs | None:
+        """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
+
+        `joined` are the labels that each branch compares.
+        """
         return None
 
 
 Joined = tuple[Primitive, Primitive]  # of queries and of keys: their labels are compared
-Pairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
+RunPairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
 
 
 def each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:

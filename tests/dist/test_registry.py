@@ -159,7 +159,11 @@ def patterns_in(value: Any) -> Iterator[type[Pattern]]:
 
 
 def test_every_public_pattern_has_a_row() -> None:
-    homes = {name: home for name, home in PUBLIC.items() if home.startswith("ds_ring.masks.")}
+    homes = {
+        name: home
+        for name, home in PUBLIC.items()
+        if home.startswith(("ds_ring.masks.", "ds_ring.patterns."))
+    }
     public = {name for name in homes if issubclass(getattr(ds_ring, name), Pattern)}
     assert {"Causal", "MaskMod"} <= public
     found = {kind.__name__ for mask in MASKS.values() for kind in patterns_in(mask.pattern)}

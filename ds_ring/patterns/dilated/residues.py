@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.branches import NO_LABEL, Joined, Pairs, Pieces, Primitive, Segment
+from ds_ring.masks.branches import NO_LABEL, Joined, Pieces, Primitive, RunPairs, Segment
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, Tiles, Weights
 
@@ -71,7 +71,9 @@ class Residue(Primitive):
         return Tiles.concat([nothing, *_refined(tiles, alternatives, causal)])
 
     @classmethod
-    def near_pairs(cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+    def near_pairs(
+        cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray
+    ) -> RunPairs | None:
         return _near_pairs(joined, q_runs, k_runs)
 
 
@@ -259,7 +261,7 @@ def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ..
     return tuple(found)
 
 
-def _near_pairs(joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> Pairs | None:
+def _near_pairs(joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> RunPairs | None:
     """Return the pairs of runs that some branch may join; see `Primitive.near_pairs`.
 
     A pair is left out only if every branch has a dilation that gives no two of its tokens the same label. In
@@ -285,7 +287,7 @@ def _near_pairs(joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntAr
     return pairs // len(k_runs), pairs % len(k_runs)
 
 
-def _reached(dilation: Residue, runs: IntArray) -> Pairs:
+def _reached(dilation: Residue, runs: IntArray) -> RunPairs:
     """Return (run, segment) rows for the segments in which a run may have tokens of a dilation."""
     start, step, length = runs.T
     last = start + (length - 1) * step
