@@ -31,7 +31,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, Shape, document_ids, layout_for, longnet, tensors
-from tests.fake_cuda import fake_tensors
+from tests.fake_cuda import fake_gpu, fake_tensors
 from tests.flash_operators import emulated
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
@@ -305,13 +305,11 @@ def test_the_newest_that_is_installed_for_the_device_is_the_default(
     major: int, installed: bool, activated: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr("ds_ring.kernels.flash.kernel.find_spec", lambda name: name if installed else None)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
     _installed_for.cache_clear()
     _, tiles = next(hops_of(Causal(), "contiguous", 1, 93))
-    with fake_tensors():
+    with fake_tensors(), fake_gpu(get_device_capability=(major, 0), current_device=0):
         take(FlashKernel(), tiles, 1, 64, torch.bfloat16, "cuda")
     _installed_for.cache_clear()
     assert list(dict.fromkeys(asked)) == activated
