@@ -12,6 +12,7 @@ import ast
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -225,27 +226,37 @@ def still_needing(name: str) -> list[str]:
     return found
 
 
-def core_lines(name: str) -> list[str]:
-    """Return the lines of code of the core that name a capability, comments and docstrings left out."""
-    word = re.compile(CAPABILITIES[name].words)
+class CodeLine(NamedTuple):
+    """A line of code of the core, without its comment."""
+
+    place: str
+    code: str
+
+
+@cache
+def code_of_the_core() -> tuple[CodeLine, ...]:
+    """Return the lines of code of the core, comments and docstrings left out."""
     parts = [part for floor in architecture.CORE for part in floor]
     found = []
     for module, path in architecture.MODULES.items():
         if module == "registry" or not any(architecture.is_in(module, part) for part in parts):
             continue
-        lines = path.read_text().splitlines()
-        tree = ast.parse(path.read_text())
         prose = {
             number
-            for node in ast.walk(tree)
+            for node in architecture.nodes_of(architecture.tree_of(path))
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
         }
-        for number, line in enumerate(lines, 1):
-            code = line.split("#", 1)[0]
-            if number not in prose and word.search(code):
-                found.append(f"{module}, line {number}: {code.strip()}")
-    return found
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if number not in prose:
+                found.append(CodeLine(f"{module}, line {number}", line.split("#", 1)[0]))
+    return tuple(found)
+
+
+def core_lines(name: str) -> list[str]:
+    """Return the lines of code of the core that name a capability."""
+    word = re.compile(CAPABILITIES[name].words)
+    return [f"{place}: {code.strip()}" for place, code in code_of_the_core() if word.search(code)]
 
 
 def removed(name: str, folder: Path) -> Path:

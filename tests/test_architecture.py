@@ -160,8 +160,13 @@ def imports_of(name: str) -> Iterator[str]:
             yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
-def own_imports_of(name: str) -> set[str]:
+def own_imports_of(name: str) -> frozenset[str]:
     """The modules of ds_ring that the module imports, by their names here; "" is the package itself."""
+    return _own_imports_of(name, MODULES[name])
+
+
+@cache
+def _own_imports_of(name: str, path: Path) -> frozenset[str]:
     found = set()
     for imported in imports_of(name):
         parts = imported.split(".")
@@ -171,7 +176,7 @@ def own_imports_of(name: str) -> set[str]:
         while inner and ".".join(inner) not in MODULES:
             inner.pop()  # the last part is a name inside the module
         found.add(".".join(inner))
-    return found
+    return frozenset(found)
 
 
 def is_in(name: str, part: str) -> bool:
