@@ -25,8 +25,11 @@ TOUCHED: dict[str, tuple[str, tuple[str, str, str] | None]] = {
         ("__init__.pyi", "from ds_ring.masks.catalog import Chunked",
             "from ds_ring.masks.block_causal import BlockCausal as BlockCausal"),
     ),
-    "layout": ("schedule/mirrored.py",
-        ("registry.py", '    "striped": ', '    "mirrored": "ds_ring.schedule.mirrored.make_mirrored",')),
+    "layout": (
+        "layouts/mirrored.py",
+        ("registry.py", '    "striped": ',
+            '    "mirrored": LayoutRow("ds_ring.layouts.mirrored.make_mirrored"),'),
+    ),
     "kernel": (
         "kernels/double.py",
         ("registry.py", '    "reference": KernelRow',
