@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ds_ring import MaskMod, RingMesh
+from ds_ring import MaskMod, RingAttention, RingMesh
 from ds_ring.ops.options import Options
 from tests.cases import LAYOUTS, Shape
 from tests.dist.harness import RankPool
@@ -164,15 +164,21 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
     """What a mask captured is changed after its first use."""
     mesh, ids, size = RingMesh.from_world(world_size), SIXTY_FOUR.clone(), 9
     pattern = MaskMod(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k <= size))
-    attend(right_arguments(mesh) | {"pattern": pattern})
-    if what == "tensor":
+    given = right_arguments(mesh) | {"pattern": pattern}
+    module = RingAttention(pattern, mesh=mesh, layout=given["layout"])
+
+    def call() -> torch.Tensor:
+        return module(given["q"], given["k"], given["v"]) if "module" in what else attend(given)
+
+    call()
+    if "tensor" in what:
         ids[0] = 3
     else:
         size = 8
-    return refusal(lambda: attend(right_arguments(mesh) | {"pattern": pattern}), mesh)
+    return refusal(call, mesh)
 
 
-@pytest.mark.parametrize("what", ["tensor", "number"])
+@pytest.mark.parametrize("what", ["tensor", "number", "tensor, by a module", "number, by a module"])
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
     for found in outcomes(rank_pool(2), changed_masks, what):
         check_refusal(found, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from ds_ring import (
     make_layout,
     shard_sequence,
 )
+from ds_ring.comm.exchange import Exchange
 from tests import calls
 from tests.cases import Shape, tensors
 from tests.clock import unqueued_seconds
@@ -365,6 +367,21 @@ def test_every_rank_of_the_sequence_hears_of_it(
         check_refusal(
             found, WRONG[name].error if wrong_itself else MISMATCH, () if wrong_itself else (place,)
         )
+
+
+def documents_of_other_tokens(rank: int, world_size: int) -> str:
+    """What a pattern of too few tokens raises on Ulysses ranks, which cannot exchange heads meanwhile."""
+    mesh = RingMesh.from_world(1, world_size)
+    arguments = right_arguments(mesh) | {"pattern": ds_ring.Documents([0] * 7)}
+    sending = mock.patch.object(Exchange, "all_to_all", side_effect=AssertionError("heads were sent"))
+    with sending, pytest.raises(RingError) as raised:
+        attend(arguments)
+    return f"{raised.type.__name__}: {raised.value}"
+
+
+def test_a_pattern_of_other_tokens_is_refused_before_heads_are_exchanged(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(documents_of_other_tokens):
+        assert found.startswith("RingPatternError") and "of 64 tokens, as the layout, got one of 7" in found
 
 
 def heads_over_ulysses(rank: int, world_size: int) -> Refusal:
