@@ -138,11 +138,12 @@ FlagOrPart = Annotated[
 
 def problems_of(error: ValidationError, model: type[BaseModel], prefix: str) -> list[Problem]:
     """Return every problem that pydantic found in `model`, whose keys are under `prefix`."""
+    details = error.errors(include_url=False)
     problems: dict[str, Problem] = {}  # one for each key: of a union, pydantic reports every member
-    for detail in error.errors(include_url=False):
-        # To look for what was meant by each of 40 000 unknown keys would take minutes.
-        key = _dotted(prefix, detail["loc"]) if len(problems) >= MAX_PROBLEMS else ""
-        found = Problem(key, detail["msg"]) if key else _problem(detail, model, prefix)
+    for done, detail in enumerate(details):
+        if len(problems) >= MAX_PROBLEMS:  # more are only counted: 40 000 unknown keys would take minutes
+            return [*problems.values(), *[Problem("", "")] * (len(details) - done)]
+        found = _problem(detail, model, prefix)
         problems.setdefault(found.key, found)
     return list(problems.values())
 
