@@ -9,7 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_ring import RingMesh, build_plan
+from ds_ring import Causal, Full, PassOptions, RingMesh, build_plan, ring_attention
+from ds_ring.comm.messages import MessageSize
+from ds_ring.errors import RingMismatchError
+from ds_ring.ring.observer import BatchEvent, Observers
 from tests.cases import PATTERNS, Shape, layout_for, tensors
 from tests.dist.deepspeed_ranks import json_config, start_engine
 from tests.dist.harness import RankPool
@@ -20,6 +23,7 @@ from tests.reference import dense_attention
 Pool = Callable[[int], RankPool]
 SHAPE = Shape(batch=1, query_heads=4, kv_heads=2, tokens=130)
 LAYOUTS = ("contiguous", "zigzag", "auto")
+BY_HOPS = PassOptions(stage_bytes=0)
 
 
 def two_nodes(rank: int, world_size: int, dtype: torch.dtype, payload: str) -> dict[tuple[str, ...], float]:
@@ -55,10 +59,30 @@ def test_two_nodes_of_two_are_exact(rank_pool: Pool, dtype: torch.dtype, payload
         assert max(kept) < 1e-12, errors
 
 
-def other_nodes(rank: int, world_size: int) -> str:
-    from ds_ring import Causal, ring_attention
-    from ds_ring.errors import RingMismatchError
+class Sends(list[MessageSize]):
+    """Observe what a rank sends in forward passes."""
 
+    def on_batch(self, event: BatchEvent) -> None:
+        if event.phase == "forward" and event.stage == "compute":
+            self.extend(event.posted.sends)
+
+
+def bytes_to_the_other_node(rank: int, world_size: int, ranks_per_node: int) -> float:
+    """In shards of K and V, of a pass of two nodes of two that attends to all keys."""
+    mesh, sends = RingMesh.from_world(world_size, ranks_per_node=ranks_per_node), Sends()
+    mesh.owners[Observers].append(sends)
+    q = torch.zeros(1, 2, 16, 8)
+    ring_attention(q, q, q, pattern=Full(), layout="contiguous", mesh=mesh, options=BY_HOPS)
+    return sum(one.payload_bytes for one in sends if one.peer // 2 != rank // 2) / (2 * q.nbytes)
+
+
+def test_a_shard_crosses_between_nodes_once(rank_pool: Pool) -> None:
+    """Where nodes are known, each rank sends its own; else the last rank of a node sends all that pass it."""
+    assert rank_pool(4).run(bytes_to_the_other_node, 2) == [1, 1, 1, 1]
+    assert rank_pool(4).run(bytes_to_the_other_node, 4) == [0, 3, 0, 3]
+
+
+def other_nodes(rank: int, world_size: int) -> str:
     mesh = RingMesh.from_world(world_size)
     # as if a launcher had started other numbers of ranks on the nodes
     mesh = replace(mesh, ranks_per_node=2 if rank else 1)
