@@ -12,6 +12,7 @@ import copy
 import json
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,7 +54,8 @@ def read_small(path: Path, most_bytes: int = MAX_BYTES) -> str:
     except (FileNotFoundError, IsADirectoryError):
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise RingConfigError(f"{label}: cannot be read: {getattr(error, 'strerror', error)}") from None
+        got = getattr(error, "strerror", error)
+        raise RingConfigError.wrong(label, "a file that can be read", str(got), "check the path") from None
     if len(data) > most_bytes:
         most = f"{most_bytes:,} bytes"
         raise RingConfigError.wrong(label, f"at most {most}", "more", "is this the right file?")
@@ -102,8 +104,11 @@ def parse_object(text: str, label: str) -> Json:
     except RecursionError:
         what = sentence(f"at most {MAX_NESTED} brackets in each other", "more", "is this the right text?")
         raise config_error(label, f"cannot be read as JSON: {what}") from None
-    except ValueError as error:  # a key that occurs twice, or an integer of 5000 digits
-        raise config_error(label, f"cannot be read as JSON: {str(error).split(' for integer')[0]}") from None
+    except Refused as error:
+        raise config_error(label, f"cannot be read as JSON: {error}") from None
+    except ValueError:
+        what = sentence(f"integers of at most {sys.get_int_max_str_digits()} digits", "more", "shorten them")
+        raise config_error(label, f"cannot be read as JSON: {what}") from None
     if not isinstance(value, dict):
         expected = "a JSON object {...} at the top level"
         raise config_error(label, sentence(expected, shown(value), "write {...} with keys"))

@@ -80,7 +80,7 @@ def refused_dtensors(mesh: ds_ring.RingMesh, layout: Any, ring: Any) -> None:
 
     local = torch.randn(1, HEADS, layout.local_tokens, 8)
     q = DTensor.from_local(local, ring, [Shard(2)])
-    with pytest.raises(ds_ring.RingShapeError, match=r"call .to_local\(\) if its placement"):
+    with pytest.raises(ds_ring.RingShapeError, match=r"call .to_local\(\) if it is placed"):
         ds_ring.ring_attention(q, q, q, pattern=ds_ring.Causal(), layout=layout, mesh=mesh)
     plain = (q.to_local() for _ in range(3))
     ds_ring.ring_attention(*plain, pattern=ds_ring.Causal(), layout=layout, mesh=mesh)

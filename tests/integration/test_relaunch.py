@@ -205,7 +205,7 @@ def test_a_host_that_takes_no_environment_is_named(workplace: Workplace) -> None
         workplace.start([*DS_RING, str(workplace.write(yaml + RUN, COUNT))], **caller)
     )
     assert status == HOSTS_MISSING, output
-    assert "to take the ranks' environment by ssh, got node-1: ssh ended with status 255" in output, output
+    assert "the environment to pass ssh, got node-1: ssh ended with status 255" in output, output
 
 
 def test_a_host_that_never_came_is_named(workplace: Workplace) -> None:  # noqa: F811

@@ -135,7 +135,7 @@ def check_models(copy: Path, *families: str) -> list[dict[str, Any]]:
     return reports
 
 
-@pytest.mark.day("variant relative_bias")  # the one whose models are made soonest
+@pytest.mark.night  # by day: nothing imports them, and one capability is deleted
 @pytest.mark.parametrize("name", OF_MODELS)
 def test_a_model_of_another_variant_trains_without_it(name: str, tmp_path: Path) -> None:
     row = CAPABILITIES[name]

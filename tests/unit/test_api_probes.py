@@ -24,7 +24,7 @@ from ds_ring.registry import KV_PAYLOADS
 from tests import calls
 
 SECONDS = 1.0
-NO_FILE = ("file does not exist", "cannot be read")  # what a text that is no path gets
+NO_FILE = ("file does not exist", "expected a file that can be read")  # what a text that is no path gets
 TRIES = 3  # other programs on the machine can only add to a time
 
 

@@ -352,7 +352,7 @@ WRONG: list[tuple[dict[str, Any], type[RingError], str]] = [
     ({"q": torch.randn(1, 4, 3, 32).bfloat16()}, RingShapeError, "cast or move"),
     ({"k": torch.randn(1, 2, 7, 32), "v": torch.randn(1, 2, 7, 32)}, RingShapeError,
         "40 slots.*got k with 7"),
-    ({"queries": "sharded"}, RingShapeError, "decode_attention takes queries that all ranks have"),
+    ({"queries": "sharded"}, RingShapeError, "decode_attention takes queries that every rank has"),
 ]  # fmt: skip
 
 

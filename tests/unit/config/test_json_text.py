@@ -147,4 +147,4 @@ def test_a_file_without_permission(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(SOUND)
     path.chmod(0)
-    assert "cannot be read: " in refusal(path)
+    assert "expected a file that can be read" in refusal(path)
