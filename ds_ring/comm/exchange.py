@@ -30,7 +30,7 @@ NOT_COUNTED = BatchSizes(False, 0, 0)  # for headers, which do not count as payl
 
 
 class Route(NamedTuple):
-    """What `Exchange.start` needs besides the tensors; made once for equal batches. See [Note: routes].
+    """What `Exchange.start` needs besides tensors, made once for equal batches: [Note: routes], messages.py.
 
     Attributes:
         receives, sends: the group rank of the peer of each message, in order.
@@ -62,8 +62,8 @@ class Route(NamedTuple):
 # - Headers are compared before the first payload is posted. Otherwise a message of another size or dtype is
 #   received as silent garbage. (On a GPU, hop 0 may compute while headers are compared.)
 # - Buffers in flight are never written.
-# - Every Work is kept and waited for, with a deadline. On a GPU the stream waits and a thread holds the
-#   deadline (`waiting.py`).
+# - Every Work is kept and waited for, with a deadline: by the host (`waiting.py`), or on a GPU by the stream,
+#   while a thread enforces the deadline (`cuda/watchdog.py`).
 # - Both sides list the messages of a batch in the same order: messages between two ranks are matched by order
 #   alone (NCCL ignores tags). In a ring of two ranks, previous and next are the same rank.
 class Exchange:
@@ -87,7 +87,7 @@ class Exchange:
 
     @cached_property
     def _work_watchdog(self) -> Watchdog | None:
-        # Loaded for messages between GPUs alone: with gloo the host waits.
+        # Only messages between GPUs need a watchdog: with gloo the host waits.
         found: Watchdog | None = None
         if "cuda" in DEVICES:
             found = load(DEVICES["cuda"].watchdog).for_mesh(self.mesh)
@@ -140,7 +140,7 @@ class Exchange:
         self, receives: list[int], sends: list[int], like: Tensor, group: ProcessGroup | None,
         sizes: BatchSizes = NOT_COUNTED,
     ) -> Route:  # fmt: skip
-        """Return the route of messages from and to ranks of the world, of tensors like this one."""
+        """Return the route of messages from and to these world ranks, of tensors on the device of `like`."""
         peers: list[tuple[int, ...]] = [(rank,) for rank in (*receives, *sends)]
         of, to = (
             tuple(rank if group is None else dist.get_group_rank(group, rank) for rank in side)
@@ -254,7 +254,7 @@ class Exchange:
         sends = [part.contiguous() for part in parts]
         check_alive(self.mesh, None)
         if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
-            # gloo of torch 2.11 has no all-to-all of lists, and one of single tensors.
+            # gloo of torch 2.11 has the all-to-all of single tensors only, not the one of lists.
             sends = [torch.stack(sends)]
             whole = torch.empty_like(sends[0])
             received = list(whole)
@@ -289,7 +289,7 @@ class Exchange:
 
 
 def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
-    """Return an exchange for a collective outside of a pass; its limit allows for a peer that loads data."""
+    """Return an exchange for a collective outside of a pass, with the limit "step": a peer may load data."""
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))
 

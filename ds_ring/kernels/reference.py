@@ -16,7 +16,7 @@ from ds_ring.masks.tiles import Tiles
 
 def weights_of(scores: Tensor, lse: Tensor) -> Tensor:
     """Return exp(scores - lse); 0 in rows without keys."""
-    # A row without keys has lse -inf: clamped, its weights are exp(-inf) = 0 and not NaN.
+    # A row without keys has scores and lse of -inf; clamp lse, so that exp gives 0 and not NaN.
     return torch.exp(scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1))
 
 
@@ -49,7 +49,7 @@ class ReferenceKernel:
             q_t, grad_t, out_t = (tile.q_rows.of(x[:, heads]).to(scores.dtype) for x in (q, grad_out, out))
             # With the global lse these are this tile's columns of the whole softmax.
             weights = weights_of(scores, tile.q_rows.of(lse[:, heads]).to(scores.dtype))
-            # With the global out this is the sum over all keys, which no tile could form by itself.
+            # With the global out, delta is the sum of weights * dweights over the keys of all tiles.
             delta = (grad_t * out_t).sum(-1, keepdim=True)
             if grad_lse is not None:
                 delta = delta - tile.q_rows.of(grad_lse[:, heads]).to(delta.dtype).unsqueeze(-1)
@@ -72,13 +72,13 @@ class ReferenceKernel:
         """Return q k^T * scale [B, heads, queries, keys], the masked scores, and k, v of each query head."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         q_t = tile.q_rows.of(q).to(dtype)
-        # Query head h meets K/V head h // (H / G).
+        # Query head h reads K/V head h // (H / G), with H query heads and G K/V heads.
         k_t, v_t = (
             tile.k_rows.of(x).to(dtype).repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
         )
         visible = tile.visible(len(q), q.device)
-        # A pair that m branches contain has log m added to its score: `tile.bias` is the constant part of it,
-        # `tile.inside.bias` the part that differs by pair.
+        # If m branches contain a pair, log m is added to its score. `tile.bias` is the part of log m that is
+        # constant in a tile, `tile.inside.bias` the part that differs from pair to pair.
         products = q_t @ k_t.mT * scale
         scores = products
         if self._scores_of is not None:

@@ -37,7 +37,7 @@ class Causal(Pattern):
 
 @dataclass(frozen=True)
 class Before(Pattern):
-    """Attend to keys at least `apart` tokens before the query; the default leaves out the query."""
+    """Attend to keys at least `apart` tokens before the query; by default, to all keys before the query."""
 
     apart: int = 1
 
@@ -46,7 +46,7 @@ class Before(Pattern):
 
 
 class _NumbersOfTokens:
-    """Check the fields of a pattern: `causal`, if it has one, is a bool, all others positive integers."""
+    """Check the fields of a pattern: `causal`, if there is one, must be a bool, the others positive ints."""
 
     made_in_graphs = True
 
@@ -62,7 +62,7 @@ class SlidingWindow(_NumbersOfTokens, Pattern):
     Attributes:
         window: number of positions that a query sees, its own included, as in Mistral; FlashAttention's
             window_size is (window - 1, 0).
-        causal: False also sees as many positions after the query as before it.
+        causal: if False, a query also sees as many positions after it as before it.
 
     Raises:
         RingPatternError: the window is not a positive integer.
@@ -83,7 +83,7 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
         window: number of positions that a query sees, its own included; the first of them is
             (window - 1) x rate tokens before the query.
         rate: distance between consecutive positions that a query sees; with 1 it is `SlidingWindow`.
-        causal: False also sees as many positions after the query as before it.
+        causal: if False, a query also sees as many positions after it as before it.
 
     Raises:
         RingPatternError: a number that is not a positive integer.
@@ -95,7 +95,7 @@ class DilatedWindow(_NumbersOfTokens, Pattern):
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
         reach = (self.window - 1) * self.rate
-        # the remainder picks every `rate`-th position, the band how many of them
+        # equal remainders select every `rate`-th position; the band limits how many of them
         return (equal_labels(Remainder(self.rate), least=0 if self.causal else -reach, most=reach),)
 
 
@@ -105,7 +105,7 @@ class Sinks(_NumbersOfTokens, Pattern):
 
     Attributes:
         sinks: number of tokens that all queries see.
-        causal: True hides the sinks after the query, if the query is a sink itself.
+        causal: if True, a query that is a sink itself does not see the sinks after it.
 
     Raises:
         RingPatternError: the number of sinks is not a positive integer.
@@ -124,7 +124,7 @@ class Chunked(_NumbersOfTokens, Pattern):
 
     Attributes:
         chunk: tokens of a chunk; the first begins at position 0.
-        causal: False also attends to later keys of the chunk.
+        causal: if False, a query also attends to later keys of its chunk.
 
     Raises:
         RingPatternError: the chunk is not a positive integer.
@@ -149,7 +149,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
-    # the dict: keys that conflict with "prefix", and how the refusal goes on after "which"
+    # the dict: each key that conflicts with "prefix"; its text ends the error message, after "which"
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways; all others are causal",
@@ -178,7 +178,7 @@ class HeadShard(Pattern):
 
     Attributes:
         whole: the pattern of all heads.
-        part: which of `parts` equal, consecutive parts of the heads these are.
+        part: index of this rank's heads among `parts` equal, consecutive parts of all heads.
     """
 
     whole: Pattern

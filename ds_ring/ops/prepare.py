@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
 def pass_of(
     context: RingContext, call: collective, operands: Operands, extras: Sequence[ExtraOperand] = ()
 ) -> Pass:
-    """Return the pass of a context (backward if there is a gradient), after all ranks have agreed to it."""
+    """Return the pass of a context (backward if there is a gradient), once its headers are on their way."""
     found, finish_header_check = prepare(context, call, operands, extras)
     kernel = found.kernel
     for one in extras:

@@ -1,14 +1,14 @@
 """Register the operator `ds_ring::ring_attention` and its gradient.
 
 Owns the registration with torch.library, and the choice between the operator and a plain autograd function.
-Saved for backward: local q, k, v, out, lse, or their copies on the host. Nothing else.
+Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no other rank's K/V.
 
 [Note: an opaque operator]
 For torch.compile the whole pass is one opaque node, so a compiled graph has no break and does not grow with
 the number of ranks. If the collectives were traced, the partitioner could save every shard that arrives,
-which loses O(T/P) memory, and Inductor could reorder the sends. Under the backend "ds_ring" one graph serves
-all batches of a length, whatever their layouts: the graph computes the handle of the context in each run
-([Note: placements in compiled code]).
+which loses O(T/P) memory, and Inductor could reorder the sends. With torch.compile's backend "ds_ring", one
+graph serves all inputs of a local length, whatever their layout and pattern: each run of the graph computes
+the handle of its context ([Note: placements in compiled code] in integrations/compile/placed_op.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse), sinks included, of a pass, or of its first run in a checkpointed region."""
+    """Run a pass and return (out, lse), with sinks; in a recomputed region, return results that were kept."""
     given = extras if sinks is None else (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:
@@ -189,7 +189,7 @@ def refuse_second_derivative(ctx: Any, *grads: Tensor | None) -> NoReturn:
 
 
 def register(forward: Any, backward: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> None:
-    """Register fake results and gradients of an operator of a pass, and of that of its backward pass."""
+    """Register fake results and gradients of a forward operator and of its backward operator."""
     # Fake results need the strides of real ones, which are contiguous for any strides of q.
     forward.register_fake(lambda q, k, v, *_: fake_results(q, v))
     backward.register_fake(lambda _, q, k, v, *more: tuple(x.new_empty(x.shape) for x in (q, k, v)))

@@ -1,6 +1,6 @@
 """Accumulate the partial results ("parts") of a head chunk.
 
-Decides in which memory, and when parts are merged or added; `merge.py` has the formula.
+Decides when parts are merged or added, and in which memory; `merge.py` has the formula.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FirstParts:
         self.slots = slots
 
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
-        """Return whether a part is the first one on all of its rows; the caller assigns it, else adds it.
+        """Return whether a part is the first on all its rows: if so, the caller assigns it, else adds it.
 
         If the rows are not contiguous, belong to some heads only, or are partly written, this fills the
         unwritten ones with the neutral element and returns False.
@@ -114,13 +114,12 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # [Note: parts that wait]
 # To merge one part of 16 bits into a float32 accumulator moves 10 bytes an element (4 and 2 are read, 4
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
-# in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until several are
-# merged together: one Triton kernel (`cuda/merge.py`) reads each of them once. The last merge writes the
-# rounded result, so a pass of at most `ALONE` parts needs no accumulator. The two limits below bound the
-# memory of the list by that of an accumulator and a result, and the result is allocated only when the first
-# chunk is done. So a pass needs no more memory than if each part were merged immediately. Results in the
-# accumulators' dtype gain nothing by waiting.
-ALONE, BESIDE = 4, 2  # parts in the list that are merged before the next hop, without and with an accumulator
+# in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
+# kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
+# The last merge writes the rounded result, so a pass of at most `ALONE` parts needs no accumulator. The
+# result is allocated only when the first chunk is done, and the two limits below keep the list short. Parts
+# in the accumulators' dtype are not kept waiting: that would gain nothing.
+ALONE, BESIDE = 4, 2  # this many waiting parts are merged before the next hop: without, with an accumulator
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -132,7 +131,7 @@ class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: allocates and returns the result tensors [B, H, S, ...], without lse; more may follow them.
+        results: allocates and returns the result tensors [B, H, S, ...], without lse; ignored: further ones.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.
@@ -186,9 +185,9 @@ class Accumulator:
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
         """Merge (or add) one part of each result, now or later; the caller must not write to them again."""
-        made = self._made  # calls of Python are most of a hop's host time
+        made = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
-            # full with parts of one hop, or with gradients that other ranks returned
+            # The list may be full: of parts of this hop, or of gradients that other ranks returned.
             if len(self.waiting) == MAX_PARTS - (made is not None):
                 self._write(self._accumulate())
             self.waiting.append((rows, parts))

@@ -1,8 +1,8 @@
 """Run the steps of a rank on tensors, forward and backward: the ring pass.
 
-Owns what each step does to tensors. Other files own the parts: `schedule/lowering.py` the order of the steps,
-the kernel the attention of one hop, the exchange the messages, and `accumulator.py` the sum of partial
-results. A new pattern, layout or kernel changes nothing here.
+Decides what each step does to tensors. Others do the rest: `schedule/lowering.py` orders the steps, the
+kernel computes the attention of one hop, the exchange sends the messages, and `accumulator.py` merges the
+partial results. A new pattern, layout or kernel changes nothing here.
 """
 
 from __future__ import annotations
@@ -142,15 +142,15 @@ class RingPass:
         kernel: computes one hop.
         exchange: sends and receives payloads; None for a ring of one rank.
         scale: factor of the scores.
-        overlap: False waits for each hop's messages before it computes (for comparison).
+        overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
         chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
         buffers: pool of memory for payloads.
         check: called with the hop and, by name, the tensors computed so far; None for no check.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
-        observer: is called in each stage of each batch; None for no calls.
-        load_heads: returns q, k, v, out and lse of head chunks to the device, if they were saved on the
-            host; None: they are on the device.
+        observer: is called before the sends, the computation and the wait of each batch; None for no calls.
+        load_heads: makes the object that copies q, k, v, out and lse of each head chunk from the host to
+            the device; None: they were saved on the device.
         finish_header_check: called once before the first payload is posted; raises if the ranks' headers
             differ. None if they were compared before. See [Note: the header while the first hop computes].
         prepared: what earlier passes of the same shapes computed once, such as message routes.
@@ -213,7 +213,7 @@ class RingPass:
 
         Args:
             grad_out: [B, H, S, E].
-            q, k, v, out, lse: inputs and results of `forward`, or what `load_heads` takes for them.
+            q, k, v, out, lse: inputs and results of `forward`, or their saved copies for `load_heads`.
             grad_lse: gradient of lse, [B, H, S]; None for zero.
 
         Returns:
@@ -294,7 +294,7 @@ class RingPass:
             elif sent or received:
                 assert self.exchange is not None, "a header check on a ring of one"
                 mark = self.exchange.streams((*sent, *received)[0]).mark()
-            # The messages of this batch carry the keys of `hop`. While they travel, compute hop - 1.
+            # The youngest chunk receives the keys of `hop` in this batch, and computes hop - 1 meanwhile.
             if note is not None:
                 note("compute", hop - 1, known.posted)
             for index, steps in rounds:

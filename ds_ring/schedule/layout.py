@@ -1,8 +1,8 @@
 """Layouts: which token of the sequence is in which slot of which rank.
 
-A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). The real
-tokens of a shard come first. If P does not divide T, the remaining slots are padding at the end of a shard:
-no tile covers them, no query attends to them, and `gather_sequence` strips them.
+A layout gives every ring rank an ordered list of runs (arithmetic progressions of positions). All shards
+have equally many slots. The real tokens of a shard come first; the remaining slots are padding: no tile
+covers them, no query attends to them, and `gather_sequence` strips them.
 `ops/shard.py` applies layouts to tensors.
 
 The zigzag layout gives rank p the chunks p and 2P-1-p, so that a causal mask gives every rank the same work
@@ -267,9 +267,9 @@ def make_layout(
         pattern: the pattern of all layers, or the number of layers with each pattern:
             `{SlidingWindow(512): 5, Causal(): 1}`. The layout is chosen for all layers together.
         multiple_of: pad every shard to a multiple of this many slots.
-        block_size: side in slots of the blocks in which the kernel computes. Only "auto" uses it, to count
-            the pairs that are executed with each layout. Pass the block size of the JSON for "flex", and 1
-            for kernels that compute only the attended pairs.
+        block_size: rows and columns of the blocks in which the kernel computes. Only "auto" uses it, to
+            count the pairs that the kernel computes with each layout. For the kernel "flex", pass the value
+            of the JSON key "block_size"; for kernels that compute only the attended pairs, pass 1.
         speeds: relative speed of each rank, for "auto" and "balanced": a faster rank gets more pairs.
 
     Raises:

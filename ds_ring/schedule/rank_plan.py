@@ -3,31 +3,31 @@
 Pure data. `head_class.py` computes it and explains its terms; `lowering.py` turns it into steps.
 
 [Note: two levels]
-Nodes have R ranks each. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At
-hop s, rank l + i of node n + t computes with this shard (modulo R, modulo the number of nodes; minus for the
-other direction). So the shard goes around one node, over its fast links, before it goes on to the next node.
-The first rank of a node that receives the shard passes it to the rank with the same number in the next node.
-This message takes R batches, one R-th of the shard in each. So each network adapter of a node sends 1 / R of
-a shard in every batch; in one ring of all ranks, one adapter sends a whole shard and the others nothing. Sums
-of gradients follow the keys inside a node. They leave the node once, directly to the owner of the keys, also
-in R parts. Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as
-BurstAttention's two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
+Each node has R ranks. Take the shard of rank l of node n, and write a hop as s = t * R + i with i < R. At
+hop s, rank l + i (modulo R) of node n + t (modulo the number of nodes) computes with this shard; the other
+direction subtracts i and t. So the shard goes around one node, over its fast links, before it goes on to the
+next node. Rank l of each node gets the shard first, and sends it to rank l of the next node in R batches,
+one R-th of the shard in each. So every rank's network adapter sends 1 / R of a shard in every batch. In one
+ring of all ranks, one adapter of a node sends a whole shard and the others nothing. Sums of gradients follow
+the keys inside a node. They leave the node once, directly to the owner of the keys, also in R parts.
+Published as DoubleRing (Gu et al. 2024, LoongTrain, arXiv 2406.18485, section 4.2) and as BurstAttention's
+two rings (Sun et al. 2024, arXiv 2403.09347, section 3); TASP (Wang et al. 2025, arXiv
 2509.26541) uses all links by Hamiltonian cycles. The split into one part per batch is ours.
 
 If the ranks of a node are known (LOCAL_WORLD_SIZE, or `ranks_per_node` of `RingMesh.from_world`),
 `build_plan` takes one ring or two levels, whichever sends less through the busiest network adapter.
 
 [Note: stages]
-In a ring every hop has a partial result to merge, and sums of dK and dV are read and written at every hop. In
-stages, consecutive hops are computed at once: with (1, 4, 3), a rank of eight computes with its own shard,
-then with the keys of four ranks, then with those of three. Every owner sends its keys directly to each
-reader, and every reader returns its dK and dV directly to the owner, so nothing is relayed. While a rank
-computes one stage, the keys of the next stage arrive in token ranges of one buffer. The tiles of a stage are
-one table over its buffer. So the kernel is called once a stage, and a pass has as many partial results as
-stages. As many bytes are sent as in a ring, but not between neighbours only. So stages are for ranks that all
-have a link to each other, as inside a node. Memory grows with the largest two stages, and `stage_sizes` in
-`plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are a similar thing; the choice of sizes
-and the merge are ours.
+In a ring every hop has a partial result to merge, and sums of dK and dV are read and written at every hop. A
+stage is several consecutive hops that one kernel call computes: with stages of 1, 4 and 3 shards, each rank
+of a ring of 8 computes with its own shard, then with the keys of four ranks, then with those of three. Every
+owner sends its keys directly to each reader, and every reader returns dK and dV directly to the owner. While
+a rank computes one stage, the keys of the next stage arrive in token ranges of one buffer. The tiles of a
+stage are one table over its buffer, so a pass has as many kernel calls and partial results as stages. The
+number of bytes is that of a ring, but most messages go to ranks that are not neighbours. So stages are for
+ranks that all have a link to each other, as inside a node. Memory grows with the largest two stages, and
+`stage_sizes` in `plan.py` bounds them. In MagiAttention (SandAI 2025) overlap stages are a similar thing; the
+choice of sizes and the merge are ours.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Direction(NamedTuple):
     sign: int  # +1 from rank o to o + 1, -1 for the other way
     limit: int  # number of the last hop
     ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
-    stages: tuple[int, ...] = ()  # hops in each stage after hop 0, [Note: stages]; () without stages
+    stages: tuple[int, ...] = ()  # number of hops of each stage after hop 0; [Note: stages]; () for none
 
     def reader(self, origin: int, hop: int, size: int) -> int:
         """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks."""
@@ -72,7 +72,7 @@ class Direction(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Return the number of the last batch in which a rank may compute: its hops or stages after hop 0."""
+        """Return the index of the last batch that may compute: the count of stages or hops after hop 0."""
         return len(self.stages) or self.limit
 
     def stage(self, hop: int) -> int:
@@ -82,7 +82,7 @@ class Direction(NamedTuple):
         return int(np.searchsorted(np.cumsum((0, *self.stages)), hop))
 
     def before(self, hop: int) -> int:
-        """Return the hop of the rank from which the reader at `hop` (at least 1) receives the shard."""
+        """Return the earlier hop whose reader sends the shard to the reader at `hop` (at least 1)."""
         return hop - self.ranks_per_node if self.crosses(hop) else hop - 1
 
     def crosses(self, hop: int) -> bool:
@@ -94,7 +94,7 @@ class Direction(NamedTuple):
         return 0 < hop <= self.limit and not self.crosses(hop)
 
     def batches(self, hop: int) -> int:
-        """Return the number of batches over which a hop's gradients return: R from another node, else 1."""
+        """Return how many batches the return of a hop's gradients takes: R from another node, else 1."""
         return self.ranks_per_node if 0 < self.ranks_per_node <= hop else 1
 
 
@@ -109,10 +109,10 @@ class HopPlan:
     origin: int  # ring rank that owns these keys and values
     recv_rank: int  # the rank before this one on the shard's way
     send_rank: int  # the rank after this one, in the same node
-    held: SlotRanges  # slots of the origin's shard that it reads, ascending; packed after hop 0
+    held: SlotRanges  # slots of the origin's shard that it reads, ascending; at hop 0 all of the own shard
     relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
     forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
-    tiles: Tiles  # that this rank computes; key slots index the packed payload
+    tiles: Tiles  # of this hop; key slots index the received (packed) tokens, at hop 0 the shard
     # with two levels, the subset that is sent to `inter_node_to`, a rank of the next node
     inter_node: SlotRanges = field(default_factory=no_slots)
     inter_node_to: int = 0
@@ -159,7 +159,7 @@ class StagePlan(NamedTuple):
 
 
 class DirectSend(NamedTuple):
-    """Slots of this rank's shard that it sends to a reader whose neighbour does not hold them."""
+    """Slots of this rank's shard that it sends to a reader, as the rank before the reader lacks them."""
 
     hop: int  # at which they are read; the message is in the batch posted before it
     receiver: int
@@ -167,7 +167,7 @@ class DirectSend(NamedTuple):
 
 
 class GradientReturn(NamedTuple):
-    """Slots of this rank's shard whose dK/dV another rank returns, because it does not pass them on."""
+    """Slots of this rank's shard whose dK/dV a reader returns here, not to the next rank as a sum."""
 
     hop: int  # at which that rank computed them; the message is in the next batches (`Direction.batches`)
     sender: int
@@ -260,7 +260,7 @@ class HeadClassPlan:
 
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
-        # A tile for all heads is computed for each query head of the group.
+        # A tile with head_in_group -1 is for all `group` query heads, and counts once for each.
         each = ((one.tiles.pairs, np.where(one.tiles.head_in_group < 0, group, 1)) for one in self.hops)
         return sum(int((pairs * heads).sum()) for pairs, heads in each)
 
@@ -305,5 +305,5 @@ class RankPlan:
 
 
 def over_heads(classes: Iterable[Any], kv_heads: int, amount: Callable[[Any], int]) -> int:
-    """Return the sum over K/V heads of an amount that each class of heads has per head."""
+    """Return the sum over all K/V heads; `amount` returns the value of one head of a class."""
     return sum(amount(one) * len(range(kv_heads)[one.kv_heads]) for one in classes)

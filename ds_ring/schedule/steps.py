@@ -3,12 +3,12 @@
 `lowering.py` makes it from a plan; everything that runs, measures, prints or checks a pass reads it.
 
 [Note: batches]
-A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the last batch
-brought and frees the buffers that are no longer used, (2) posts all sends and receives of this batch at once,
+A pass is a sequence of batches. In each batch a rank (1) accumulates what the messages of the previous batch
+brought and frees the buffers that are no longer used, (2) posts all its sends and receives together,
 (3) computes while they are in flight, (4) waits until all of them have completed. So a tensor received in
 batch b may be read from batch b + 1 on, and a tensor sent in batch b may be written or freed from batch b + 1
-on. Heads are independent. They go around the ring in head chunks, each with its own buffers, and a chunk
-starts before the chunk before it has ended.
+on. Heads are independent. They go around the ring in head chunks, each with its own buffers. The next chunk
+starts before this one has ended.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ds_ring.registry import CodecRow
 
 
 class Payload(Enum):
-    """The content of a message: two tensors, adjacent for each token."""
+    """The content of a message: K and V, or dK and dV; a token's two rows are adjacent (not in PARTS)."""
 
     KEYS = "keys"  # in the dtype of the inputs
-    ENCODED = "encoded keys"  # bytes, as a codec writes them while in flight
+    ENCODED = "encoded keys"  # bytes: K and V as a codec encodes them for the message
     GRADIENTS = "gradients"  # in the accumulators' dtype
-    PARTS = "gradients of one rank"  # in the dtype in which the kernel returns them; [Note: stages]
+    PARTS = "gradients of one rank"  # not summed over ranks: of a stage, see [Note: stages] in rank_plan.py
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
@@ -45,7 +45,7 @@ class Payload(Enum):
 
 
 SHARD = 0  # buffer: K and V of the rank's own shard; the caller's memory, never freed
-RESULTS = 1  # buffer: out and lse of the chunk's heads; backward, their dQ and the own shard's dK and dV
+RESULTS = 1  # buffer: out and lse of the chunk's heads; in a backward pass dQ, and the own shard's dK, dV
 
 
 def name_of(buffer: int) -> str:
@@ -54,7 +54,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for a pair of tensors, [slots, batch, heads of the chunk, D + E]; ENCODED has bytes."""
+    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, head dims D of K + E of V]; or bytes."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -64,14 +64,14 @@ class Buffer(NamedTuple):
 class Send:
     """Send a part of a buffer to one rank."""
 
-    payload: Payload  # if the buffer has GRADIENTS or KEYS and this is ROUNDED or ENCODED, packing converts
+    payload: Payload  # of the message; if `kept` differs, packing converts: rounds gradients, encodes keys
     buffer: int  # must not be written or freed before the batch has ended
     part: SlotRanges  # the slots of the buffer that are sent
     peer: int  # ring rank that receives
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part; used unless `in_place`
-    needs: int  # last batch that the contents depend on, counted from the chunk's start; -1 for none
+    needs: int  # latest batch, from the chunk's start, whose messages the contents depend on; -1 for none
     kept: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
@@ -170,7 +170,7 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """What one head chunk does in one batch, in this order; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # for what this chunk received and sent in the last batch
+    arrived: tuple[Accumulate | Free, ...] = ()  # of buffers received or sent in the chunk's previous batch
     posted: tuple[Send | Recv, ...] = ()  # two ranks match the messages between them by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 
@@ -201,7 +201,7 @@ class ExchangeBatch(NamedTuple):
     """One batch of a pass; [Note: batches]."""
 
     number: int
-    hop: int  # hop of the keys that the chunk which started last receives in this batch
+    hop: int  # the youngest active chunk receives the keys of this hop in this batch
     rounds: list[tuple[int, Round]]  # the index of every active chunk, and its steps
 
 
