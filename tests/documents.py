@@ -170,7 +170,7 @@ def changed(text: str, instead: Mapping[str, str]) -> str:
 class Place:
     """A folder that looks like a fresh clone; its `.venv` runs what is installed and installs nothing.
 
-    `pip` only writes its arguments to `pip.log`, and `python3.11 -m venv .venv` changes nothing.
+    `pip` only writes its arguments to `pip.log`, and `python3 -m venv .venv` changes nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -180,7 +180,7 @@ class Place:
         programs = folder / ".venv/bin"
         programs.mkdir(parents=True)
         (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
-        scripts = {"pip": _INSTALL, "python3.11": _MAKE_ENVIRONMENT}
+        scripts = {"pip": _INSTALL, "python3": _MAKE_ENVIRONMENT}
         for name, script in scripts.items() | {("python", _RUN.format(python=sys.executable))}:
             (programs / name).write_text(script)
             (programs / name).chmod(0o755)

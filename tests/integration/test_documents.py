@@ -93,7 +93,7 @@ result = max((abs(loss - 5.55) for loss in losses), default=0.0)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A fresh clone with the DeepSpeed JSON of README and the config.json of a small model in it."""
+    """A fresh clone with the DeepSpeed JSON of the tutorial and the config.json of a small model in it."""
     place = Place(tmp_path_factory.mktemp("clone"))
     (place.folder / "ds_config.json").write_text(block_of("{").text)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -220,7 +220,7 @@ def verify_checkpoints(place: Place, text: str) -> None:
     """Those of the quick start, and a copy of one without its manifest."""
     quick = place.folder / "runs/train_lm/checkpoints"
     if not quick.exists():
-        run_block(place, block_of("python3.11 -m venv .venv && . .venv/bin/activate && pip"))
+        run_block(place, block_of("python3 -m venv .venv && . .venv/bin/activate && pip"))
     mine, earlier = (place.folder / "checkpoints" / name for name in ("mine", "global_step20"))
     for copy in (mine, earlier):
         shutil.copytree(quick / (quick / "latest").read_text(), copy, dirs_exist_ok=True)
@@ -236,6 +236,12 @@ def check_model(place: Place, text: str) -> None:
 def attention_alone(place: Place, text: str) -> None:
     after = "result = float((whole - sdpa(q_BHTD, k_BHTD, v_BHTD, is_causal=True)).abs().max())"
     assert place.python(4, TENSORS, text, after) < 1e-5
+
+
+def attention_of_two(place: Place, text: str) -> None:
+    whole = "whole = ds_ring.gather_sequence(out, layout, mesh=mesh, dim=2)\n"
+    after = "result = float((whole - sdpa(q_BHTD, k_BHTD, v_BHTD, is_causal=True)).abs().max())"
+    assert place.python(2, TENSORS, text, whole + after) < 1e-5
 
 
 def simulate_in_python(place: Place, text: str) -> None:
@@ -475,11 +481,12 @@ def tables_of_changes(place: Place, text: str) -> None:
 
 BLOCKS: dict[str, Callable[[Place, str], None]] = {
     # README.md
-    "python3.11 -m venv .venv && . .venv/bin/activate && pip": quick_start,
-    "python3.11 -m venv .venv && .venv/bin/pip": pass_the_tests,
+    "python3 -m venv .venv && . .venv/bin/activate && pip": quick_start,
+    "python3 -m venv .venv && .venv/bin/pip": pass_the_tests,
     "-import deepspeed": minimal_change,
+    "mesh = ds_ring.RingMesh.from_world(ring_size=2)": attention_of_two,
     # ds_ring/TUTORIAL.md
-    "{": parse,
+    "{": parse,  # README's, too
     "import torch": own_script,
     "# a model in plain PyTorch": own_model,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
@@ -589,7 +596,7 @@ def by_day_or_night(block: Block) -> Any:
     tutorial's script: by day both scripts run on ranks that have torch loaded already.
     """
     started = "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train"
-    slow = ("python3.11 -m venv .venv && ", started)
+    slow = ("python3 -m venv .venv && ", started)
     quick = block.document in ("README.md", "ds_ring/TUTORIAL.md") and not block.first_line.startswith(slow)
     name = f"{block.document}:{block.first_line[:40]}"
     return pytest.param(block, id=name, marks=() if quick else pytest.mark.night)
