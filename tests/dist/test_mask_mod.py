@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 
 from ds_ring import MaskMod, RingAttention, RingMesh
 from ds_ring.ops.options import Options
+from tests import calls
 from tests.cases import LAYOUTS, Shape
 from tests.dist.harness import RankPool
 from tests.dist.test_patterns import NAMES, run_ring
@@ -165,10 +167,15 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
     mesh, ids, size = RingMesh.from_world(world_size), SIXTY_FOUR.clone(), 9
     pattern = MaskMod(lambda b, h, q, k: (ids[q] == ids[k]) & (q - k <= size))
     given = right_arguments(mesh) | {"pattern": pattern}
-    module = RingAttention(pattern, mesh=mesh, layout=given["layout"])
+    function, rest = calls.function_of({x: given[x] for x in ("pattern", "layout", "mesh")})
+    attends: Callable[..., torch.Tensor] = functools.partial(function, **rest)
+    if "module" in what:
+        attends = RingAttention(pattern, mesh=mesh, layout=given["layout"])
+    if "compiled" in what:
+        attends = torch.compile(attends, backend="eager", fullgraph=True)
 
     def call() -> torch.Tensor:
-        return module(given["q"], given["k"], given["v"]) if "module" in what else attend(given)
+        return attends(*(given[x] for x in "qkv"))
 
     call()
     if "tensor" in what:
@@ -178,7 +185,9 @@ def changed_masks(rank: int, world_size: int, what: str) -> Refusal:
     return refusal(call, mesh)
 
 
-@pytest.mark.parametrize("what", ["tensor", "number", "tensor, by a module", "number, by a module"])
+@pytest.mark.parametrize(
+    "what", ["tensor", "number", "tensor, by a module", "number, by a module", "tensor, compiled"]
+)
 def test_a_mask_that_was_changed_is_refused(rank_pool: Pool, what: str) -> None:
     for found in outcomes(rank_pool(2), changed_masks, what):
         check_refusal(found, "RingPatternError", ("unchanged captured values", "make a new MaskMod"))

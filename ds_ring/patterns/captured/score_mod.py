@@ -43,6 +43,10 @@ def _examples(dtype: torch.dtype) -> list[Tensor]:
     return [score, *(torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(4)), grad]
 
 
+def _requires_grad(traced: Traced) -> list[bool]:
+    return [tensor.requires_grad for tensor, _ in traced.captured]
+
+
 @dataclass(frozen=True, eq=False)
 class ScoreMod:
     """Hold the trace of a score_mod and of its derivative; equal if code and captured values are.
@@ -64,7 +68,7 @@ class ScoreMod:
                 f" {shown(self.function)}; write it as for FlexAttention"
             )
         self.__dict__["captured"] = CapturedValues.by(self.function)
-        self.traced(torch.float32)
+        self.__dict__["_required"] = _requires_grad(self.traced(torch.float32))
 
     @classmethod
     def lookup(cls, function: ScoreFunction) -> ScoreMod:
@@ -80,6 +84,7 @@ class ScoreMod:
         return found
 
     captured: CapturedValues = field(init=False, repr=False)
+    _required: list[bool] = field(init=False, repr=False)  # a gradient, when the function was traced
 
     def traced(self, dtype: torch.dtype) -> Traced:
         """Return the trace for scores of a dtype, which is a constant of the graph."""
@@ -111,8 +116,9 @@ class ScoreMod:
         return HeadScores(self, heads)
 
     def is_changed(self) -> bool:
-        """Return whether the function has captured other values since it was traced."""
-        return self._by_dtype[torch.float32].is_changed(self.function, self.captured)
+        """Return whether what the function captured, or its need of a gradient, changed since the trace."""
+        trace = self._by_dtype[torch.float32]
+        return self._required != _requires_grad(trace) or trace.is_changed(self.function, self.captured)
 
     @cached_property
     def needs_gradient(self) -> bool:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_ring.masks.branches import NO_LABEL, Pieces, Primitive, each_number
+from ds_ring.masks.branches import Pieces, Primitive, each_number
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Axis
 
@@ -21,7 +21,7 @@ class Table(Primitive):
 
     tile_kind = (1, "documents")
     starts: tuple[int, ...]  # positions at which the id changes, ascending, the first 0
-    ids: tuple[int, ...]  # the id from each start to the next, below `LARGEST_LABEL`; it may occur again
+    ids: tuple[int, ...]  # the id from each start to the next, -1 up to `LARGEST_LABEL`; it may occur again
     tokens: int  # length T of the sequence, and the only one that a pattern with this table fits
 
     @cached_property
@@ -29,7 +29,7 @@ class Table(Primitive):
         """Return start, end and label of every stretch of one id, and whether each label is its number."""
         starts, ids = np.array(self.starts, dtype=np.int64), np.array(self.ids, dtype=np.int64)
         numbered = bool(((ids == np.arange(len(ids))) | (ids < 0)).all())
-        return starts, np.append(starts[1:], self.tokens), np.maximum(ids, NO_LABEL), numbered
+        return starts, np.append(starts[1:], self.tokens), ids, numbered
 
     def labels(self, positions: IntArray) -> IntArray:
         starts, _, label, _ = self._stretches

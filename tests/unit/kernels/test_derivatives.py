@@ -88,3 +88,20 @@ def test_vmap_is_one_sample_after_the_other() -> None:
     several = torch.stack([q, 2 * q])
     got = torch.func.vmap(lambda x: attend(x, k, v))(several)
     torch.testing.assert_close(got, torch.stack([attend(x, k, v) for x in several]))
+
+
+def test_a_captured_tensor_that_needs_a_gradient_is_refused_in_compiled_code_too() -> None:
+    (q, k, v, _), bias = operands(), torch.zeros(8)
+
+    def moved(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + bias[head]
+
+    compiled = torch.compile(lambda *qkv: attend(*qkv, score_mod=moved), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    bias.requires_grad_()
+    with pytest.raises(RingConfigError, match="captured values that stay as they were"):
+        compiled(q, k, v)
+    torch.compiler.reset()
+    for call in (compiled, lambda *qkv: attend(*qkv, score_mod=moved)):
+        with pytest.raises(RingConfigError, match="captured tensors that require no gradient"):
+            call(q, k, v)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ds_ring import Dilated, build_plan, make_layout
+from ds_ring import Dilated, RingLayoutError, build_plan, make_layout
 from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.kernels.select import block_side
 from ds_ring.measure.schedule_text import format_schedule
+from ds_ring.patterns.dilated.layout import for_blocks
 from ds_ring.registry import FAST_KERNELS, KERNELS
 from ds_ring.schedule.choose import bound_to_one_head
 from ds_ring.schedule.head_class import HeadClass
@@ -74,3 +75,14 @@ def test_the_side_goes_by_the_kernel() -> None:
         *(64, 64, 1, 1)
     ]
     assert block_side("auto", "cpu", pattern, 64) == 1
+
+
+def test_rates_that_repeat_beyond_the_smallest_segment_have_no_residue_layout() -> None:
+    with pytest.raises(RingLayoutError, match="repeat after 15 tokens, more than the smallest segment 4"):
+        make_layout("residue", tokens=64, ring_size=2, pattern=Dilated((4, 32), (3, 5)))
+
+
+@pytest.mark.parametrize(("tokens", "layouts"), [(8192, 2), (16384, 0)])
+def test_auto_takes_no_residue_layout_of_too_many_runs(tokens: int, layouts: int) -> None:
+    """Four runs a window of 16 tokens: 1,024 a shard of 4,096 tokens."""
+    assert len(for_blocks(tokens, 2, 1, [(Dilated((16, 64), (1, 4)), 1)]) or []) == layouts
