@@ -54,8 +54,8 @@ def read_small(path: Path, most_bytes: int = MAX_BYTES) -> str:
     except (FileNotFoundError, IsADirectoryError):
         raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        got = getattr(error, "strerror", None) or error
-        raise RingConfigError.wrong(label, "a file that can be read", str(got), "check the path") from None
+        got = str(getattr(error, "strerror", None) or error)
+        raise RingConfigError.wrong(label, "a file that can be read", got, "check the path") from None
     if len(data) > most_bytes:
         most = f"{most_bytes:,} bytes"
         raise RingConfigError.wrong(label, f"at most {most}", "more", "is this the right file?")
