@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
-from ds_ring.ops.checks import check_finite
+from ds_ring.ops.checks import FiniteKernel
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import ExtraOperand
@@ -46,13 +46,12 @@ def make_pass(
     observers: Observers = mesh.owners[Observers]
     return RingPass(
         found.own,
-        found.kernel,
+        FiniteKernel(found.kernel, found.own) if options.check_finite else found.kernel,
         exchange,
         found.scale,
         options.overlap,
         found.chunk_bytes,
         mesh.owners[Buffers] if buffers is None else buffers,
-        partial(check_finite, mesh.ring_rank) if options.check_finite else None,
         observer=observers[-1] if observers else None,
         load_heads=partial(context.saved.load_heads, context) if found.offload else None,
         finish_header_check=finish_header_check,

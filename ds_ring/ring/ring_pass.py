@@ -50,9 +50,6 @@ class ForwardChunk:
         for part in self.kernel.forward(self.q, keys.k, keys.v, step.tiles, self.ring.scale):
             total.add(part.q_rows, part.heads, part.out_BHSD, part.lse_BHS)
             del part  # else it stays alive while the kernel computes the next one
-        if self.ring.check is not None:
-            out, lse = total.so_far()
-            self.ring.check(step.hop, out=out, lse=lse)
 
     @property
     def accumulators_bytes(self) -> int:
@@ -109,10 +106,6 @@ class BackwardChunk:
             # All K/V heads: the kernel has already summed over the query heads that share one.
             of_keys.add(key_rows, ALL_HEADS, dk_part, dv_part)
             del part, dq_part, dk_part, dv_part
-        if self.ring.check is not None:
-            dk, dv = of_keys.so_far()
-            (dq,) = self.dq.so_far()
-            self.ring.check(step.hop, dq=dq, dk=dk, dv=dv)
         adopted = of_stage and self.buffers.adopt(step.gradients, of_keys.whole())
         if of_keys is not self.home and not adopted:
             of_keys.finish()
@@ -145,7 +138,6 @@ class RingPass:
         overlap: if False, the pass waits for each hop's messages before it computes (for comparison).
         chunk_bytes: minimum size of K and of V of a head chunk, the heads that go around the ring together.
         buffers: pool of memory for payloads.
-        check: called with the hop and, by name, the tensors computed so far; None for no check.
         on_gradients_final: called with the K/V heads of a chunk and dK and dV of the own shard, after the
             gradients of other ranks were added and before they are rounded; None for no call.
         observer: is called before the sends, the computation and the wait of each batch; None for no calls.
@@ -163,7 +155,6 @@ class RingPass:
     overlap: bool = True
     chunk_bytes: int = 1 << 20
     buffers: Buffers = field(default_factory=Buffers)
-    check: Callable[..., None] | None = None
     on_gradients_final: Callable[[slice, Tensor, Tensor], None] | None = None
     observer: Observer | None = None
     load_heads: Callable[[Saved, Sequence[HeadChunk], torch.device], HeadSource] | None = None

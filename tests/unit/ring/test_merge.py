@@ -122,7 +122,7 @@ def test_parts_that_wait_are_merged_a_few_at_a_time(merged: bool, seed: int) -> 
     total = Accumulator(lambda: [out], lses, [out.shape], torch.float32, lse if merged else None, True)
     for number in range(most):
         if number == made_after:
-            total.so_far()  # as `check_finite` asks: from here on there is an accumulator
+            total.so_far()  # from here on there is an accumulator
         total.add(Rows(0, 1, 6), slice(None), parts[number], *([lses[number]] if merged else []))
     total.finish()
     want = parts.double().sum(0)

@@ -404,30 +404,6 @@ def test_parts_that_wait_give_what_parts_merged_at_once_do(
         assert torch.equal(got.dk, want.dk) or relative_error(got.dk, want.dk.double()) < 4e-3
 
 
-def test_checks_see_parts_that_wait() -> None:
-    """Of a ring of one: a check is given what has arrived."""
-    pattern, layout = (
-        PATTERNS["causal"](SHAPE.tokens),
-        layout_for("contiguous", PATTERNS["causal"](SHAPE.tokens), tokens=SHAPE.tokens, ring_size=1),
-    )
-    plan = build_plan(pattern, layout, query_heads=SHAPE.query_heads, kv_heads=SHAPE.kv_heads)
-    q, k, v, _ = tensors(SHAPE, torch.bfloat16)
-    seen: dict[str, Tensor] = {}
-
-    def look(hop: int, **found: Tensor) -> None:
-        seen.update({name: x.clone() for name, x in found.items()})
-
-    found = []
-    for kernel in (FlashKernel(), AtOnce()):
-        run = RingPass(plan.rank(0), kernel, None, SHAPE.head_dim**-0.5, check=look)
-        found.append(run.forward(q, k, v))
-        assert torch.allclose(seen["out"].bfloat16(), found[-1][0]) and torch.equal(seen["lse"], found[-1][1])
-    assert (
-        torch.allclose(*(lse for _, lse in found))
-        and relative_error(found[0][0], found[1][0].double()) < 4e-3
-    )
-
-
 def test_passes_of_other_tensors_or_schedules_share_nothing() -> None:
     layout = layout_for("contiguous", PATTERNS["causal"](8), tokens=8, ring_size=2)
     plan = build_plan(PATTERNS["causal"](8), layout).rank(0)
