@@ -5,7 +5,6 @@ Owns the limits on q, k and v and the messages about them. `collective.py` tells
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,10 +15,7 @@ from torch.autograd import forward_ad
 
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingFiniteError, RingLayoutError, RingShapeError, shown
-from ds_ring.kernels.interface import Kernel, PartialGrads, PartialOut
-from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.layout import Layout
-from ds_ring.schedule.rank_plan import RankPlan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -153,42 +149,6 @@ def check_not_captured(q: Tensor) -> None:
         # A replayed graph would compare no headers, and have no deadlines.
         got, advice = "a CUDA graph", "leave attention out of the graph (torch.compile does so by itself)"
         raise RingConfigError.wrong("ring attention", "a stream that is not captured", got, advice)
-
-
-class FiniteKernel:
-    """Check what a kernel returns at each hop of a pass; a `Kernel`.
-
-    Args:
-        kernel: computes the attention.
-        plan: this rank's part of the plan, which knows the hop of a table of tiles.
-    """
-
-    def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
-        self._kernel, self._plan = kernel, plan
-        ways = [way for heads in plan.classes for way in heads.directions]
-        held = [(hop, one) for way in ways for hop, one in (*enumerate(way.stages), *enumerate(way.hops))]
-        self._hops = {id(one.tiles): hop for hop, one in held if one is not None}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernel, name)
-
-    def of_heads(self, heads: slice) -> FiniteKernel:
-        return FiniteKernel(self._kernel.of_heads(heads), self._plan)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        for part in self._kernel.forward(q, k, v, tiles, scale):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], out=part.out_BHSD, lse=part.lse_BHS)
-            yield part
-            del part  # else it stays alive while the kernel computes the next one
-
-    def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
-        scale: float, grad_lse: Tensor | None = None,
-    ) -> Iterator[PartialGrads]:  # fmt: skip
-        for part in self._kernel.backward(grad_out, q, k, v, out, lse, tiles, scale, grad_lse):
-            check_finite(self._plan.ring_rank, self._hops[id(tiles)], dq=part.dq, dk=part.dk, dv=part.dv)
-            yield part
-            del part
 
 
 def check_finite(ring_rank: int, hop: int | None, **tensors: Tensor | None) -> None:

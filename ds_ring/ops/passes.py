@@ -3,21 +3,24 @@
 `registry.PASSES` has a row for each. Its `home` is a function like `MakePass`, in the file of the pass.
 `ExtraOperand` is what an attention layer with more operands than q, k and v is made of.
 `SavedTensors` keeps tensors of a pass for its gradient: this one as they are; `registry.SAVED_TENSORS` names
-others.
+others. `FiniteKernel` checks what a kernel returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_ring.comm.messages import Transport
-from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.interface import Kernel, PartialGrads, PartialOut
 from ds_ring.kernels.interface import Operands as Operands
+from ds_ring.masks.tiles import Tiles
+from ds_ring.ops.checks import check_finite
 from ds_ring.ring.buffers import HeadSource, Saved
+from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk
 
 if TYPE_CHECKING:
@@ -128,3 +131,39 @@ def forward_passes() -> int:
 
 # The last argument finishes the header check; None: it is finished.
 MakePass = Callable[["RingContext", "Prepared", Operands, Callable[[], None] | None], Pass]
+
+
+class FiniteKernel:
+    """Check what a kernel returns at each hop of a pass; a `Kernel`.
+
+    Args:
+        kernel: computes the attention.
+        plan: this rank's part of the plan, which knows the hop of a table of tiles.
+    """
+
+    def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
+        self._kernel, self._plan = kernel, plan
+        ways = [way for heads in plan.classes for way in heads.directions]
+        held = [(hop, one) for way in ways for hop, one in (*enumerate(way.stages), *enumerate(way.hops))]
+        self._hops = {id(one.tiles): hop for hop, one in held if one is not None}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def of_heads(self, heads: slice) -> FiniteKernel:
+        return FiniteKernel(self._kernel.of_heads(heads), self._plan)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
+        for part in self._kernel.forward(q, k, v, tiles, scale):
+            check_finite(self._plan.ring_rank, self._hops[id(tiles)], out=part.out_BHSD, lse=part.lse_BHS)
+            yield part
+            del part  # else it stays alive while the kernel computes the next one
+
+    def backward(
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tiles: Tiles,
+        scale: float, grad_lse: Tensor | None = None,
+    ) -> Iterator[PartialGrads]:  # fmt: skip
+        for part in self._kernel.backward(grad_out, q, k, v, out, lse, tiles, scale, grad_lse):
+            check_finite(self._plan.ring_rank, self._hops[id(tiles)], dq=part.dq, dk=part.dk, dv=part.dv)
+            yield part
+            del part

@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ds_ring.comm.collective import collective
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.interface import Operands
-from ds_ring.ops.checks import FiniteKernel
 from ds_ring.ops.context import RingContext, context_of
 from ds_ring.ops.handles import operator
-from ds_ring.ops.passes import ExtraOperand
+from ds_ring.ops.passes import ExtraOperand, FiniteKernel
 from ds_ring.ops.prepare import Prepared, pass_of
 from ds_ring.ops.sinks import SinkLogits, add_sinks, sinks_gradient
 from ds_ring.ring.merge import accumulator_dtype

@@ -8,7 +8,7 @@ import torch
 from ds_ring import Full, build_plan, make_layout
 from ds_ring.errors import RingFiniteError
 from ds_ring.kernels.reference import ReferenceKernel
-from ds_ring.ops.checks import FiniteKernel
+from ds_ring.ops.passes import FiniteKernel
 
 
 @pytest.mark.parametrize(
