@@ -143,15 +143,16 @@ class FiniteKernel:
 
     def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
         self._kernel, self._plan = kernel, plan
-        ways = [way for heads in plan.classes for way in heads.directions]
-        held = [(hop, one) for way in ways for hop, one in (*enumerate(way.stages), *enumerate(way.hops))]
-        self._hops = {id(one.tiles): hop for hop, one in held if one is not None}
+        # Without stages, the stages are the hops.
+        stages = (one for heads in plan.classes for way in heads.directions for one in enumerate(way.stages))
+        self._hops = {id(one.tiles): hop for hop, one in stages if one is not None}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
 
     def of_heads(self, heads: slice) -> FiniteKernel:
-        return FiniteKernel(self._kernel.of_heads(heads), self._plan)
+        kernel = self._kernel.of_heads(heads)
+        return self if kernel is self._kernel else FiniteKernel(kernel, self._plan)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         for part in self._kernel.forward(q, k, v, tiles, scale):

@@ -14,23 +14,29 @@ from ds_ring.masks.joins import within_distances
 from ds_ring.masks.tiles import UNBOUNDED, Tiles
 from tests.unit.masks.painting import paint
 
+Run = tuple[int, int]  # first position and length
+
 run = st.tuples(st.integers(0, 60), st.integers(1, 40))
-
-
-@given(
+a_band = given(
     q=run,
     k=run,
     step=st.sampled_from([1, 1, 2, 3, 8]),
     least=st.one_of(st.just(-UNBOUNDED), st.integers(-70, 70)),
     most=st.one_of(st.just(UNBOUNDED), st.integers(-70, 70)),
 )
-def test_a_band_covers_every_pair_once(
-    q: tuple[int, int], k: tuple[int, int], step: int, least: int, most: int
-) -> None:
+
+
+def in_band(q: Run, k: Run, step: int, least: int, most: int) -> tuple[Tiles, np.ndarray]:
+    """The band of two runs of positions as tiles, and the pairs in it by its definition."""
     whole = Tiles.rectangles(np.array([[q[0], step, q[1]]]), np.array([[k[0], step, k[1]]]))
-    tiles = within_distances(whole, least, most)
     gap = (q[0] + step * np.arange(q[1]))[:, None] - (k[0] + step * np.arange(k[1]))[None, :]
-    np.testing.assert_array_equal(paint(tiles, q[1], k[1]), (gap >= least) & (gap <= most))
+    return within_distances(whole, least, most), (gap >= least) & (gap <= most)
+
+
+@a_band
+def test_a_band_covers_every_pair_once(q: Run, k: Run, step: int, least: int, most: int) -> None:
+    tiles, pairs = in_band(q, k, step, least, most)
+    np.testing.assert_array_equal(paint(tiles, q[1], k[1]), pairs)
     assert len(tiles) <= 1, "a band is one tile"
 
 
