@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks
+from torch.nn.attention.flex_attention import and_masks, create_mask
+from torch.testing import assert_close
 
 from ds_ring import MaskMod, RingConfigError, RingError, RingPatternError
+from ds_ring.masks.pattern import QueryHead
 from ds_ring.patterns.captured.mask_mod import trace_mask
 from ds_ring.patterns.captured.score_mod import ScoreMod
 from tests.masks import MaskFunction, causal
 
 IDS = torch.arange(64)
+EXACT = torch.arange(64.0)
+SMALLER = torch.tensor(1e-10, dtype=torch.float64)
 
 
 def first_heads(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -29,6 +33,19 @@ def adds_to_its_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q + own >= k
 
 
+def own_sample(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (torch.arange(64)[q] >= k) & (q >= b)
+
+
+def own_head(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.arange(64)[q] >= k + h
+
+
+def promotes(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Hide the diagonal: q - 1e-10 is float64 for 0-d tensors, but float32, and so q, for others."""
+    return EXACT[q] - SMALLER >= k
+
+
 def own_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.arange(64)[q] > k  # not a captured one
 
@@ -39,6 +56,9 @@ def own_table(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         (and_masks(causal, lambda b, h, q, k: IDS[q] == IDS[k]), False, False, True),
         (first_heads, False, True, True),
         (adds_to_its_own, True, False, True),
+        (own_sample, True, False, False),
+        (own_head, False, True, False),
+        (promotes, False, False, False),
         (own_table, False, False, False),
     ],
 )
@@ -46,6 +66,16 @@ def test_facts_of_a_mask(function: MaskFunction, by_batch: bool, by_head: bool, 
     facts = trace_mask(function)
     found = facts.by_batch, facts.by_head, facts.elementwise
     assert found == (by_batch, by_head, elementwise)
+
+
+@pytest.mark.parametrize("function", [first_heads, own_sample, own_head, promotes, own_table])
+def test_a_mask_is_flex_attentions(function: MaskFunction) -> None:
+    samples, heads, at = 2, (0, 1, 2), torch.arange(8)
+    (branch,) = MaskMod(function).branches(QueryHead(0, 3, 3))
+    found = branch.masks[0].for_heads(heads)(samples, at, at)
+    expected = create_mask(function, samples, len(heads), 8, 8, device="cpu")
+    assert found.dim() in (2, 4)
+    assert_close(found.expand_as(expected), expected)
 
 
 @pytest.mark.parametrize(
