@@ -46,6 +46,8 @@ _RUNS = re.compile(r"python (?:tools/|-m tools\.)|ds-ring |deepspeed --num_gpus"
 _TEST = re.compile(r"pytest |\btest_\w+\.py")
 _EVIDENCE = re.compile(r"\]\((?:\.\./)*tools/README\.md#")
 _DATE = re.compile(r"\b\d{1,2} (?:November|December|January|February) 20\d\d\b")
+_WORD = re.compile(r"`[^`]*`|[^\s`]*\w[^\s`]*")  # a span of code is one word
+_BREAK = re.compile(r"(?<=[.?!])[)\"*]*\s+(?=[\"*(`\[A-Z0-9])|\n\s*\n|\n(?=\s*(?:[-*#>]|\d+\.) )")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _INSTALL = """#!/bin/sh
 echo "$@" >> pip.log
@@ -147,6 +149,22 @@ def figures(document: str, text: str) -> list[Figure]:
                     number = line + section.count("\n", 0, section.index(unit, start))
                     found.append(Figure(document, number, unit.strip(), "\n".join([own, *around])))
     return found
+
+
+def prose(text: str) -> tuple[list[str], list[str]]:
+    """Return a document's sentences, and the cells of its tables; headings and fenced blocks are neither."""
+    text = re.sub(r"\]\([^)]*\)", "]", _FENCE.sub("\n", text))
+    text = re.sub(r"`[^`]*`", lambda code: re.sub(r"\s", "·", code[0]), text)  # no sentence ends in it
+    lines = [line for line in text.splitlines() if not line.startswith(("#", "<", "!["))]
+    rows = [line.replace(r"\|", "/") for line in lines if line.startswith("|")]
+    rest = "\n".join("" if line.startswith("|") else line for line in lines)
+    sentences = [part.strip() for part in _BREAK.split(rest)]
+    return [one for one in sentences if one], [cell.strip() for row in rows for cell in row.split("|")[1:-1]]
+
+
+def words(text: str) -> int:
+    """Return the number of words; a span of code is one."""
+    return len(_WORD.findall(text))
 
 
 def _sections(text: str) -> Iterator[tuple[str, int]]:

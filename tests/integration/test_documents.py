@@ -35,6 +35,8 @@ from tests.documents import (
     figures,
     inline_commands,
     links,
+    prose,
+    words,
 )
 from tests.integration.test_train_lm import QUICK_START, check_quick_start
 from tools import build_site
@@ -703,6 +705,26 @@ def test_files_and_names_in_them_are_there(document: str) -> None:
     for path, name in re.findall(r"`([\w/]+\.py)`: `(?:\w+\.)?(\w+)`", text):
         files = list((ROOT / "ds_ring/integrations").rglob(path)) or [ROOT / "ds_ring" / path]
         assert any(re.search(rf"(def|class) {name}\b", file.read_text()) for file in files), (path, name)
+
+
+LONGEST_SENTENCE, LONGEST_CELL = 25, 12  # words
+DENSE = {*TEXTS}  # documents that are still to be rewritten
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_sentences_and_cells_are_short(document: str) -> None:
+    sentences, cells = prose((ROOT / document).read_text())
+    long = [one for one in sentences if words(one) > LONGEST_SENTENCE]
+    long += [one for one in cells if words(one) > LONGEST_CELL]
+    assert document in DENSE or not long, "\n\n".join(f"{words(one)} words: {one}" for one in long)
+
+
+def test_a_long_sentence_and_a_long_cell_are_noticed() -> None:
+    text = "# A heading of `code`\n\nOne [two](three) `four five`. Six\nseven: 8.\n\n- Nine.\n- Ten `a. B`\n"
+    text += "\n```\nno word\n```\n\n| a b | c |\n|---|---|\n| `d e` f | |\n"
+    sentences, cells = prose(text)
+    assert [words(one) for one in sentences] == [3, 3, 1, 2]
+    assert [words(one) for one in cells] == [2, 1, 0, 0, 2, 0]
 
 
 def test_readme_and_changelog_are_short() -> None:
