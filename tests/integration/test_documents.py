@@ -98,7 +98,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A fresh clone with the DeepSpeed JSON of the tutorial and the config.json of a small model in it."""
     place = Place(tmp_path_factory.mktemp("clone"))
     (place.folder / "ds_config.json").write_text(block_of("{").text)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     shape |= {"model_type": "llama", "vocab_size": 1000, "num_key_value_heads": 2}
     for path in (place.folder / "config.json", place.folder / "my-model/config.json"):
         path.parent.mkdir(exist_ok=True)
