@@ -7,6 +7,7 @@ in tests/integration/test_documents.py.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ OF_THE_CODE = (
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("ds_ring/*/**/README.md")),
 )
 TEXTS = (*DOCUMENTS, *OF_THE_CODE)
+TROUBLESHOOTING = "launcher/TROUBLESHOOTING.md"
 # arguments of launcher/demo/train_lm.py
 SMALL_RUN = "--steps 2 --sequence_length 64 --hidden_size 16 --layers 1 --evaluate_every 2"
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -160,6 +162,26 @@ def prose(text: str) -> tuple[list[str], list[str]]:
     rest = "\n".join("" if line.startswith("|") else line for line in lines)
     sentences = [part.strip() for part in _BREAK.split(rest)]
     return [one for one in sentences if one], [cell.strip() for row in rows for cell in row.split("|")[1:-1]]
+
+
+def messages() -> set[str]:
+    """Return the texts of both packages, with a NUL for each value in them; errors in one piece."""
+    found = set()
+    for path in [*(ROOT / "ds_ring").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            found.add(_text_of(node))
+            if isinstance(node, ast.Call) and len(node.args) == 4:  # RingError.wrong
+                name, expected, got, advice = map(_text_of, node.args)
+                found.add(f"{name}: expected {expected}, got {got}; {advice}")
+    return found
+
+
+def _text_of(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_text_of, node.values))
+    if isinstance(node, ast.BinOp):
+        return _text_of(node.left) + _text_of(node.right)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
 
 
 def words(text: str) -> int:

@@ -27,6 +27,7 @@ from tests.documents import (
     ROOT,
     SMALL_RUN,
     TEXTS,
+    TROUBLESHOOTING,
     Block,
     Place,
     anchors,
@@ -35,6 +36,7 @@ from tests.documents import (
     figures,
     inline_commands,
     links,
+    messages,
     prose,
     words,
 )
@@ -744,7 +746,11 @@ def test_files_and_names_in_them_are_there(document: str) -> None:
 
 
 LONGEST_SENTENCE, LONGEST_CELL = 25, 12  # words
-DENSE = {*TEXTS} - {"ds_ring/TUTORIAL.md"}  # documents that are still to be rewritten
+# documents that are still to be rewritten
+DENSE = {*TEXTS} - {
+    TROUBLESHOOTING,
+    "ds_ring/TUTORIAL.md",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("document", TEXTS)
@@ -761,6 +767,37 @@ def test_a_long_sentence_and_a_long_cell_are_noticed() -> None:
     sentences, cells = prose(text)
     assert [words(one) for one in sentences] == [3, 3, 1, 2]
     assert [words(one) for one in cells] == [2, 1, 0, 0, 2, 0]
+
+
+# Of pip, torch, accelerate, Python's argparse and the system, and a folder of torch's.
+MESSAGES_OF_OTHERS = {
+    "No matching distribution found for ds_ring",
+    "requires a different Python",
+    "Using the Trainer with PyTorch requires accelerate",
+    "No module named 'mpi4py'",
+    "unrecognized arguments: --local_rank",
+    "~/.cache/torch_extensions",
+    "Address already in use",
+    "stack expects each tensor to be equal size",
+    "loss must be a scalar tensor",
+    "Connection closed by peer",
+    "CUDA out of memory",
+}
+
+
+def test_messages_to_search_for_are_raised() -> None:
+    """Each part between dots of a message in TROUBLESHOOTING's first column is in a text of the code."""
+    raised = messages()
+
+    def is_raised(text: str) -> bool:
+        return all(any(part.strip() in one for one in raised) for part in text.split("..."))
+
+    rows = [row for row in (ROOT / TROUBLESHOOTING).read_text().splitlines() if row.startswith("| ")]
+    quoted = {text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+    gone = [text for text in quoted - MESSAGES_OF_OTHERS if not is_raised(text)]
+    assert not gone, f"{TROUBLESHOOTING} quotes what no message says any more: {gone}"
+    assert len(quoted) > 60 and quoted >= MESSAGES_OF_OTHERS
+    assert not is_raised("expected a ... that nobody asks for")
 
 
 def test_readme_and_changelog_are_short() -> None:
