@@ -94,6 +94,7 @@ def hashes(rank: int, world_size: int, seeds: range, transport: str) -> list[tup
 
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(4, range(1)), (8, range(1)), (8, range(1, 100))], ids=str)
+@pytest.mark.timeout(1000)  # a hundred cases at night
 @pytest.mark.day("4-range(0, 1)")
 def test_bits_depend_on_neither_ring_nor_layout(rank_pool: Pool, ranks: int, seeds: range) -> None:
     everyones = rank_pool(ranks).run(hashes, seeds, "reproducible", timeout_s=900)
