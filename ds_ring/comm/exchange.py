@@ -1,4 +1,4 @@
-"""Send and receive the tensors of attention. No other file does.
+"""Send and receive the tensors of attention. No other file does; those of transport "pull" copy them.
 
 Owns the point-to-point messages of a hop and of headers, the collectives (all-gather, the all-to-all of
 Ulysses, sums), the deadlines on all of these, and the count of bytes sent. Knows nothing of attention.
@@ -203,8 +203,8 @@ class Exchange:
         """Return the least and the greatest header of all ranks of the sequence (ring x Ulysses).
 
         Uses dissemination (Hensgen, Finkel, Manber 1988): in round i a rank sends to the rank 2^i ahead and
-        receives from the rank 2^i before. Minimum and maximum are idempotent, so ceil(log2 n) rounds suffice
-        for any n.
+        receives from the rank 2^i before. Minimum and maximum are idempotent, so ceil(log2 P) rounds suffice
+        for any number P of ranks.
 
         Args:
             header: int64 [n] on the CPU, compared lexicographically; the same n on all ranks.
@@ -289,7 +289,7 @@ class Exchange:
 
 
 def once_a_batch(mesh: RingMesh, what: str) -> Exchange:
-    """Return an exchange for a collective outside of a pass, with the limit "step": a peer may load data."""
+    """Return an exchange for a collective outside of a pass. Its limit is "step": a peer may load data."""
     limit = mesh.timeouts.limit("step")
     return Exchange(mesh, limit.seconds, (what, limit.key))
 

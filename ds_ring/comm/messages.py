@@ -33,7 +33,7 @@ class Label(NamedTuple):
 
     Attributes:
         peer: ring rank that receives or sends it.
-        what: in a ring pass "K/V" or "dK/dV"; elsewhere "K" is followed by "V", "dK" by "dV"; else "".
+        what: "K/V" or "dK/dV" for both tensors; else "K" is followed by "V", "dK" by "dV"; or "".
         slots, dtype, tokens: planned number of slots, the dtype that ranks agreed on, and which tokens; None
             outside a pass.
     """

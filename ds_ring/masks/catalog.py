@@ -1,7 +1,7 @@
 """The catalog of patterns. Each lists its branches (`branches.py`); a new pattern is a class here.
 
-Documents and trees (`documents.py`), slices, dilated attention and mask functions (`mask_mod.py`) have files
-of their own.
+Documents and trees, slices, dilated attention and mask functions have folders of their own in
+`ds_ring/patterns`.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
         RingPatternError: the prefix is not a positive integer.
     """
 
-    # the dict: each key that conflicts with "prefix"; its text ends the error message, after "which"
+    # the dict: keys that conflict with "prefix", and the reason in the error ("which hides no later token")
     json_key = JsonKey(
         "prefix",
         "the first n tokens see one another both ways; all others are causal",

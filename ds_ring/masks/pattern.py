@@ -23,7 +23,7 @@ from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
-MANY_PAIRS = 4096  # of runs: from here on those that no branch joins are left out beforehand
+MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
 
 
 class QueryHead(NamedTuple):

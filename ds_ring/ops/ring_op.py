@@ -6,7 +6,7 @@ Saved for backward: local q, k, v, out, lse (or copies on the host), sinks; no o
 [Note: an opaque operator]
 For torch.compile the whole pass is one opaque node, so a compiled graph has no break and does not grow with
 the number of ranks. If the collectives were traced, the partitioner could save every shard that arrives,
-which loses O(T/P) memory, and Inductor could reorder the sends. With torch.compile's backend "ds_ring", one
+so memory would be O(T), and Inductor could reorder the sends. With torch.compile's backend "ds_ring", one
 graph serves all inputs of a local length, whatever their layout and pattern: each run of the graph computes
 the handle of its context ([Note: placements in compiled code] in integrations/compile/placed_op.py).
 """
@@ -62,7 +62,7 @@ def run_forward(
     context: RingContext, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None,
     extras: Sequence[ExtraOperand] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run a pass and return (out, lse), with sinks; in a recomputed region, return results that were kept."""
+    """Run a pass and return (out, lse), with sinks; or the kept ones if a checkpointed region runs again."""
     given = extras if sinks is None else (SinkLogits(sinks), *extras)
 
     def run(context: RingContext) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,9 @@ class FirstParts:
     def is_first(self, rows: Rows, heads: slice = slice(None)) -> bool:
         """Return whether a part is the first on all its rows: if so, the caller assigns it, else adds it.
 
-        If the rows are not contiguous, belong to some heads only, or are partly written, this fills the
-        unwritten ones with the neutral element and returns False.
+        If the rows are not contiguous or belong to some heads only, this fills all unwritten slots of the
+        accumulator with the neutral element and returns False. If some of the rows are written, this fills
+        the other ones and returns False.
         """
         if not self.open:
             return False
@@ -116,10 +117,12 @@ def _cut(slots: int, missing: _Pieces, parts: tuple[Rows, ...]) -> list[tuple[in
 # written), and a causal zigzag pass of 8 ranks has 8 parts. The kernels "flash" and "flex" return few parts,
 # in new tensors (`Kernel.few_parts`). So a part waits in a list (`Accumulator.waiting`) until one Triton
 # kernel (`cuda/merge.py`) merges several parts, and reads and writes the accumulator once for all of them.
-# The last merge writes the rounded result, so a pass of at most `ALONE` parts needs no accumulator. The
-# result is allocated only when the first chunk is done, and the two limits below keep the list short. Parts
-# in the accumulators' dtype are not kept waiting: that would gain nothing.
-ALONE, BESIDE = 4, 2  # this many waiting parts are merged before the next hop: without, with an accumulator
+# The last merge writes the rounded result, so a pass of at most `ALONE` parts needs no accumulator. Parts
+# that wait take memory. So out and dQ are allocated only when the first chunk is done, and the two limits
+# below keep the list short. Parts in the accumulators' dtype do not wait: each takes as much memory as an
+# accumulator.
+# this many waiting parts are merged before the next hop: ALONE without an accumulator, BESIDE with one
+ALONE, BESIDE = 4, 2
 
 
 def parts_wait(kernel: Kernel, dtype: torch.dtype, accumulator: torch.dtype) -> bool:
@@ -131,7 +134,8 @@ class Accumulator:
     """Results of a chunk, as their parts arrive: out and lse, or dQ, or dK and dV; [Note: parts that wait].
 
     Args:
-        results: allocates and returns the result tensors [B, H, S, ...], without lse; ignored: further ones.
+        results: allocates and returns the result tensors [B, H, S, ...], without lse. Tensors beyond those of
+            `shapes` are ignored.
         like: a tensor of their device.
         shapes: of the results.
         dtype: of the accumulators.
@@ -179,12 +183,12 @@ class Accumulator:
         return self._made
 
     def make_room(self) -> None:
-        """Merge the parts that wait, if there is no room for one more."""
+        """Merge the parts that wait if there are `ALONE` of them, or `BESIDE` with an accumulator."""
         if len(self.waiting) >= (ALONE if self._made is None else BESIDE):
             self._write(self._accumulate())
 
     def add(self, rows: Rows, heads: slice, *parts: Tensor) -> None:
-        """Merge (or add) one part of each result, now or later; the caller must not write to them again."""
+        """Merge (or add) one part of each result, now or later; the caller must not write to parts again."""
         made = self._made  # read without a call: Python calls are most of a hop's host time
         if self._waits and heads == ALL_HEADS and rows.step == rows.repeats == 1:
             # The list may be full: of parts of this hop, or of gradients that other ranks returned.

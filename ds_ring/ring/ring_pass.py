@@ -92,7 +92,8 @@ class BackwardChunk:
         keys, of_keys = self.buffers.pair(step.buffer), self.home
         of_stage = False
         if step.gradients != RESULTS:
-            # In a ring (GRADIENTS), sums of other ranks are added to this buffer later; in stages, none are.
+            # In a ring (GRADIENTS), sums of other ranks are added to this buffer later, so it is an
+            # accumulator. In stages none are: parts may wait, and one alone can become the buffer: `adopt`.
             of_stage = self.buffers.chunk.steps.buffers[step.gradients].payload is not Payload.GRADIENTS
             shapes, waits = (keys.k.shape, keys.v.shape), of_stage and self.waits
             there = partial(self.buffers.pair, step.gradients)

@@ -119,8 +119,8 @@ def _runs_of_pieces(starts: IntArray, ends: IntArray) -> IntArray:
 class ChunkLayout(Layout):
     """Cut the sequence into consecutive chunks: one per rank (contiguous), or two per rank (zigzag).
 
-    Chunk lengths differ by at most one token, so that all ranks have about the same work even if the number
-    of chunks does not divide the length.
+    Chunk lengths differ by at most one token, also if the number of chunks does not divide the length. So
+    with zigzag all ranks have about the same causal work.
 
     Raises:
         RingLayoutError: chunks_per_rank is neither 1 nor 2.
@@ -260,8 +260,8 @@ def make_layout(
 
     Args:
         name: "contiguous", "zigzag" or "striped"; or one that is made for `pattern`: "residue" (dilated),
-            "balanced" (even work), "document_zigzag" (documents), "auto" (contiguous or zigzag, or balanced
-            where both are uneven).
+            "balanced" (even work), "document_zigzag" (documents), "auto" (contiguous or zigzag; balanced
+            where both are uneven; with `block_size`, also layouts that are made for blocks).
         tokens: length T of the sequence; any T >= 1.
         ring_size: number of shards P.
         pattern: the pattern of all layers, or the number of layers with each pattern:

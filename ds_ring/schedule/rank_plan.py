@@ -82,7 +82,7 @@ class Direction(NamedTuple):
         return int(np.searchsorted(np.cumsum((0, *self.stages)), hop))
 
     def before(self, hop: int) -> int:
-        """Return the earlier hop whose reader sends the shard to the reader at `hop` (at least 1)."""
+        """Return the earlier hop whose reader sends the shard to the reader at `hop`; `hop` is at least 1."""
         return hop - self.ranks_per_node if self.crosses(hop) else hop - 1
 
     def crosses(self, hop: int) -> bool:
@@ -108,7 +108,7 @@ class HopPlan:
     hop: int  # s; at hop 0 the rank computes with its own shard, in place
     origin: int  # ring rank that owns these keys and values
     recv_rank: int  # the rank before this one on the shard's way
-    send_rank: int  # the rank after this one, in the same node
+    send_rank: int  # the rank after this one on the shard's way; with two levels, used only inside a node
     held: SlotRanges  # slots of the origin's shard that it reads, ascending; at hop 0 all of the own shard
     relayed: SlotRanges  # the subset that `recv_rank` sends; `origin` itself sends the rest
     forward: SlotRanges  # the subset that `send_rank` reads as well and receives from here
@@ -167,7 +167,7 @@ class DirectSend(NamedTuple):
 
 
 class GradientReturn(NamedTuple):
-    """Slots of this rank's shard whose dK/dV a reader returns here, not to the next rank as a sum."""
+    """Slots of this rank's shard whose dK/dV a reader returns here instead of sending them on in a sum."""
 
     hop: int  # at which that rank computed them; the message is in the next batches (`Direction.batches`)
     sender: int
@@ -280,12 +280,12 @@ class RankPlan:
     """All that one ring rank does in a pass."""
 
     ring_rank: int
-    classes: tuple[HeadClassPlan, ...]  # their passes run one after the other
+    classes: tuple[HeadClassPlan, ...]  # one pass; head chunks of a class start after those of the one before
     group: int  # query heads that share a K/V head
     kv_heads: int
     # by pass and chunk size, cached by `lowering.py`
     schedules: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    # calls for which nothing is left to compile; see `RingContext`
+    # calls for which the kernel has nothing left to compile; `cuda/patience.py` adds them
     compiled: set[Any] = field(default_factory=set, repr=False, compare=False)
 
     @property

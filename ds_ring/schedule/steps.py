@@ -25,17 +25,23 @@ from ds_ring.registry import CodecRow
 
 
 class Payload(Enum):
-    """The content of a message: K and V, or dK and dV; a token's two rows are adjacent (not in PARTS)."""
+    """The content of a message: K and V, or dK and dV.
+
+    The two rows of a token are adjacent, except in PARTS, and in KEYS where `keys_apart` in `ring/pair.py`.
+    """
 
     KEYS = "keys"  # in the dtype of the inputs
     ENCODED = "encoded keys"  # bytes: K and V as a codec encodes them for the message
     GRADIENTS = "gradients"  # in the accumulators' dtype
-    PARTS = "gradients of one rank"  # not summed over ranks: of a stage, see [Note: stages] in rank_plan.py
+    PARTS = "gradients of one rank"  # of a stage, not summed over ranks; [Note: stages] in rank_plan.py
     ROUNDED = "rounded gradients"  # in bfloat16 while in flight
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """Return the names of the messages: dK and dV of PARTS travel in two messages, all else in one."""
+        """Return the names of the messages: two for PARTS, else one.
+
+        `RingBuffers` sends KEYS in two messages, too, where `keys_apart` in `ring/pair.py`.
+        """
         return tuple(self.names.split("/")) if self is Payload.PARTS else (self.names,)
 
     @property
@@ -54,7 +60,7 @@ def name_of(buffer: int) -> str:
 
 
 class Buffer(NamedTuple):
-    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, head dims D of K + E of V]; or bytes."""
+    """Memory for K and V, or dK and dV: [slots, batch, K/V heads, D + E]; for ENCODED, rows of bytes."""
 
     payload: Payload  # which two tensors, and so their dtype
     slots: int  # number of slots; padding is not counted in SHARD and RESULTS
@@ -71,11 +77,12 @@ class Send:
     origin: int  # ring rank that owns the tokens
     slots: SlotRanges  # the same tokens as slots of the shard of `origin`
     packed: int  # buffer for a copy of the part; used unless `in_place`
-    needs: int  # latest batch, from the chunk's start, whose messages the contents depend on; -1 for none
+    needs: int  # latest batch whose messages it depends on, counted from the chunk's start; -1 for none
     kept: Payload  # payload of the buffer
     ranges: tuple[tuple[int, int], ...] = field(init=False)  # `part` as Python ints
     count: int = field(init=False)  # number of slots
-    # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted
+    # whether the message is sent from the buffer itself: one range, not of SHARD or RESULTS, not converted.
+    # (`RingBuffers` also sends one range of SHARD in place if K and V are two messages: `keys_apart`.)
     in_place: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +133,7 @@ class Compute:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Accumulate:
-    """Add received gradients to a buffer; or copy keys, received ones or those of SHARD, into a buffer.
+    """Add received gradients to a buffer, or copy keys into a buffer: received keys or those of SHARD.
 
     If one of the two buffers is ENCODED, the copy encodes or decodes.
     """
@@ -146,7 +153,7 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Free:
-    """Free a buffer. Freeing RESULTS rounds them into the caller's tensors: the chunk is done."""
+    """Free a buffer. To free RESULTS means to write them to the caller's tensors: the chunk is done."""
 
     buffer: int
 
@@ -170,7 +177,7 @@ ScheduleStep: TypeAlias = Send | Recv | Compute | Accumulate | Free
 class Round(NamedTuple):
     """What one head chunk does in one batch, in this order; [Note: batches]."""
 
-    arrived: tuple[Accumulate | Free, ...] = ()  # of buffers received or sent in the chunk's previous batch
+    arrived: tuple[Accumulate | Free, ...] = ()  # add what the last batch brought, free what is used no more
     posted: tuple[Send | Recv, ...] = ()  # two ranks match the messages between them by order alone
     computed: tuple[Compute, ...] = ()  # while the messages are in flight
 

@@ -8,8 +8,8 @@ blocks of queries: a rank adds up the nodes of the tree that it has completely, 
 to the owner of the keys, which completes the tree.
 
 Each owner sends its keys directly to the ranks that read them, one after the other, while squares of the last
-one are computed; so a rank holds the keys of two ranks at a time. It returns about two log2(P) sums of
-gradients for a block of keys, at worst, where a ring passes one on.
+one are computed; so a rank holds the keys of two ranks at a time. For a block of keys, it returns at
+most about 2 log2(n) sums of gradients for each of its runs of n blocks; a ring passes one sum on.
 
 Bits are equal between runs of the same kernel, on devices of one kind, with equal numbers of threads and of
 Ulysses ranks. Layers other than attention are not covered: a weight's gradient is a sum over the tokens of a
