@@ -452,7 +452,7 @@ def test_notes_and_files_that_are_named_exist() -> None:
 
 
 def test_every_note_has_its_row_in_the_index() -> None:
-    rows = re.findall(r"^\| ([^|`]+) \| `([^`]+)` \|", (ROOT / "ds_ring/NOTES.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|`]+) \(`([^`]+)`\) \|", (ROOT / "ds_ring/NOTES.md").read_text(), re.MULTILINE)
     paths = [path for folder in ("ds_ring", "launcher", "tools") for path in (ROOT / folder).rglob("*.py")]
     defined = {note: path.as_posix() for path in paths for note in DEFINITION.findall(path.read_text())}
     assert sorted(name for name, _ in rows) == sorted(defined), "one row of ds_ring/NOTES.md for each note"
