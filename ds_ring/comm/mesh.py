@@ -273,6 +273,11 @@ class RingMesh(MeshCoordinates):
             sequence_rank=ring * grid.ulysses_size + ulysses, calls=self.owners[CallCounter],
         )  # fmt: skip
 
+    def __str__(self) -> str:
+        sizes = f"ring {self.ring_size} x Ulysses {self.ulysses_size} x data {self.data_size}"
+        here = f"ring rank {self.ring_rank}, Ulysses rank {self.ulysses_rank}, data rank {self.data_rank}"
+        return f"{sizes}; rank {self.global_rank} of {self.grid.world_size}: {here}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> RingMesh:
         """Return this mesh: copies of a module (nn.TransformerEncoder's layers) share its process groups."""
         return self

@@ -9,7 +9,7 @@ import difflib
 import json
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
@@ -180,7 +180,7 @@ def _problem(detail: ErrorDetails, root: type[BaseModel], prefix: str) -> Proble
     owner, field, depth = _field_at(root, loc)
     if field is None:
         known = _keys(owner)
-        near = did_you_mean(loc[-1], known)
+        near = did_you_mean(loc[-1], known) or _elsewhere(loc[-1], root, prefix)
         advice = f"did you mean '{near}'?" if near else "remove it, or move it to its section"
         what = sentence(f"one of {', '.join(known)}", f"the unknown key '{str(loc[-1])[:80]}'", advice)
         return Problem(_dotted(prefix, loc), what)
@@ -212,6 +212,23 @@ def _field_at(
         owner, field = inner, inner.model_fields.get(str(part))
         inner = field.annotation if field else None
     return owner, field, len(loc)
+
+
+def _elsewhere(key: int | str, model: type[BaseModel], prefix: str) -> str | None:
+    """Return the path of the key of this model, or of a section inside it, that `key` is or nearly is."""
+    paths = {path.rpartition(".")[2]: path for path in _paths(model, prefix)}
+    near = did_you_mean(key, paths, cutoff=0.8)  # another section's: a slip of the pen at most
+    return None if near is None else paths[near]
+
+
+def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Yield the path of each key, those of inner sections first."""
+    for name, field in model.model_fields.items():
+        inner, path = field.annotation, _dotted(prefix, (name,))
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _paths(inner, path)
+        if not accepted_by(field).outside:
+            yield path
 
 
 def _dotted(prefix: str, loc: Sequence[int | str]) -> str:

@@ -344,6 +344,12 @@ class MonitorAddress(NamedTuple):
     heartbeat_timeout_s: float
 
 
+_NO_SECRET = (
+    "ranks of several hosts without a secret: whoever reaches the port of torch's store can end the job; set"
+    " DS_RING_SECRET to one value on all hosts (openssl rand -hex 32)"
+)
+
+
 def join(
     store: Store,
     rank: int,
@@ -379,6 +385,8 @@ def join(
     if rank == 0:
         hosts = listening_hosts(store, arrival.wait_for_all())
         published = None if secret is not None else secrets.token_hex(32)
+        if published is not None and hosts != [LOOPBACK]:
+            log.warning(_NO_SECRET)
         port = start_monitor(hosts[0], world_size, heartbeat_timeout_s, secret or published or "")
         arrival.check()  # from here on the monitor would wait for the dead
         hosts = hosts[::-1]  # loopback first

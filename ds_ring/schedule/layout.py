@@ -186,7 +186,8 @@ class PieceLayout(Layout):
         return int(np.bincount(self.owners, weights=lengths, minlength=self.ring_size).max())
 
     def __str__(self) -> str:
-        return f"{super().__str__()}, {len(self.owners)} pieces, {hash((self.boundaries, self.owners))}"
+        digest = hash((self.boundaries, self.owners)) & (2**64 - 1)  # ranks compare this text
+        return f"{super().__str__()}, {len(self.owners)} pieces, digest {digest:016x}"
 
 
 @lru_cache(maxsize=64)

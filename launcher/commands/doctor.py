@@ -74,11 +74,13 @@ def _show(findings: list[Finding], job: Job, as_json: bool) -> None:
         return
     from rich.table import Table
 
+    from ..run.process import counted
     from ..tables import console
 
     cluster = job.cluster
-    hosts = "this machine" if cluster.is_local else f"{len(cluster.hosts)} hosts"
-    table = Table(title=f"{cluster.world_size} ranks on {hosts} by {cluster.engine}")
+    hosts = "this machine" if cluster.is_local else counted(len(cluster.hosts), "host", "hosts")
+    ranks = counted(cluster.world_size, "rank", "ranks")
+    table = Table(title=f"{ranks} on {hosts} by {cluster.engine}")
     for column in ("what", "state", "says"):
         table.add_column(column, overflow="fold")
     for finding in findings:

@@ -311,9 +311,8 @@ def _links(ranks: list[dict[str, Any]]) -> Finding:
         too_slow = one["crosses"] and one["bytes_per_s"] < LEAST_BYTES_PER_S
         if too_slow or one["bytes_per_s"] * SLOWER < median(alike):
             says = f"slow link {_named(one, host)}; its kind has {median(alike) / 1e6:.0f} MB/s in the middle"
-            return Finding(
-                "links", WRONG if too_slow else WARNING, f"{says}. Look at its cable and interface"
-            )
+            advice = "its cable and interface" if one["crosses"] else f"other work on {host[one['target']]}"
+            return Finding("links", WRONG if too_slow else WARNING, f"{says}. Look at {advice}")
     return Finding("links", OK, text)
 
 

@@ -345,6 +345,11 @@ def say(text: str) -> None:
         pass
 
 
+def counted(count: int, one: str, many: str) -> str:
+    """Return a number with its noun."""
+    return f"{count:,} {one if count == 1 else many}"
+
+
 def few(items: Sequence[object]) -> str:
     """Name the first eight of many, for a line that a person reads."""
     more = len(items) - 8

@@ -36,7 +36,7 @@ from ..cluster.cluster import Cluster, Host, Relaunch
 from ..status.page import page_kept
 from .job import Job, module_command
 from .presence import HOSTS_MISSING, HostPresence, HostsMissing, address_of_master, ask_hosts
-from .process import NO_RING, POLL_SECONDS, few, say, signals_noted
+from .process import NO_RING, POLL_SECONDS, counted, few, say, signals_noted
 from .run_folder import CONFIG, PREEMPTED, TOLD_TO_END, RankFault, RunFolder, has_ring
 from .run_lock import run_held
 from .run_records import RankStop, exits_of, newest_checkpoint, stops_of
@@ -203,7 +203,8 @@ def _named(rank: int, lost: Sequence[RankFault], stops: Sequence[RankStop], host
     host, step = host_of(rank, hosts), next((fault.step for fault in lost if fault.step is not None), None)
     when = "" if step is None else f" in step {step}"
     sayers = sorted({fault.rank for fault in lost if fault.blames == rank})
-    what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), say ranks {few(sayers)}"
+    says = "say ranks" if len(sayers) > 1 else "says rank"
+    what = f"rank {rank} on {host} was lost{when} (killed, stopped or cut off), {says} {few(sayers)}"
     return Culprit("lost", rank, host, what, next(fault for fault in lost if fault.blames == rank))
 
 
@@ -433,7 +434,8 @@ class _RelaunchedRun:
                 "relaunch", f"a ring of {smallest} ranks or more on {slots} slots", "none", "bring hosts back"
             )
         hosts = hosts_for(presence.hosts, ring.world_size)
-        say(f"{ring.world_size} ranks are left, {ring.sequence_size} of which share a sequence")
+        left = counted(ring.world_size, "rank is", "ranks are")
+        say(f"{left} left; {ring.sequence_size} of them to a sequence")
         path = attempt / CONFIG
         replace_text(path, json.dumps(ring.config, indent=2) + "\n")
         changed = {
@@ -449,7 +451,7 @@ class _RelaunchedRun:
         newest = newest_checkpoint(folder)
         if folder is None or newest is None or ranks_of(folder / newest[0]) in (0, world_size):
             return newest
-        say(f"converting {newest[0]} for {world_size} ranks")
+        say(f"converting {newest[0]} for {counted(world_size, 'rank', 'ranks')}")
         command = module_command("ds_ring_launcher.run.relaunch")
         command += [str(folder), str(world_size), str(self.folder.attempt(self.number))]
         environment = {**self.job.caller_environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}

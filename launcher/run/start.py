@@ -18,7 +18,7 @@ from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
 from .job import ENVIRONMENT_FILE, FOLDER, Invocation, Job
 from .presence import AskedHost, HostsMissing
-from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, few, say
+from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, counted, few, say
 
 
 def start(job: Job, signals: list[int]) -> int:
@@ -35,7 +35,8 @@ def start(job: Job, signals: list[int]) -> int:
 def _start(job: Job, signals: list[int]) -> int:
     cluster = job.cluster
     hosts = "this machine" if cluster.is_local else few([host.name for host in cluster.hosts])
-    text = f"{cluster.world_size} processes on {hosts} by {cluster.engine}, master port {job.port}"
+    processes = counted(cluster.world_size, "process", "processes")
+    text = f"{processes} on {hosts} by {cluster.engine}, master port {job.port}"
     search_path = job.caller_environment.get("PATH", os.defpath)
     script = str(cluster.script)
     if cluster.starts_agents:

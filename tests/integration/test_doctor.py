@@ -177,6 +177,13 @@ def test_a_link_inside_a_node_is_compared_with_its_own_kind() -> None:
     assert {one.what: one.state for one in judge_ring(ranks)}["links"] == OK
 
 
+@pytest.mark.parametrize(("number", "advice"), [(0, "other work on node-0"), (1, "its cable and interface")])
+def test_only_a_link_between_hosts_has_a_cable(number: int, advice: str) -> None:
+    ranks = [rank(n) for n in range(4)]
+    ranks[number]["link"]["bytes_per_s"] = 1e7
+    assert {one.what: one.says for one in judge_ring(ranks)}["links"].endswith(f"Look at {advice}")
+
+
 def doctor(path: Path, *more: str) -> tuple[int, dict[str, tuple[str, str]], str]:
     """The real command, on this machine."""
     command = [sys.executable, "-m", "ds_ring_launcher.cli", "doctor", str(path), "--json", *more]

@@ -113,6 +113,9 @@ def test_the_culprit_is_who_failed_by_itself_then_who_is_named_then_who_is_silen
     write_fault(tmp_path, lost)
     named = culprit_of(tmp_path, HOSTS, 1)
     assert (named.rank, named.host) == (2, "node-1") and "in step 5" in named.what
+    assert named.what.endswith(", says rank 0")  # it was "say ranks 0"
+    write_fault(tmp_path, replace(lost, rank=1))
+    assert culprit_of(tmp_path, HOSTS, 1).what.endswith(", say ranks 0, 1")
     write_fault(tmp_path, BUG)
     own = culprit_of(tmp_path, HOSTS, 1)
     assert (own.kind, own.rank, own.fault) == ("error", 3, BUG)

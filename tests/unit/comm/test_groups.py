@@ -116,3 +116,10 @@ def _fake_store() -> Any:
 def test_a_mesh_has_few_fields() -> None:
     """What calls and caches need has owners of its own (`Owners`)."""
     assert len(fields(RingMesh)) <= 12
+
+
+def test_a_mesh_prints_its_sizes_and_its_rank() -> None:
+    """(It printed addresses of process groups.)"""
+    assert str(RingMesh(Grid(8, 2, 2), 7)) == (
+        "ring 2 x Ulysses 2 x data 2; rank 7 of 8: ring rank 1, Ulysses rank 1, data rank 1"
+    )

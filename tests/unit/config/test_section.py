@@ -353,9 +353,10 @@ REFUSED: list[tuple[str, Any, list[str]]] = [
     ("ringSize", section(ringSize=4), ["did you mean 'ring_size'?"]),
     ("hop_timeout", section(hop_timeout=4), ["did you mean 'hop_timeout_seconds'?"]),
     ("windw", pattern(windw=4), ["ring_attention.pattern.windw: ", "did you mean 'window'?"]),
-    ("causal one up", section(causal=True), ["unknown key 'causal'; remove it, or move it to its section"]),
-    ("kernel one down", pattern(kernel="cpu"),
-        ["unknown key 'kernel'; remove it, or move it to its section"]),
+    ("causal one up", section(causal=True), ["did you mean 'ring_attention.pattern.causal'?"]),
+    ("windw one up", section(windw=4), ["'windw'; did you mean 'ring_attention.pattern.window'?"]),
+    ("kernel one down", pattern(kernel="cpu"), ["'kernel'; did you mean 'ring_attention.kernel'?"]),
+    ("tiles one up", section(tiled_los=True), ["did you mean 'ring_attention.long_sequence.tiled_loss'?"]),
     ("foreign", section(zzz=1), ["expected one of ulysses_size, ring_size, layout", "'zzz'; remove it"]),
     ("key 3", section(**{}) | {"ring_attention": {3: 4}}, ["the unknown key '3'"]),
     # words

@@ -158,6 +158,27 @@ def test_a_monitor_that_cannot_be_spoken_to_is_refused(
         join(store, 1, 2, 10.0, secret=own)
 
 
+@pytest.mark.parametrize(
+    ("host", "secret", "warnings"),
+    [("another", None, 1), ("another", "x" * 32, 0), (None, None, 0)],
+    ids=["two hosts", "a launcher's secret", "one host"],
+)
+def test_two_hosts_without_a_secret_are_warned_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    host: str | None, secret: str | None, warnings: int,
+) -> None:  # fmt: skip
+    store: Any = HashStore()
+    other = presence() if host is None else presence()._replace(host=host, processes="other")
+    store.set("ds_ring/detector/1/1", json.dumps(other))
+    monkeypatch.setattr(joining, "start_monitor", lambda *_: 1)
+    monkeypatch.setattr(joining, "_connect", mock.Mock())
+    monkeypatch.setattr(joining, "DetectorClient", mock.Mock())
+    with caplog.at_level(logging.WARNING):
+        join(store, 0, 2, 10.0, secret=secret)
+    found = [one.getMessage() for one in caplog.records]
+    assert len(found) == warnings and all("set DS_RING_SECRET to one value" in text for text in found)
+
+
 def test_a_rank_that_is_lost_while_others_join_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def lose(*_: object) -> DetectorClient:
         raise PeerLost(Fault(2, "its process ended"))
