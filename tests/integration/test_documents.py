@@ -720,7 +720,11 @@ DENSE = {*TEXTS} - {
     "tools/README.md",
     "ds_ring/TUTORIAL.md",
 }  # fmt: skip
-DENSE -= {"MIGRATING.md", "CONTRIBUTING.md", "CHANGELOG.md", "ds_ring/NOTES.md", "ds_ring/DESIGN.md"}
+DENSE -= {"MIGRATING.md", *OF_THE_CODE} - {"ds_ring/READING.md"}
+DENSE |= {
+    f"ds_ring/{name}/README.md"
+    for name in ("transports", "layers/scan", "layers/selection", "decode", "patterns/documents")
+}
 
 
 @pytest.mark.parametrize("document", TEXTS)
