@@ -8,7 +8,7 @@ What an operator leaves unwritten is NaN here. A misuse that a GPU would answer 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ds_ring.kernels.flash.executors import Operators
 
 INFINITY = float("inf")
+Check = Callable[..., None]
 
 
 def emulated(empty_lse: float = INFINITY) -> Operators:
@@ -29,6 +30,7 @@ def emulated(empty_lse: float = INFINITY) -> Operators:
 
 
 def _check(*tensors: Tensor) -> None:
+    """Assert what aten's operators demand."""
     for x in tensors:
         assert x.stride(-1) == 1 or x.shape[-1] == 1, "last stride"
         assert x.shape[-1] % 8 == 0 and x.shape[-1] <= 256, f"head_dim {x.shape[-1]}"
@@ -73,13 +75,13 @@ def _sequences(
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, cum_q: Tensor | None, cum_k: Tensor | None, max_q: int, max_k: int,
     dropout: float, is_causal: bool, debug: bool, *, scale: float, window_size_left: int,
-    window_size_right: int, empty_lse: float = INFINITY,
+    window_size_right: int, empty_lse: float = INFINITY, check: Check = _check,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_forward`: [B, S, H, D] or [total, H, D]; lse [B, H, S] or [H, total]."""
-    _check(q, k, v)
+    check(q, k, v)
     assert not dropout and not debug and scale > 0 and q.dtype == k.dtype == v.dtype
     left, right = _windows(is_causal, window_size_left, window_size_right, max_q, max_k)
-    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    out = q.new_full((*q.shape[:-1], v.shape[-1]), float("nan"))
     shape = (len(q), q.shape[2], q.shape[1]) if q.dim() == 4 else (q.shape[1], q.shape[0])
     lse = q.new_full(shape, float("nan"))
     windowed = left >= 0 or right >= 0
@@ -97,10 +99,11 @@ def flash_forward(
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cum_q: Tensor | None,
     cum_k: Tensor | None, max_q: int, max_k: int, dropout: float, is_causal: bool, rng: Any, unused: Any,
-    *, scale: float, window_size_left: int, window_size_right: int,
+    *, scale: float, window_size_left: int, window_size_right: int, check: Check = _check,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_backward`, which reads the lse as if it were contiguous."""
-    _check(grad, q, k, v, out)
+    check(q, k, v)
+    check(grad, out)
     assert lse.is_contiguous() and not dropout and scale > 0
     left, right = _windows(is_causal, window_size_left, window_size_right, max_q, max_k)
     found = [torch.full_like(x, float("nan"), memory_format=torch.contiguous_format) for x in (q, k, v)]

@@ -50,10 +50,6 @@ def test_cudnn(name: str, head_dim: int) -> None:
 @pytest.mark.parametrize("implementation", ["FA3", "FA4"])
 @pytest.mark.parametrize("name", WINDOWS)
 def test_other_implementations_where_their_packages_are(name: str, implementation: str) -> None:
-    from torch.nn import attention
-
-    pytest.importorskip({"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}[implementation])
-    try:
-        hold(name, "zigzag", 128, torch.bfloat16, 4, implementation)
-    finally:
-        attention.restore_flash_attention_impl()
+    module = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute.interface"}[implementation]
+    pytest.importorskip(module, exc_type=ImportError)  # flash-attn 2.8.3 has a part of the latter
+    hold(name, "zigzag", 128, torch.bfloat16, 4, implementation)

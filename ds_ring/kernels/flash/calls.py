@@ -300,6 +300,17 @@ class FlashCall:
         return self.left == OPEN and self.right == 0
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what a kernel may be compiled for: the open sides, all heads or some, variable lengths."""
+        return (
+            self.left == OPEN,
+            self.right == OPEN,
+            self.is_causal,
+            self.head_in_group < 0,
+            bool(self.q_ends),
+        )
+
+    @property
     def lengths(self) -> list[tuple[int, int]]:
         """Return (queries, keys) of each sequence of one repetition."""
         if not self.q_ends:

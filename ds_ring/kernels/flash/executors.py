@@ -1,7 +1,6 @@
 """Carry out a `FlashCall`, forward and backward, by one of torch's operators. Each executor is one pair.
 
-- `Flash`: aten's FlashAttention operators for CUDA: FlashAttention 2, or the implementation that
-  `torch.nn.attention.activate_flash_attention_impl` has installed. Any call.
+- `Flash`: any call by FlashAttention, 2 of aten for CUDA, 3 and 4 of their packages (`packages.py`).
 - `Cudnn`: cuDNN's attention: whole rectangles, and causal ones whose diagonal is at the top left.
 - `OnCpu`: aten's operator for the CPU.
 
@@ -25,6 +24,8 @@ from ds_ring.kernels.interface import Rows
 
 INFINITY = float("inf")
 WIDEST = 256  # head dimension of FlashAttention 2, which takes multiples of 8
+# The greatest head dimensions of queries and of values; None: equal ones, multiples of 8.
+Widths = tuple[tuple[int, int | None], ...]
 
 
 class OfQueries(NamedTuple):
@@ -79,17 +80,24 @@ class Executor(ABC):
     the lse -inf.
 
     Attributes:
-        multiple, widest: the head dimension must be a multiple of the first, at most the second; None: any.
         tokens_first: whether it copies a gradient or an output in [B, H, S, D] memory order.
+        calls_aten: whether it calls operators of torch, which `activate_flash_attention_impl` can replace.
     """
 
     name: str
-    multiple: int
-    widest: int | None = WIDEST
     tokens_first: bool
 
-    def __init__(self, operators: Operators = ATEN) -> None:
-        self._operators = operators
+    def __init__(self, operators: Operators = ATEN, widths: Widths = ((WIDEST, None),)) -> None:
+        self._operators, self._widths = operators, widths
+        self.calls_aten = operators is ATEN
+
+    def padded(self, head_dim: int, value_dim: int) -> tuple[int, int] | None:
+        """Return the head dimensions of queries and values that it computes with; None if too wide."""
+        for most, most_of_values in self._widths:
+            if head_dim <= most and value_dim <= (most_of_values or most):
+                equal = -(-max(head_dim, value_dim) // 8) * 8
+                return (equal, equal) if most_of_values is None else (most, most_of_values)
+        return None
 
     def takes(self, call: FlashCall) -> bool:
         """Return whether it can carry out this call."""
@@ -112,9 +120,9 @@ class Executor(ABC):
 
 
 class Flash(Executor):
-    """Call aten's FlashAttention operators."""
+    """Call FlashAttention."""
 
-    name, multiple, tokens_first = "flash", 8, True
+    name, tokens_first = "flash", True
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float
@@ -153,7 +161,7 @@ class Flash(Executor):
 class Cudnn(Executor):
     """Call cuDNN's attention, whose causal diagonal begins at the top left."""
 
-    name, multiple, tokens_first = "cudnn", 8, False
+    name, tokens_first = "cudnn", False
 
     def takes(self, call: FlashCall) -> bool:
         full = call.left == OPEN and call.right == OPEN
@@ -266,8 +274,10 @@ HIDDEN = -1e30  # additive bias of a pair that is not attended; -inf would retur
 class OnCpu(Executor):
     """Call aten's operator for the CPU: float32 and float64, one sequence after the other."""
 
-    name, multiple, tokens_first = "cpu", 1, False
-    widest = None
+    name, tokens_first = "cpu", False
+
+    def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        return (max(head_dim, value_dim),) * 2
 
     def forward(
         self, views: Views, call: FlashCall, q: Tensor, k: Tensor, v: Tensor, scale: float

@@ -16,30 +16,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
+from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
 from ds_ring.kernels.flash.calls import FlashCall, flash_calls
 from ds_ring.kernels.flash.executors import (
     INFINITY,
     WIDEST,
-    Cudnn,
     Executor,
-    Flash,
     OfQueries,
     OnCpu,
     Views,
 )
-from ds_ring.kernels.interface import ALL_HEADS, KernelNeeds, PartialGrads, PartialOut
+from ds_ring.kernels.flash.packages import BY_GENERATION, IMPLEMENTATIONS, check
+from ds_ring.kernels.interface import (
+    ALL_HEADS,
+    HeadsOfPass,
+    KernelNeeds,
+    Operands,
+    PartialGrads,
+    PartialOut,
+)
 from ds_ring.masks.tiles import Tiles
 
-IMPLEMENTATIONS = ("FA2", "cuDNN", "FA3", "FA4")
-MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}  # which torch imports
-BY_GENERATION = {9: "FA3", 10: "FA4"}  # by the device's major compute capability
 _MASKED = (
     'kernel "flash": expected a pattern whose tiles are windows, got a mask function (MaskMod), which is'
     ' evaluated pair by pair; set "kernel": "flex", or "auto", which takes it on CUDA ("cpu" on the CPU)'
@@ -52,9 +56,8 @@ class FlashKernel:
 
     Args:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
-            rest by FlashAttention 2; "FA3" and "FA4" replace the implementation of torch's operators in the
-            whole process. None takes "FA3" on sm_90 and "FA4" on sm_100 where their packages are installed,
-            else the active implementation.
+            rest by FlashAttention 2; "FA3" and "FA4" are called in their packages. None takes the first that
+            works: "FA3" on sm_90 or "FA4" on sm_100, there "cuDNN", "FA2"; [Note: a default is a try].
     """
 
     name = "flash"
@@ -67,24 +70,23 @@ class FlashKernel:
                 f" {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out"
             )
         self._implementation = implementation
-        self._on_cpu: tuple[Executor, ...] = (OnCpu(),)
-        self._on_cuda: tuple[Executor, ...] = (Flash(),)
-        if implementation == "cuDNN":
-            self._on_cuda = (Cudnn(), Flash())
+        self.executors: tuple[Executor, ...] | None = None  # instead of those of the implementation
         self.views: Views | None = None  # of a pass
+        self._kinds: set[tuple[object, ...]] = set()  # of calls that passes have made so far
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
-        width = v.shape[-1]
-        executors, views = self._executors(q), self.views or Views()
-        most = _checked_width(executors, max(q.shape[-1], width))
-        q, k, v = views.once(_usable_queries, (q,), most, scale), _usable(k, most), _usable(v, most)
+        of_values = v.shape[-1]
+        executors, views = self._executors(q, of_values), self.views or Views()
+        wide, wide_v = _padded(executors, q.shape[-1], of_values)
+        q, k, v = views.once(_usable_queries, (q,), wide, scale), _usable(k, wide), _usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
         for call, executor, heads in _carried_out(tiles, executors, group):
             q_here = q if heads is ALL_HEADS else views.once(_heads, (q,), call.head_in_group, group)
             out, lse = executor.forward(views, call, q_here, k, v, positive(scale))
             # the same number added to every score of a call moves its lse and leaves its out as it is
             lse = lse + call.bias if call.bias else lse
-            yield PartialOut(heads, call.q_rows, out if most == width else out[..., :width], lse)
+            out = out if wide_v == of_values else out[..., :of_values]
+            yield PartialOut(heads, call.q_rows, out, lse)
             del out, lse  # or they would live on while the next ones are computed
 
     def backward(
@@ -93,22 +95,22 @@ class FlashKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, of_values = q.shape[-1], v.shape[-1]
         more = 0 if grad_lse is None else 1
-        executors, views = self._executors(q), self.views or Views()
-        most = _checked_width(executors, max(width, of_values + more), bool(more))
+        executors, views = self._executors(q, of_values + more), self.views or Views()
+        wide, wide_v = _padded(executors, width, of_values + more, bool(more))
         if more:
             v = pad(v, (0, 1), value=1.0)
-        k, v = _usable(k, most), _usable(v, most)
+        k, v = _usable(k, wide), _usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
         # What every hop reads of the queries, as the operators want it.
-        queries = views.once(_of_queries, (grad_out, q, out, lse, grad_lse), most, scale, executors)
+        queries = views.once(_of_queries, (grad_out, q, out, lse, grad_lse), wide, wide_v, scale, executors)
         for call, executor, heads in _carried_out(tiles, executors, group):
             here = queries
             if heads is not ALL_HEADS:
                 here = views.once(_of_some, queries, call.head_in_group, group)
             dq, dk, dv = executor.backward(views, call, here, k, v, positive(scale))
             dq = dq if scale > 0 else dq * sign(scale)
-            dq, dk = (dq, dk) if most == width else (dq[..., :width], dk[..., :width])
-            dv = dv if most == of_values else dv[..., :of_values]
+            dq, dk = (dq, dk) if wide == width else (dq[..., :width], dk[..., :width])
+            dv = dv if wide_v == of_values else dv[..., :of_values]
             tokens_first = executor.tokens_first and call.is_plain
             yield PartialGrads(heads, call.q_rows, call.k_rows, dq, dk, dv, tokens_first)
             del dq, dk, dv
@@ -116,19 +118,98 @@ class FlashKernel:
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
         found = FlashKernel(self._implementation)
-        found._on_cpu, found._on_cuda, found.views = self._on_cpu, self._on_cuda, Views()
+        found.executors, found.views, found._kinds = self.executors, Views(), self._kinds
         return found
+
+    def compiles(self, operands: Operands, part: HeadsOfPass, scale: float) -> bool:
+        """Return whether a pass on CUDA has calls of a new kind: FlashAttention 4 compiles for each.
+
+        The first pass for some head dimensions also tries the implementation.
+        """
+        q, _, v, grad_out, has_grad_lse = operands
+        if not q.is_cuda:
+            return False
+        asked = (q.device, q.dtype, q.shape[-1], v.shape[-1] + has_grad_lse, grad_out is None)
+        calls = (call for tiles in part.hops if len(tiles) for call in _calls(tiles))
+        kinds = {(*asked, part.query_heads // part.kv_heads, *call.kind) for call in calls}
+        new = kinds - self._kinds
+        self._kinds |= new
+        return bool(new)
 
     def executed_pairs(self, tiles: Tiles, backward: bool = False) -> int:
         return sum(call.pairs for call in _calls(tiles))
 
-    def _executors(self, q: Tensor) -> tuple[Executor, ...]:
+    def _executors(self, q: Tensor, value_dim: int) -> tuple[Executor, ...]:
+        if self.executors is not None:
+            return self.executors
         if q.is_cpu:
-            return self._on_cpu
-        implementation = self._implementation or _installed_for(q.device)
-        if implementation is not None and implementation != "cuDNN":
-            _activate(implementation)
-        return self._on_cuda
+            return _ON_CPU
+        name = self._implementation
+        if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
+            return IMPLEMENTATIONS["cuDNN" if name == "cuDNN" else "FA2"].make()
+        found = _chosen(name, q.device, q.dtype, q.shape[-1], value_dim)
+        active = current_flash_attention_impl()
+        if active is not None and any(one.calls_aten for one in found):
+            raise RingConfigError(
+                f'kernel "flash" with {name or "FA2"}: expected torch\'s own operators, got {active}, which'
+                " replaces them in this process; do not activate it: ds_ring calls its package"
+            )
+        return found
+
+
+_ON_CPU = (OnCpu(),)
+
+
+@lru_cache(maxsize=64)  # a model has few head dimensions
+def _chosen(
+    name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> tuple[Executor, ...]:
+    """Return the executors of an implementation that passes its try; [Note: a default is a try].
+
+    Raises:
+        RingConfigError: the implementation with this name is not installed, or does not pass.
+    """
+    asked = (device, dtype, head_dim, value_dim)
+    if name is None:
+        for one in _defaults(device):
+            try:
+                found = _tried(one, *asked)
+            except ModuleNotFoundError as error:
+                _log.info('ds_ring: kernel "flash": %s is not installed (%s)', one, error)
+            except Exception as error:  # a package may raise anything: the next one is tried
+                failed = 'ds_ring: kernel "flash": %s is not used for head dimensions (%d, %d): %s: %s'
+                _log.warning(failed, one, head_dim, value_dim, type(error).__name__, error)
+            else:
+                _log.info('ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', one, *asked[2:])
+                return found
+        name = "FA2"
+    try:
+        return _tried(name, *asked)
+    except RingShapeError:
+        raise
+    except Exception as error:
+        raise RingConfigError(
+            f'kernel "flash": implementation {name}: expected {IMPLEMENTATIONS[name].package} that works with'
+            f" torch {torch.__version__} here, got {type(error).__name__}: {error}; install one that does, or"
+            ' leave "implementation" out'
+        ) from error
+
+
+def _defaults(device: torch.device) -> tuple[str, ...]:
+    """Return what is tried before FlashAttention 2."""
+    if torch.version.hip is not None:
+        return ()
+    return BY_GENERATION.get(torch.cuda.get_device_capability(device)[0], ())
+
+
+def _tried(
+    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+) -> tuple[Executor, ...]:
+    """Return the executors of an implementation whose results are right; raise what is wrong with it."""
+    kernel = FlashKernel()
+    kernel.executors = IMPLEMENTATIONS[name].make()
+    check(kernel, device, dtype, head_dim, value_dim)
+    return kernel.executors
 
 
 def _calls(tiles: Tiles) -> tuple[FlashCall, ...]:
@@ -161,16 +242,19 @@ def _too_wide(got: str) -> RingShapeError:
 
 
 @lru_cache(maxsize=512)
-def _checked_width(executors: tuple[Executor, ...], width: int, of_lse: bool = False) -> int:
-    """Return the head dimension that the operators compute with.
+def _padded(
+    executors: tuple[Executor, ...], head_dim: int, value_dim: int, of_lse: bool = False
+) -> tuple[int, int]:
+    """Return the head dimensions of queries and of values that the operators compute with.
 
     Raises:
-        RingShapeError: there is no operator for it.
+        RingShapeError: there is no operator for them.
     """
-    multiple = max(executor.multiple for executor in executors)
-    if any(executor.widest is not None and width > executor.widest for executor in executors):
-        raise _too_wide(f"{width} with the gradient of the log-sum-exp" if of_lse else str(width))
-    return -(-width // multiple) * multiple
+    found = [executor.padded(head_dim, value_dim) for executor in executors]
+    if None in found:
+        widest = str(max(head_dim, value_dim))
+        raise _too_wide(f"{widest} with the gradient of the log-sum-exp" if of_lse else widest)
+    return max(one for one in found if one is not None)
 
 
 def _usable(x: Tensor, width: int) -> Tensor:
@@ -184,16 +268,16 @@ def _usable(x: Tensor, width: int) -> Tensor:
 
 def _of_queries(
     grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None,
-    width: int, scale: float, executors: tuple[Executor, ...],
+    wide: int, wide_v: int, scale: float, executors: tuple[Executor, ...],
 ) -> OfQueries:  # fmt: skip
     if grad_lse is not None:  # a value of 1 whose gradient is that of the lse; `out` gets a 0 there
         grad_out = torch.cat([grad_out, grad_lse.to(grad_out.dtype).unsqueeze(-1)], dim=-1)
-    grad_out, out = _usable(grad_out, width), _usable(out, width)
+    grad_out, out = _usable(grad_out, wide_v), _usable(out, wide_v)
     # Some operators would copy a gradient and an output that are not in [B, S, H, D] memory order.
     if any(executor.tokens_first for executor in executors):
         grad_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad_out, out))
     lse = lse.masked_fill(lse == -INFINITY, INFINITY)
-    return OfQueries(grad_out, _usable_queries(q, width, scale), out, lse)
+    return OfQueries(grad_out, _usable_queries(q, wide, scale), out, lse)
 
 
 def _of_some(
@@ -233,42 +317,3 @@ def _carried_out(
         (call, next(executor for executor in executors if executor.takes(call)), call.heads(group))
         for call in _calls(tiles)
     )
-
-
-@lru_cache(maxsize=64)  # more devices than a host has
-def _installed_for(device: torch.device) -> str | None:
-    """Return the FlashAttention of a device's generation if its package is installed; None if not."""
-    if torch.version.hip is not None or not torch.cuda.is_available():  # of fake tensors, say
-        return None
-    name = BY_GENERATION.get(torch.cuda.get_device_capability(device)[0])
-    try:
-        return name if name is not None and find_spec(MODULES[name]) is not None else None
-    except ModuleNotFoundError:  # of the package around the module
-        return None
-
-
-def _activate(implementation: str) -> None:
-    """Activate FlashAttention 3 or 4 as the implementation of torch's operators, once.
-
-    Raises:
-        RingConfigError: its package is not installed, or does not fit this torch; FlashAttention 2 is
-            requested while another one is active in this process.
-    """
-    from torch.nn import attention
-
-    active = attention.current_flash_attention_impl()
-    if active == implementation or (active is None and implementation == "FA2"):
-        return
-    if implementation == "FA2":
-        raise RingConfigError(
-            f'kernel "flash": implementation FA2 expected torch\'s own operators, got {active} in this'
-            ' process; leave "implementation" out, or do not activate it'
-        )
-    try:
-        attention.activate_flash_attention_impl(implementation)
-    except Exception as error:
-        raise RingConfigError(
-            f'kernel "flash": implementation {implementation} expected {MODULES[implementation]} for torch'
-            f" {torch.__version__}, got {type(error).__name__}: {error}; install it, or use FA2"
-        ) from error
-    _log.info("ds_ring: %s is behind torch's attention operators in this process", implementation)

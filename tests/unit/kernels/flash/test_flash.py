@@ -23,7 +23,7 @@ from ds_ring import Causal, Chunked, Dilated, DilatedWindow, Documents, Full, Sl
 from ds_ring.errors import RingConfigError, RingShapeError
 from ds_ring.kernels.flash.calls import OPEN, FlashCall, FlashWindow, branch_form, flash_calls, join_windows
 from ds_ring.kernels.flash.executors import Cudnn, Executor, Flash
-from ds_ring.kernels.flash.kernel import FlashKernel, _installed_for
+from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.interface import Rows, each_tile
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.kernels.select import KernelNeeds, get_kernel
@@ -31,7 +31,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.plan import build_plan
 from tests.cases import LAYOUTS, Shape, document_ids, layout_for, longnet, tensors
-from tests.fake_cuda import fake_gpu, fake_tensors
+from tests.fake_cuda import fake_tensors
 from tests.flash_operators import emulated
 from tests.hops import ring_hops
 from tests.mask_table import HEADS, KV_HEADS, MASKS, TOKENS
@@ -46,7 +46,7 @@ WINDOWS = [name for name, mask in MASKS.items() if not mask.pattern.masks]
 def kernel_of(*executors: Executor) -> FlashKernel:
     """The kernel with these in the place of aten's operator for the CPU."""
     kernel = FlashKernel()
-    kernel._on_cpu = executors
+    kernel.executors = executors
     return kernel
 
 
@@ -271,7 +271,7 @@ def test_scales_values_of_another_width_and_the_gradient_of_the_lse(scale: float
             assert torch.allclose(a, b, rtol=0, atol=1e-11, equal_nan=True)
 
 
-def test_what_is_refused_names_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_names_flex() -> None:
     masked = next(mask.pattern for name, mask in MASKS.items() if name not in WINDOWS)
     with pytest.raises(RingConfigError, match=r'MaskMod.*"kernel": "flex"'):
         get_kernel("flash", "cuda", asked=KernelNeeds("cuda", torch.bfloat16, 64, masked))
@@ -285,34 +285,9 @@ def test_what_is_refused_names_flex(monkeypatch: pytest.MonkeyPatch) -> None:
         RingConfigError, match="implementation: expected one of FA2, cuDNN, FA3, FA4, got 'FA5'"
     ):
         get_kernel("flash", "cpu", (("implementation", "FA5"),))
-    _, tiles = next(hops_of(Causal(), "contiguous", 1, 93))
-    with fake_tensors(), pytest.raises(RingConfigError, match="FA3 expected flash_attn_interface"):
-        take(FlashKernel("FA3"), tiles, 1, 64, torch.bfloat16, "cuda")
-    with fake_tensors(), monkeypatch.context() as patch:
-        patch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
-        with pytest.raises(RingConfigError, match="FA2 expected torch's own operators, got FA3"):
-            take(FlashKernel("FA2"), tiles, 1, 64, torch.bfloat16, "cuda")
     _, tiles = next(hops_of(masked, "contiguous", 1, 93))
     with pytest.raises(RingConfigError, match='"kernel": "flex"'):
         list(FlashKernel().forward(*(torch.zeros(1, 2, 93, 8) for _ in range(3)), tiles, 1.0))
-
-
-@pytest.mark.parametrize(
-    ("major", "installed", "activated"),
-    [(9, True, ["FA3"]), (9, False, []), (8, True, []), (10, True, ["FA4"]), (10, False, [])],
-)
-def test_the_newest_that_is_installed_for_the_device_is_the_default(
-    major: int, installed: bool, activated: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr("ds_ring.kernels.flash.kernel.find_spec", lambda name: name if installed else None)
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", asked.append)
-    _installed_for.cache_clear()
-    _, tiles = next(hops_of(Causal(), "contiguous", 1, 93))
-    with fake_tensors(), fake_gpu(get_device_capability=(major, 0), current_device=0):
-        take(FlashKernel(), tiles, 1, 64, torch.bfloat16, "cuda")
-    _installed_for.cache_clear()
-    assert list(dict.fromkeys(asked)) == activated
 
 
 def test_a_triangle_and_a_rectangle_whose_last_query_sees_all_stay_two_windows() -> None:

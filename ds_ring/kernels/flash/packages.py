@@ -1,0 +1,161 @@
+"""Load FlashAttention 3 and 4 from their own packages, and try an implementation before it is used.
+
+[Note: a default is a try]
+A package may be installed and not work: it was built for another torch or another GPU, or its functions have
+other arguments than ours. So before an implementation is used for a device, a dtype and head dimensions, it
+computes two small calls forward and backward, one of them with a window. One that raises, or whose results
+differ from the reference kernel's, is not used: the next one is taken, and the log says which one failed and
+why. One that the JSON names is never replaced; if it fails, the call is refused.
+
+The packages are called directly. `torch.nn.attention.activate_flash_attention_impl` would replace torch's
+operators for the whole process. Its adapter for FlashAttention 4 computes wrong windows before torch 2.12.1,
+and before 2.14.1 it expects two results where flash-attn-4 returns more from version b24 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ds_ring.kernels.flash.executors import ATEN, Cudnn, Executor, Flash, Operators
+from ds_ring.kernels.interface import Kernel
+from ds_ring.kernels.reference import ReferenceKernel
+from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.masks.pattern import Pattern
+
+# What "auto" tries, in this order, by the device's major compute capability; then FlashAttention 2.
+BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
+
+
+def flash_3() -> Operators:
+    """Return FlashAttention 3's operators with the arguments of aten's; ImportError without its package."""
+    import_module("flash_attn_interface")  # registers torch.ops.flash_attn_3
+    package = torch.ops.flash_attn_3
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
+        dropout: float, is_causal: bool, debug: bool, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse, *_ = package.fwd(
+            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            is_causal=is_causal, num_splits=int(torch.are_deterministic_algorithms_enabled()),
+            **_named(options),
+        )  # fmt: skip
+        return out, lse.contiguous()
+
+    def backward(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
+        dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        package.bwd(
+            grad_out, q, k, v, out, lse, *grads, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q,
+            max_seqlen_k=max_k, is_causal=is_causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_named(options),
+        )  # fmt: skip
+        return grads
+
+    return ATEN._replace(flash_forward=forward, flash_backward=backward)
+
+
+def flash_4() -> Operators:
+    """Return FlashAttention 4's functions with the arguments of aten's; ImportError without its package."""
+    package = import_module("flash_attn.cute.interface")
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
+        dropout: float, is_causal: bool, debug: bool, **options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse, *_ = package._flash_attn_fwd(
+            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+            causal=is_causal, return_lse=True, **_named(options, no_side=None),
+        )  # fmt: skip
+        return out, lse.contiguous()
+
+    def backward(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
+        dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        dq, dk, dv, *_ = package._flash_attn_bwd(
+            q, k, v, out, grad_out, lse, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, causal=is_causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_named(options, no_side=None),
+        )  # fmt: skip
+        return dq, dk, dv
+
+    return ATEN._replace(flash_forward=forward, flash_backward=backward)
+
+
+def _named(options: dict[str, Any], no_side: int | None = -1) -> dict[str, Any]:
+    """Return aten's keyword arguments by the packages' names; `no_side` means a window's open side."""
+    sides = ("window_size_left", "window_size_right")
+    found = {side: no_side if options[side] < 0 else options[side] for side in sides}
+    return {"softmax_scale": options["scale"], **found}
+
+
+class Implementation(NamedTuple):
+    """Describe an implementation of attention on CUDA.
+
+    Attributes:
+        make: returns its executors, in the order in which they are asked; raises if it is not installed.
+        package: what has to be installed.
+    """
+
+    make: Callable[[], tuple[Executor, ...]]
+    package: str
+
+
+# FlashAttention 4 on sm_100 takes equal head dimensions up to 128, (192, 128) and (256, 256).
+FLASH_4_WIDTHS = ((128, None), (192, 128), (256, 256))
+IMPLEMENTATIONS = {
+    "FA2": Implementation(lambda: (Flash(),), "torch"),
+    "cuDNN": Implementation(lambda: (Cudnn(), Flash()), "torch"),
+    "FA3": Implementation(lambda: (Flash(flash_3()),), "flash_attn_interface"),
+    "FA4": Implementation(lambda: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
+}
+
+LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}
+# (pattern, queries, keys): the last queries of the keys' positions attend
+TRIALS: tuple[tuple[Pattern, int, int], ...] = ((Causal(), 96, 96), (SlidingWindow(50), 96, 160))
+
+
+def check(kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> None:
+    """Compare two small calls of a kernel with the reference; [Note: a default is a try].
+
+    Raises:
+        ArithmeticError: a result differs.
+        Exception: what the implementation raises.
+    """
+    scale = head_dim**-0.5
+    draw = torch.Generator().manual_seed(0)
+    for pattern, queries, keys in TRIALS:
+        runs = [np.array([[keys - n, 1, n]]) for n in (queries, keys)]
+        tiles = pattern.tiles(*runs)
+        sizes = ((2, queries, head_dim), (1, keys, head_dim), (1, keys, value_dim), (2, queries, value_dim))
+        given = [torch.randn(1, *size, generator=draw).to(dtype) for size in sizes]
+        q, k, v, grad_out = (x.double() for x in given)
+        (part,) = ReferenceKernel().forward(q, k, v, tiles, scale)
+        out, lse = part.out_BHSD, part.lse_BHS
+        wanted = [out, lse, *_sums(ReferenceKernel(), grad_out, q, k, v, out, lse, tiles, scale)]
+        q, k, v, grad_out = (x.to(device) for x in given)
+        (part,) = kernel.forward(q, k, v, tiles, scale)
+        out, lse = part.out_BHSD, part.lse_BHS
+        got = [out, lse, *_sums(kernel, grad_out, q, k, v, out, lse, tiles, scale)]
+        for name, ours, exact in zip(("out", "lse", "dq", "dk", "dv"), got, wanted, strict=True):
+            error = float((ours.cpu().double() - exact).abs().max() / exact.abs().max())
+            if not error <= LIMITS[dtype]:  # also NaN
+                raise ArithmeticError(f"{name} of {pattern} differs by {error:.1e} of its largest value")
+
+
+def _sums(kernel: Kernel, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    """Return dq, dk and dv of a backward pass."""
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for grads in kernel.backward(grad_out, q, k, v, *rest):
+        grads.add_to(*found)
+    return found

@@ -1,0 +1,149 @@
+"""Packages of FlashAttention 3 and 4 that compute on the CPU, with the signatures of the real ones.
+
+FlashAttention 3's operators have the schema of its source (hopper/flash_api.cpp). FlashAttention 4's
+functions take None for an open side of a window, and return two results, or more from flash-attn-4 b24 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.flash_operators import INFINITY, flash_backward, flash_forward
+
+_SIDES = "bool is_causal=False, int window_size_left=-1, int window_size_right=-1"
+_FORWARD_3 = f"""fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None,
+Tensor? q_v=None, Tensor(out!)? out=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None,
+Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None,
+int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None, Tensor? leftpad_k=None,
+Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? seqlens_rotary=None, Tensor? q_descale=None,
+Tensor? k_descale=None, Tensor? v_descale=None, float? softmax_scale=None, {_SIDES}, int attention_chunk=0,
+float softcap=0.0, bool is_rotary_interleaved=False, Tensor? scheduler_metadata=None, int num_splits=0,
+bool? pack_gqa=None, int sm_margin=0) -> (Tensor(out!), Tensor, Tensor, Tensor)"""
+_BACKWARD_3 = f"""bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse,
+Tensor(dq!)? dq=None, Tensor(dk!)? dk=None, Tensor(dv!)? dv=None, Tensor? cu_seqlens_q=None,
+Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, int? max_seqlen_q=None,
+int? max_seqlen_k=None, float? softmax_scale=None, {_SIDES}, float softcap=0.0, bool deterministic=False,
+int sm_margin=0) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tensor, Tensor, Tensor)"""
+
+
+@contextmanager
+def flash_3(wrong_side: int = 0) -> Iterator[None]:
+    """Install FlashAttention 3; the left side of its windows is `wrong_side` too long."""
+
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        (q, k, v), ends, lengths, (scale, causal, left, right) = args[:3], args[7:9], args[12:14], args[23:27]
+        left += wrong_side if left >= 0 else 0
+        out, lse, *_ = flash_forward(
+            q, k, v, *ends, *lengths, 0.0, causal, False,
+            scale=scale, window_size_left=left, window_size_right=right, empty_lse=-INFINITY,
+        )  # fmt: skip
+        return out, lse, q.new_empty(0), q.new_empty(0)
+
+    def backward(*args: Any) -> tuple[Tensor, ...]:
+        operands, grads, ends, lengths = args[:6], args[6:9], args[9:11], args[13:15]
+        scale, causal, left, right = args[15:19]
+        found = flash_backward(
+            *operands, *ends, *lengths, 0.0, causal, None, None,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        for grad, result in zip(grads, found, strict=True):
+            grad.copy_(result)
+        return (*grads, *(operands[1].new_empty(0) for _ in range(5)))
+
+    library = torch.library.Library("flash_attn_3", "DEF")
+    try:
+        for schema, function in ((_FORWARD_3, forward), (_BACKWARD_3, backward)):
+            library.define(schema.replace("\n", " "))
+            library.impl(schema.partition("(")[0], _filled(schema, function), "CPU")
+        with mock.patch.dict("sys.modules", {"flash_attn_interface": ModuleType("flash_attn_interface")}):
+            yield
+    finally:
+        library._destroy()
+
+
+def _filled(schema: str, function: Any) -> Any:
+    """A kernel that gets every argument of a schema by its position; torch leaves the last defaults out."""
+
+    def kernel(*args: Any, **named: Any) -> Any:
+        found = torch._C.parse_schema("flash_attn_3::" + schema.replace("\n", " "))
+        defaults = [one.default_value for one in found.arguments[len(args) :]]
+        names = [one.name for one in found.arguments[len(args) :]]
+        return function(*args, *(named.get(name, value) for name, value in zip(names, defaults, strict=True)))
+
+    return kernel
+
+
+def _takes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    assert all(x.stride(-1) == 1 for x in (q, k, v)) and q.shape[-1] == k.shape[-1]
+    widths = q.shape[-1], v.shape[-1]
+    equal = widths[0] == widths[1] <= 128 and widths[0] % 8 == 0
+    assert equal or widths in ((192, 128), (256, 256)), f"head dimensions {widths}"
+
+
+@contextmanager
+def flash_4(results: int = 2) -> Iterator[None]:
+    """Install FlashAttention 4, whose functions return so many results."""
+
+    def side(given: int | None) -> int:
+        assert given is None or given >= 0, "an open side of a window is None"
+        return -1 if given is None else given
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool, return_lse: bool,
+        window_size_left: int | None, window_size_right: int | None, cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        assert return_lse
+        out, lse, *_ = flash_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False,
+            scale=softmax_scale, window_size_left=side(window_size_left),
+            window_size_right=side(window_size_right), empty_lse=-INFINITY, check=_one_or_three,
+        )  # fmt: skip
+        return (out, lse, *(q.new_empty(0) for _ in range(results - 2)))
+
+    def backward(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad_out: Tensor, lse: Tensor, *, softmax_scale: float,
+        causal: bool, window_size_left: int | None, window_size_right: int | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, deterministic: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        ends = (cu_seqlens_q, cu_seqlens_k)
+        most = [q.shape[-3], k.shape[-3]]
+        found = flash_backward(
+            grad_out, q, k, v, out, lse, *ends, *most, 0.0, causal, None, None,
+            scale=softmax_scale, window_size_left=side(window_size_left),
+            window_size_right=side(window_size_right), check=_one_or_three,
+        )  # fmt: skip
+        return (*found, *(q.new_empty(0) for _ in range(results - 2)))
+
+    interface = ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = forward, backward  # type: ignore[attr-defined]
+    names = ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    modules = dict(zip(names, (ModuleType(names[0]), ModuleType(names[1]), interface), strict=True))
+    with mock.patch.dict("sys.modules", modules):
+        yield
+
+
+def _one_or_three(*tensors: Tensor) -> None:
+    if len(tensors) == 3:
+        _takes(*tensors)
+
+
+@contextmanager
+def broken(module: str, error: Exception) -> Iterator[None]:
+    """Install a package whose import raises."""
+
+    def importing(name: str) -> ModuleType:
+        if name == module:
+            raise error
+        return import_module(name)
+
+    with mock.patch("ds_ring.kernels.flash.packages.import_module", importing):
+        yield
