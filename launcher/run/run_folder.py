@@ -29,9 +29,9 @@ imports it before its script. All hosts see one folder (as they do the checkpoin
           launcher.json           {"token"} of the launcher that started the attempt
           rank-0.metrics.json     its latest figures, replaced at most twice a second
                                   (`ds_ring/integrations/metrics/run_report.py` writes them):
-              {"rank", "at", "step", "loss" or null, "step_seconds", "tokens_per_second" of all ranks or null,
-               "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank, "hops", "hop_seconds",
-               "wait_seconds", "bytes"}] of a step within the last ten seconds or so}
+              {"rank", "at", "step", "loss", "step_seconds", "tokens_per_second" of all ranks (each of
+               these three may be null), "memory_bytes", "ring_rank", "world_size", "links": [{"from": rank,
+               "hops", "hop_seconds", "wait_seconds", "bytes"}] of a step within the last ten seconds or so}
               "nan" and "inf" are words, as JSON has no such numbers
           rank-0.late.json        while others wait for it, longer than a tenth of the limit; another rank
                                   writes it: {"rank", "at", "seconds" that they have waited, "what" they wait

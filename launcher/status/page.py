@@ -23,7 +23,7 @@ from ds_ring.integrations.written_files import replace_text
 from ..run.process import say
 from ..run.run_folder import ATTEMPTS, PAGE
 from .run_status import RunStatus, read_run
-from .table import StatusTable, memory_text, number_text, plain, seconds_text, tables_of
+from .table import StatusTable, memory_text, number_text, plain, rate_text, seconds_text, tables_of
 
 # The course of a run is inline SVG: one figure over optimizer steps, a line for each attempt.
 
@@ -201,19 +201,23 @@ def page_of(status: RunStatus) -> str:
 
 
 def _tiles(status: RunStatus) -> str:
+    """Return a box for each figure that is known."""
     moment = status.last_moment
     most = max((rank.memory_bytes for rank in status.ranks if rank.memory_bytes is not None), default=None)
+    newest = status.checkpoints[0].step if status.checkpoints else None
     tiles = {
-        "step": "unknown" if moment is None else f"{moment.step:,}",
-        "loss": number_text(None if moment is None else moment.loss),
-        "tokens per second": number_text(None if moment is None else moment.tokens_per_second),
-        "memory, at most": memory_text(most),
-        "slowest hop": f"{1e3 * status.links[0].hop_seconds:.2f} ms" if status.links else "unknown",
-        "newest checkpoint": f"step {status.checkpoints[0].step}" if status.checkpoints else "none",
+        "step": "" if moment is None else f"{moment.step:,}",
+        "loss": "" if moment is None or moment.loss is None else number_text(moment.loss),
+        "tokens per second": rate_text(moment),
+        "memory, at most": "" if most is None else memory_text(most),
+        "slowest hop": f"{1e3 * status.links[0].hop_seconds:.2f} ms" if status.links else "",
+        "newest checkpoint": "" if newest is None else f"step {newest:,}",
         "attempts": str(len(status.attempts)),
     }
     cells = (
-        f'<div class="tile"><b>{_html(value)}</b><span>{what}</span></div>' for what, value in tiles.items()
+        f'<div class="tile"><b>{_html(value)}</b><span>{what}</span></div>'
+        for what, value in tiles.items()
+        if value
     )
     return f'<div class="tiles">{"".join(cells)}</div>'
 

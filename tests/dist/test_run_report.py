@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.dist.conftest import RankPools
 from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
 
 SIZE = Size(hidden=16, layers=2, tokens=48, samples=2)
-STEPS = 4
+STEPS, LOADING = 4, 0.2  # seconds before each batch
 
 
 def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def train(rank: int, world_size: int, folder: str, asks: str, monitor: bool) -> 
         engine = start_engine(model, config)
         losses = []
         for step in range(1, STEPS + 1):
+            time.sleep(LOADING)
             loss = engine(**engine.ring.shard_batch(build_batch(SIZE))).loss
             engine.backward(loss)
             if asks == "before":
@@ -61,6 +63,11 @@ def test_each_step_has_its_own_loss_and_links(
     lines = [json.loads(line) for line in (tmp_path / "history.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["loss"] for line in lines] == found[0]["losses"]
+    # Steps begin where the one before, or an evaluation, ended. (The first one was from its first forward pass
+    # on, as was the one after an evaluation: without the time of loading they were the fastest.)
+    first, *others = [line["step_seconds"] for line in lines]
+    assert first is None and lines[0]["tokens_per_second"] is None
+    assert min(others) >= LOADING, others
     assert found[0]["traces"] == int(monitor), "a trace that nobody reads stays on the mesh"
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}.ring").exists()  # a rank that has made a ring says so

@@ -269,7 +269,8 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
         with (tmp_path / "ring" / f"Ring_{event}.csv").open() as file:
             (_, header), *rows = csv.reader(file)
         assert header == event
-        assert len(rows) == 2, "one row for each optimizer step"
+        # one row for each optimizer step; how long the first one took is not known
+        assert len(rows) == 2 - (event in ("step_seconds", "tokens_per_second")), event
         values = written[event] = [float(value) for _, value in rows]
         assert all(value > 0 for value in values), (event, values)
         if event == "sent_bytes":
@@ -278,11 +279,9 @@ def test_the_monitor_gets_real_figures(rank_pool: Any, tmp_path: Path) -> None:
             assert max(values) < 1
         elif event == "memory_bytes":
             assert 1 << 26 < min(values) <= max(values) < 1 << 36
-    for exposed, seconds, rate in zip(
-        *(written[event] for event in ("exposed_seconds", "step_seconds", "tokens_per_second")), strict=True
-    ):
-        assert exposed < seconds
-        assert rate * seconds == pytest.approx(2 * SIZE.samples * SIZE.tokens)  # of two micro-batches
+    (seconds,), (rate,) = written["step_seconds"], written["tokens_per_second"]
+    assert written["exposed_seconds"][1] < seconds
+    assert rate * seconds == pytest.approx(2 * SIZE.samples * SIZE.tokens)  # of two micro-batches
 
 
 def tokens_of_a_ulysses_rank(rank: int, world_size: int) -> float:

@@ -37,7 +37,7 @@ from ds_ring_launcher.status.page import (
     write_page,
 )
 from ds_ring_launcher.status.run_status import SILENT_SECONDS, read_run
-from ds_ring_launcher.status.table import tables_of
+from ds_ring_launcher.status.table import print_status, tables_of
 from tests.clock import unqueued_seconds
 
 NASTY = "</td><script>document.title='owned'</script><img src=x onerror=alert(1)> & \x1b[31m [bold]"
@@ -99,6 +99,26 @@ def test_a_run_under_way_is_known(run: RunFolder) -> None:
     assert status.age_seconds is not None and status.age_seconds < 5
     json.dumps(status.document(), allow_nan=False)
     assert status.document()["latest"]["loss"] == "nan"
+
+
+def test_only_what_is_known_has_a_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """(Before the first step four boxes were "unknown", and a first step had a false rate.)"""
+    run = RunFolder(tmp_path / "run")
+    run.record("start", run.start_attempt(), hosts={"node-0": 1}, world_size=1, checkpoints=str(tmp_path))
+
+    def boxes() -> list[str]:
+        return re.findall(r'<div class="tile"><b>[^<]+</b><span>([^<]+)', page_of(read_run(run.path)))
+
+    assert boxes() == ["attempts"]
+    with open(run.attempt(1) / "history.jsonl", "a") as file:
+        file.write(json.dumps({"step": 1, "loss": None, "tokens_per_second": None}) + "\n")
+    assert boxes() == ["step", "attempts"] and "unknown" not in page_of(read_run(run.path))
+    print_status(read_run(run.path))
+    assert "step 1\n" in capsys.readouterr().out
+    course(run.attempt(1), 3.0, first=2)
+    assert boxes() == ["step", "loss", "tokens per second", "attempts"]
+    print_status(read_run(run.path))
+    assert "step 2, loss 3, 1,000 tokens per second" in capsys.readouterr().out
 
 
 def test_a_rank_that_others_wait_for_is_late(run: RunFolder) -> None:

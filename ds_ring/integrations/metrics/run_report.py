@@ -117,11 +117,11 @@ def _finish_reports() -> None:
 
 @dataclass
 class _EndedStep:
-    """The figures of an optimizer step that has ended; `tokens` of this rank, None if unknown."""
+    """The figures of an optimizer step that has ended, None if unknown; `tokens` of this rank."""
 
     number: int
     at: float
-    seconds: float
+    seconds: float | None
     tokens: float | None
     loss: Tensor | None = None
 
@@ -134,7 +134,9 @@ class _Report:
         self._world_size = dist.get_world_size()
         self._path = folder / f"rank-{self._rank}.metrics.json"
         self._history = RunHistory(folder / FILE) if self._rank == 0 else None
-        self._started_s: float | None = None  # of the step under way; None until the next training batch
+        # Of the step under way: the end of the step before, or of an evaluation. That of the first step is not
+        # known: from its first forward pass on it would lack the loading of its batch, and be the fastest.
+        self._started_s: float | None = None
         self._began = False  # its first forward pass
         self._tokens: float | None = 0.0  # of its batches
         self._loss_before: Tensor | None = None  # the one that was known when it began
@@ -149,11 +151,9 @@ class _Report:
         self._take_loss()
         if self._awaits_loss:
             self._write(whole=True)
-        if not engine.module.training:  # engine.eval() leaves engine.training
-            self._started_s = None
-        elif not self._began:
+        if engine.module.training and not self._began:  # engine.eval() leaves engine.training
             now_s, mesh = time.monotonic(), self._session.mesh
-            self._began, self._started_s = True, self._started_s or now_s
+            self._began = True
             self._loss_before = self._session.latest.get("loss")
             # Hops are timed once in a while: that costs microseconds a hop. On a GPU the stream waits and not
             # the host, whose spans would tell nothing of links.
@@ -163,7 +163,9 @@ class _Report:
 
     @_patch(stage="after_forward")
     def after_forward(self, engine: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if engine.module.training and self._tokens is not None:
+        if not engine.module.training:
+            self._started_s = time.monotonic()
+        elif self._tokens is not None:
             try:
                 self._tokens += tokens_of((*args, *kwargs.values()), self._session)
             except RingShapeError:  # no sharded batch: how many tokens these are is the script's own affair
@@ -189,7 +191,7 @@ class _Report:
             self._own_trace.spans.clear()
             traces = self._session.mesh.owners[Observers]
             traces[:] = [trace for trace in traces if trace is not self._own_trace]
-        seconds = 0.0 if self._started_s is None else now_s - self._started_s
+        seconds = None if self._started_s is None else now_s - self._started_s
         self._last = _EndedStep(number, time.time(), seconds, self._tokens)
         self._take_loss()
         self._began, self._started_s, self._tokens, self._awaits_loss = False, now_s, 0.0, False
@@ -214,7 +216,7 @@ class _Report:
         if step is None:
             return
         loss = None if step.loss is None else float(step.loss)
-        rate = None if step.tokens is None or step.seconds <= 0 else step.tokens / step.seconds
+        rate = step.tokens / step.seconds if step.tokens is not None and step.seconds else None
         figures: dict[str, Any] = {
             "rank": self._rank,
             "at": step.at,

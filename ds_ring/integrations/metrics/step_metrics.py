@@ -10,7 +10,7 @@ Without it there is no collective.
 | `Ring/sent_bytes` | payload that left a rank |
 | `Ring/buffers_bytes` | most memory of messages at once |
 | `Ring/memory_bytes` | most memory of the process so far (CPU: resident; CUDA: allocated) |
-| `Ring/step_seconds` | from the end of the step before (or the first forward pass) to the end of this one |
+| `Ring/step_seconds` | from the end of the step or evaluation before to the end of this one; not of the first |
 | `Ring/tokens_per_second` | tokens of all ranks' training batches, padding included, over that time |
 
 Each is the largest of all ranks, but tokens are added up: a ring is as fast as its slowest one.
@@ -88,25 +88,21 @@ class StepMetrics:
         self._engine, self._session, self._trace = engine, session, Trace(session.mesh.ring_rank)
         self._spans = 0  # before the forward pass that is under way
         self._tokens = 0.0  # of the step's training batches, this rank's part
-        self._started_s: float | None = None  # of the monotonic clock; None until the next training batch
+        self._started_s: float | None = None  # of the monotonic clock; None in the first step
         session.mesh.owners[Observers].append(self._trace)
 
     @_patch(stage="before_forward")
     def before_forward(self, _: Any, args: Any, kwargs: Any) -> None:
-        """Begin to measure time with the first training pass of a step."""
         self._spans = len(self._trace.spans)
-        if not self._engine.module.training:
-            self._started_s = None
-        elif self._started_s is None:
-            self._started_s = time.monotonic()
 
     @_patch(stage="after_forward")
     def after_forward(self, _: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Count the tokens of a training pass; forget the spans of another one."""
+        """Count the tokens of a training pass; forget spans and time of another one."""
         if self._engine.module.training:
             self._tokens += tokens_of((*args, *kwargs.values()), self._session)
         else:
             del self._trace.spans[self._spans :]
+            self._started_s = time.monotonic()
 
     @_patch("step", stage="around_step")
     def around_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -120,8 +116,9 @@ class StepMetrics:
             values = all_ranks.max(0).values.tolist()
             values[-1] = float(all_ranks[:, -1].sum()) / max(values[-2], 1e-9)
             self._trace.spans.clear()
+            # Without the time of its first batch the first step would be the fastest.
+            events = list(zip(EVENTS, values, strict=True))[: -2 if self._started_s is None else None]
             self._started_s, self._tokens = time.monotonic(), 0.0
-            events = zip(EVENTS, values, strict=True)
             engine.monitor.write_events([(f"Ring/{name}", x, engine.global_samples) for name, x in events])
         return result
 
