@@ -291,12 +291,12 @@ class _Ticks:
 
 def _timelines(options: argparse.Namespace, runs: list[RingRun]) -> list[Timeline]:
     from ..profile.measure import REAL
-    from ..profile.timeline import replay, timeline_of
+    from ..profile.timeline import replay, this_machine, timeline_of
 
-    cores = len(os.sched_getaffinity(0))
-    where = f"one machine with {cores} {'cores' if cores > 1 else 'core'}"
     return [
-        timeline_of(one.traces, where=where) if one.kind == REAL else replay(one.traces, options.link_mbit)
+        timeline_of(one.traces, where=this_machine(one.ring_size, options.threads))
+        if one.kind == REAL
+        else replay(one.traces, options.link_mbit)
         for one in runs
     ]
 

@@ -47,9 +47,9 @@ class Comparison:
         memory = "tensor memory of forward + backward, "
         share = f" ({100 * max(self.ranks_mib) / self.alone_mib:.0f} %)"
         return {
-            f"loss on one process, same weights, same batch ({self.samples} x {self.tokens} tokens)":
+            f"loss of the trained model on {self.samples} x {self.tokens} tokens, one process":
                 f"{self.loss_alone:.6f}",
-            "loss on the ring": f"{self.loss_on_ring:.6f}",
+            "the same on the ring": f"{self.loss_on_ring:.6f}",
             "difference": f"{abs(self.loss_on_ring - self.loss_alone):.1e}",
             f"largest difference of {self.gradients} gradients, each by itself, over its norm":
                 f"{self.gradient_difference:.1e} ({self.worst})",

@@ -17,6 +17,7 @@ from ..profile.pictures import new_figure, save_figure
 from .lm_compare import Comparison
 
 MIB = 2**20
+LAST_STEPS = 10  # of which the training loss at the end is the mean
 
 
 @dataclass
@@ -35,14 +36,20 @@ class Report:
         for key in ("losses", "held_out", "tokens_per_second"):
             setattr(self, key, list(state[key]))
 
+    @property
+    def training_loss(self) -> tuple[float, float]:
+        """Return the loss of the first step, and the mean of the last ones."""
+        return self.losses[0], statistics.mean(self.losses[-LAST_STEPS:])
+
     def summary(self) -> str:
         """Return the run in one line, and the figures of the comparison below it."""
-        first, last = self.losses[0], statistics.mean(self.losses[-10:])
+        first, last = self.training_loss
         held_out = f", held out {self.held_out[-1][1]:.3f}" if self.held_out else ""
         peaks = " ".join(f"{peak:.0f}" for peak in self.peak_mib)
         compared = self.comparison.rows() if self.comparison else {}
         return (
-            f"loss {first:.3f} -> {last:.3f} ({100 * last / first:.0f} % of the start){held_out};"
+            f"training loss {first:.3f} in step 1, {last:.3f} on average of the last"
+            f" {min(len(self.losses), LAST_STEPS)} steps{held_out};"
             f" {statistics.median(self.tokens_per_second):.0f} tokens/s; peak memory per rank {peaks} MiB"
             + "".join(f"\n{name}: {value}" for name, value in compared.items())
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,7 @@ from ds_ring.schedule.plan import Plan, build_plan
 from ds_ring.simulation.rank import GlobalSizes
 
 from ..profile.measure import HEARTBEAT_S, ProfileJob, RankRun, measure_rank
-from ..profile.timeline import Timeline, timeline_of
+from ..profile.timeline import Timeline, this_machine, timeline_of
 from ..run.local_ranks import run_ranks
 
 RING_SIZES = (1, 2, 4, 8)
@@ -53,8 +52,7 @@ def measure(tokens: int = TOKENS, ring_sizes: tuple[int, ...] = RING_SIZES) -> D
     }
     drawn = (rank["ring", DRAWN_RING].trace for rank in ranks[:DRAWN_RING])
     traces = {number: trace for number, trace in enumerate(drawn) if trace is not None}
-    cores = len(os.sched_getaffinity(0))
-    timeline = timeline_of(traces, where=f"one machine with {cores} cores")
+    timeline = timeline_of(traces, where=this_machine(DRAWN_RING, 1))
     plan = build_plan(job.pattern, job.layout(DRAWN_RING), query_heads=HEADS, kv_heads=HEADS)
     return DemoRings(job, peaks, timeline, plan)
 

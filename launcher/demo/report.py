@@ -15,11 +15,13 @@ from typing import Any
 from ds_ring.integrations.written_files import replace_text
 from ds_ring.measure.schedule_text import format_schedule
 from ds_ring.schedule.lowering import lower_pass
+from ds_ring.schedule.plan import Plan
 
 from ..profile.pictures import draw_timeline
 from ..profile.plan_picture import draw_plan
+from ..run.process import counted
 from .lm_compare import Comparison
-from .lm_report import MIB, Report, draw
+from .lm_report import LAST_STEPS, MIB, Report, draw
 from .measure import DRAWN_RING, DemoRings
 
 _STYLE = """
@@ -77,7 +79,8 @@ def _page(report: Report, found: DemoRings, ds_config: Mapping[str, Any], pictur
 
 <h2>Loss</h2>
 <p>A byte-level Llama with random weights learns Python's standard library. Each sequence is sharded over
-{len(report.peak_mib)} ranks. The loss goes from {report.losses[0]:.3f} to {report.losses[-1]:.3f}.</p>
+{len(report.peak_mib)} ranks. {_training(report)} Each step has samples of its own. The loss of the
+comparison above is that of other samples, after the last step.</p>
 {pictures[0]}
 
 <h2>Memory against ring size</h2>
@@ -87,8 +90,8 @@ and backward, on real gloo ranks of this machine: the peak of the rank that need
 
 <h2>The plan: who computes what, and what is sent</h2>
 <p>The causal mask over {DRAWN_RING} ranks, in the order of the {html.escape(found.plan.layout.name)} layout.
-A colour is the hop at which a block is computed. A white block is hidden by the mask: it is neither computed
-nor sent.</p>
+A colour is the hop at which a block is computed. K/V travel from each rank to the one {_way(found.plan)} it.
+A white block is hidden by the mask: it is neither computed nor sent.</p>
 {pictures[1]}
 
 <h2>The schedule of rank 1, and what each rank did</h2>
@@ -96,8 +99,6 @@ nor sent.</p>
 <code>K2[1024]</code> are keys and values of 1,024 tokens of rank 2; <code>b3</code> is a buffer.</p>
 <pre>{html.escape(schedule)}</pre>
 {pictures[2]}
-<p class="small">The ranks share the cores of one machine, so that this picture shows the order of events, and
-no speed-up.</p>
 
 <h2>What was run</h2>
 <pre>{html.escape(json.dumps(ds_config, indent=2))}</pre>
@@ -106,11 +107,25 @@ no speed-up.</p>
 """
 
 
+def _training(report: Report) -> str:
+    """Return which training loss is which: of one step, and a mean of several."""
+    first, last = report.training_loss
+    steps = min(len(report.losses), LAST_STEPS)
+    return f"The training loss is {first:.3f} in step 1, and {last:.3f} on average of the last {steps} steps."
+
+
+def _way(plan: Plan) -> str:
+    """Return which neighbour a rank sends to."""
+    return "before" if plan.classes[0].directions[0].sign < 0 else "after"
+
+
 def _memory(found: DemoRings) -> dict[str, str]:
     """Return the measured peaks in MiB, by ring size."""
     ring, gathered = found.peaks_bytes["ring"], found.peaks_bytes["all_gather"]
     return {
-        f"{size} ranks": f"{ring[size] / MIB:.0f} MiB; with an all-gather {gathered[size] / MIB:.0f} MiB"
+        counted(
+            size, "rank", "ranks"
+        ): f"{ring[size] / MIB:.0f} MiB; with an all-gather {gathered[size] / MIB:.0f} MiB"
         for size in ring
     }
 

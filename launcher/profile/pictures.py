@@ -280,7 +280,8 @@ def _timeline_panel(axes: Any, timeline: Timeline) -> None:
     axes.set(xlim=(0, end_ms), ylim=(timeline.ring_size - 0.45, -0.55), xlabel="ms", ylabel="ring rank")
     step = -(-timeline.ring_size // 16)
     axes.set_yticks(range(0, timeline.ring_size, step))
-    axes.set_title(f"{timeline.kind}: {timeline.note}; numbers are hops", fontsize=10)
+    title = f"{timeline.kind}: {timeline.note}; numbers are hops"
+    axes.set_title("\n".join(textwrap.wrap(title, TITLE_WIDTH)), fontsize=10)
 
 
 def _wrapped(first: str, title: str) -> str:

@@ -107,6 +107,15 @@ def draw_received(axes: Any, plan: Plan, most: int) -> None:
     axes.yaxis.set_major_formatter("{x:,.0f}")
 
 
+def label_of(plan: Plan, hop: int) -> str:
+    """Return whose shard a rank r computes with at a hop; without it on two levels, where nodes decide."""
+    if not hop:
+        return "hop 0: own K/V"
+    if any(direction.ranks_per_node for direction in plan.classes[0].directions):
+        return f"hop {abs(hop)}"
+    return f"hop {abs(hop)}: K/V of rank r {'-' if hop > 0 else '+'} {abs(hop)}"
+
+
 def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
     """Write the picture: blocks on the left, traffic on the right, one legend for both.
 
@@ -122,15 +131,11 @@ def draw_plan(plan: Plan, title: str, block: int, path: str | Path) -> None:
     draw_blocks(left, plan, block, most)
     draw_received(right, plan, most)
     named = hops[:: -(-len(hops) // _MAX_NAMED)]
-    labels = [f"hop {abs(hop)} {'up' if hop > 0 else 'down'}" if hop else "hop 0: own shard" for hop in named]
     figure.legend(
-        handles=[
-            Patch(facecolor=color_of(hop, most), label=label)
-            for hop, label in zip(named, labels, strict=True)
-        ],
-        title="up: a shard came from rank r - 1 to r; down: from r + 1 to r; white: nothing is computed",
+        handles=[Patch(facecolor=color_of(hop, most), label=label_of(plan, hop)) for hop in named],
+        title=f"what rank r computes with (ranks modulo {plan.ring_size}); white: nothing is computed",
         loc="outside lower center",
-        ncols=min(6, len(named)),
+        ncols=min(4, len(named)),
     )
     figure.suptitle("\n".join(textwrap.fill(line, 110) for line in title.split("\n")))
     save_figure(figure, path)

@@ -7,6 +7,7 @@ measured, their messages by a model of the links.
 from __future__ import annotations
 
 import heapq
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,16 @@ def timeline_of(traces: Mapping[int, Trace], one_clock: bool = True, where: str 
         if span.end_ns > span.start_ns
     ]
     clock = "one clock" if one_clock else "clocks aligned at the end of each rank's first wait"
-    return Timeline("real", len(traces), tuple(events), f"real ranks on {where}, {clock}")
+    return Timeline("real", len(traces), tuple(events), f"ranks on {where}; {clock}")
+
+
+def this_machine(ranks: int, threads: int) -> str:
+    """Return for a title how many cores there are here, and whether ranks share them."""
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} {'core' if cores == 1 else 'cores'}"
+    if ranks * threads <= cores:
+        return f"one machine with {text}"
+    return f"one machine, whose {text} they share: times are longer than on cores of their own"
 
 
 def event_of(ring_rank: int, span: Span, start_us: float, end_us: float) -> Event:

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_ring import Causal, build_plan
+from ds_ring import Causal, build_plan, make_layout
 from ds_ring.simulation.rank import GlobalSizes
 from ds_ring_launcher.demo import measure as measuring
 from ds_ring_launcher.demo.report import write_report
 from ds_ring_launcher.profile.measure import ProfileJob, measure_virtual
+from ds_ring_launcher.profile.plan_picture import hops_of, label_of
 from ds_ring_launcher.profile.timeline import timeline_of
 from tests.dist.harness import run_ranks
 from tests.machine import CHROMIUM
@@ -88,8 +89,25 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     report = write_report(tmp_path / "report.html", LOG, found, {"sequence_parallel_size": 2}).read_text()
     check_report(report, LOG["comparison"])
     assert "NOT exact" not in report
+    assert "The training loss is 5.500 in step 1, and 4.875 on average of the last 2 steps." in report
+    assert "loss of the trained model on 1 x 8 tokens, one process" in report
+    assert "to the one before it" in report and ">1 rank<" in report
     differs = LOG | {"comparison": LOG["comparison"] | {"exact": False}}
     assert "NOT exact" in write_report(tmp_path / "other.html", differs, found, {}).read_text()
+
+
+def test_keys_travel_in_the_demo_as_in_the_picture_of_readme() -> None:
+    """(They went the other way, in a legend of "hop 1 down".)"""
+    pattern = Causal()
+    layout = make_layout("auto", tokens=64, ring_size=4, pattern=pattern)
+    plan = build_plan(pattern, layout, query_heads=2, kv_heads=2)
+    origins = {(abs(hop), rank): part.origin for rank in range(4) for hop, part in hops_of(plan, rank)}
+    svg = (Path(__file__).resolve().parents[2] / "tools/results/ring.svg").read_text()
+    drawn = [int(origin) for origin in re.findall(r">K(\d) V\d<", svg)]
+    assert origins == {(step, rank): drawn[4 * step + rank] for step in range(4) for rank in range(4)}
+    assert [label_of(plan, hop) for hop in (0, -1, 2)] == [
+        "hop 0: own K/V", "hop 1: K/V of rank r + 1", "hop 2: K/V of rank r - 2"
+    ]  # fmt: skip
 
 
 @pytest.mark.night

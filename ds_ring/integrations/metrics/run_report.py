@@ -134,8 +134,8 @@ class _Report:
         self._world_size = dist.get_world_size()
         self._path = folder / f"rank-{self._rank}.metrics.json"
         self._history = RunHistory(folder / FILE) if self._rank == 0 else None
-        # Of the step under way: the end of the step before, or of an evaluation. That of the first step is not
-        # known: from its first forward pass on it would lack the loading of its batch, and be the fastest.
+        # Of the step under way: the end of the step or evaluation before. Unknown for the first step, which
+        # would be the fastest if it began with its first forward pass: without the loading of its batch.
         self._started_s: float | None = None
         self._began = False  # its first forward pass
         self._tokens: float | None = 0.0  # of its batches

@@ -10,7 +10,7 @@ Without it there is no collective.
 | `Ring/sent_bytes` | payload that left a rank |
 | `Ring/buffers_bytes` | most memory of messages at once |
 | `Ring/memory_bytes` | most memory of the process so far (CPU: resident; CUDA: allocated) |
-| `Ring/step_seconds` | from the end of the step or evaluation before to the end of this one; not of the first |
+| `Ring/step_seconds` | from the end of the step or evaluation before to its end; not of the first step |
 | `Ring/tokens_per_second` | tokens of all ranks' training batches, padding included, over that time |
 
 Each is the largest of all ranks, but tokens are added up: a ring is as fast as its slowest one.

@@ -20,7 +20,7 @@ from ds_ring.simulation.rank import COMPONENTS, GlobalSizes
 from ds_ring_launcher.profile import pictures
 from ds_ring_launcher.profile.measure import ProfileJob, RingRun, measure_rank, measure_virtual
 from ds_ring_launcher.profile.pictures import LABELS, bars_of, one_over_p, shown_parts, steps_by_part
-from ds_ring_launcher.profile.timeline import LINKS, chrome_trace, replay, timeline_of
+from ds_ring_launcher.profile.timeline import LINKS, chrome_trace, replay, this_machine, timeline_of
 
 SIZES = GlobalSizes(1, 4, 2, 600, 16, torch.float32)
 JOB = ProfileJob(SIZES, Causal(), "zigzag", Options(chunk_bytes=1))
@@ -118,6 +118,23 @@ def test_clocks_of_several_machines_are_aligned() -> None:
     assert [event.start_us for event in aligned.events if event.what == "compute"] == [0, 3]
     assert "aligned" in aligned.note
     assert timeline_of(traces).end_us > 3.6e9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cores", "words"),
+    [
+        (2, 1, 2, "one machine with 2 cores"),
+        (1, 1, 1, "one machine with 1 core"),
+        (4, 1, 2, "one machine, whose 2 cores they share: times are longer than on cores of their own"),
+        (2, 2, 2, "they share"),
+    ],
+)
+def test_a_timeline_says_when_ranks_share_cores(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int, cores: int, words: str
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    text = this_machine(ranks, threads)
+    assert words in text and ("share" in text) == ("share" in words)
 
 
 @pytest.mark.parametrize("backward", [True, False])
