@@ -170,7 +170,6 @@ class PassRow(NamedTuple):
 
     Attributes:
         home: function that makes it: of the context, `Prepared`, `Operands`, and what ends the header check.
-        meaning: for the help of "transport" in the JSON.
         exchange: class that sends its messages; None: `comm.exchange.Exchange`.
         no_hops: why payload dtypes, chunks, stages and overlap have no effect; None: K/V go hop by hop.
         no_offload: why its operands cannot wait on the host; None: they can.
@@ -180,7 +179,6 @@ class PassRow(NamedTuple):
     """
 
     home: str
-    meaning: str = ""
     exchange: str | None = None
     no_hops: str | None = None
     no_offload: str | None = None
@@ -193,14 +191,12 @@ class CodecRow(NamedTuple):
     """Describe how tensors are written while they travel, without importing the code that writes them.
 
     Attributes:
-        meaning: for the help of the key in the JSON.
         home: class that encodes K and V (`Codec` in `ring/pair.py`); None: they are cast, if at all.
         element_bytes: bytes of an element in a message; None: those of the tensors.
         row_bytes: further bytes for each row of K and of V, that is, for one token of one head.
         exact: what arrives equals what was sent.
     """
 
-    meaning: str = ""
     home: str | None = None
     element_bytes: int | None = None
     row_bytes: int = 0
@@ -220,10 +216,6 @@ class CodecRow(NamedTuple):
 KV_PAYLOADS = {
     "as_is": CodecRow(),
     "float8": CodecRow(
-        "e4m3 with a scale for each row, half the bytes of bfloat16; rounds the K and V of other ranks, so"
-        " attention is not exact (random inputs: 2 to 13 % of the norms of out and gradients); for rings"
-        " between nodes whose links are the bottleneck; rows that a learned selection fetches keep their"
-        " dtype",
         "ds_ring.codecs.float8.Float8Rows",
         element_bytes=1,
         row_bytes=1,
@@ -233,8 +225,6 @@ KV_PAYLOADS = {
 GRADIENT_PAYLOADS = {
     "float32": CodecRow(),
     "bfloat16": CodecRow(
-        "half the bytes; rounds each rank's part once and adds in float32: 1.3 times the error of one rank in"
-        " rings of 64",
         element_bytes=2,
         exact=False,
     ),
@@ -260,16 +250,12 @@ PASSES = {
     "ring": PassRow("ds_ring.ops.ring_op.make_pass"),
     "pull": PassRow(
         "ds_ring.transports.pull.signals.make_pass",
-        "as in the ring, but each rank copies out of memory that the ranks of a node share (not run on a GPU"
-        " so far)",
         exchange="ds_ring.transports.pull.signals.PullExchange",
         no_offload="needs them on the device",
         shares_memory=True,
     ),
     "reproducible": PassRow(
         "ds_ring.transports.reproducible.make_pass",
-        "the bits of attention and its gradients depend on neither ring size nor layout, whose shards are"
-        " whole blocks of block_size tokens",
         no_hops="passes nothing on",
         no_offload="takes all of them at once",
         no_hop_sums="adds the gradients of blocks in an order of its own",
@@ -277,7 +263,6 @@ PASSES = {
     ),
     "all_gather": PassRow(
         "ds_ring.transports.all_gather.make_pass",
-        "takes O(T) memory and is there to be compared with",
         no_hops="has no hops",
         no_offload="takes all of them at once",
     ),

@@ -23,10 +23,21 @@ BEGIN = "<!-- keys: written by tools/document_keys.py from ds_ring/config/sectio
 END = "<!-- end of keys -->"
 
 
+# What errors say in words, for a narrow column.
+_SHORT = {
+    "a whole number of at least 1": "positive `int`",
+    "a number of seconds above 0": "seconds",
+    "a whole number of bytes, 0 or more": "`int >= 0`",
+    "a whole number of tokens, 0 or more": "`int >= 0`",
+    "a list of rising whole numbers of at least 1": "rising `int`s",
+    "true or false": "`bool`",
+}
+
+
 def tables() -> str:
     """The keys of the section and those of its parts, as Markdown."""
     parts: dict[str, type[BaseModel]] = {"pattern": PatternConfig, "long_sequence": LongSequenceConfig}
-    inner = [f'Keys of `"{name}"`:\n\n{table(model)}' for name, model in parts.items()]
+    inner = [f'### Keys of "{name}"\n\n{table(model)}' for name, model in parts.items()]
     return "\n\n".join([table(RingConfig), *inner])
 
 
@@ -40,6 +51,8 @@ def _row(name: str, field: FieldInfo) -> str:
     takes = accepted_by(field)
     assert field.description, f"{name}: a key without a description cannot be documented"
     accepted = ", ".join(f"`{shown(word)}`" for word in choices_of(field)) or takes.what
+    for long, short in _SHORT.items():
+        accepted = accepted.replace(long, short)
     place = " (top level of the JSON)" if takes.outside else ""
     return f"| `{name}`{place} | {accepted} | `{_default(field)}` | {field.description} |"
 

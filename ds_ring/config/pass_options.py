@@ -6,7 +6,6 @@ Python: each value is checked here alone. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -30,9 +29,7 @@ from ds_ring.config.messages import (
 from ds_ring.limits import MAX_BLOCK, MAX_BYTES, Timeouts
 from ds_ring.registry import GRADIENT_PAYLOADS, KERNELS, KV_PAYLOADS, PASSES
 
-BlockSize = Annotated[
-    int, Field(le=MAX_BLOCK), Accepted("a whole number that is a power of two and at least 16", "use 128")
-]
+BlockSize = Annotated[int, Field(le=MAX_BLOCK), Accepted("a power of two of at least 16", "use 128")]
 KernelOptions = Annotated[dict[str, JsonValue], Accepted("an object of JSON values", "use {} for no options")]
 ChunkBytes = Annotated[AtLeastOne | None, Accepted(f"{ONE_UP} (bytes), or null", "use null for the default")]
 StageBytes = Annotated[
@@ -60,11 +57,6 @@ def refuse_without_hops(model: type[BaseModel], value: Any, info: ValidationInfo
     return value
 
 
-def _meanings(table: Mapping[str, Any]) -> str:
-    """Return what the words of a table mean, for a help text."""
-    return "".join(f"; {name}: {row.meaning}" for name, row in table.items() if row.meaning)
-
-
 class PassOptions(Section):
     """The options of a pass, which are set once a run. Frozen and hashable.
 
@@ -75,63 +67,33 @@ class PassOptions(Section):
     """
 
     # The order matters: a validator sees the values of the fields above its own.
-    transport: TransportName = Field(
-        default="ring",
-        description="how K/V move" + _meanings(PASSES),
-    )
-    kernel: KernelName = Field(
-        default="auto",
-        description="what computes a hop's attention; auto: cpu on the CPU; on CUDA the fastest as measured, "
-        "else flash for causal, windowed and full patterns and flex (FlexAttention) for all others",
-    )
-    block_size: BlockSize = Field(
-        default=128,
-        description="tokens on a side of flex's mask blocks: small ones skip more, large ones cost less each",
-    )
-    kernel_options: KernelOptions = Field(
-        default={},
-        description="handed to the kernel: FlexAttention's kernel_options, block and triangle of cpu, or "
-        "implementation of flash (FA2, FA3, FA4 or cuDNN)",
-    )
+    transport: TransportName = Field(default="ring", description="how K/V move")
+    kernel: KernelName = Field(default="auto", description="what computes a hop's attention")
+    block_size: BlockSize = Field(default=128, description="side of mask blocks; small ones skip more")
+    kernel_options: KernelOptions = Field(default={}, description="options of the kernel itself")
     overlap: Flag = Field(
         default=True, description="send and receive the next hop while this one is computed"
     )
     prune: Flag = Field(default=True, description="do not send what no later rank of the ring needs")
     gradient_payload: GradientPayload = Field(
-        default="float32",
-        description="dtype in which dK and dV travel" + _meanings(GRADIENT_PAYLOADS),
+        default="float32", description="dtype in which dK and dV travel"
     )
-    kv_payload: KVPayload = Field(
-        default="as_is",
-        description="dtype in which K and V travel" + _meanings(KV_PAYLOADS),
-    )
+    kv_payload: KVPayload = Field(default="as_is", description="dtype in which K and V travel")
     chunk_bytes: ChunkBytes = Field(
-        default=None,
-        description="K/V heads go round in the smallest groups whose K is at least this large: small groups "
-        "take less memory and more messages; null: 1 MiB on the CPU (2 MiB / ring_size in larger rings) and "
-        "64 MiB on CUDA",
+        default=None, description="least size of K in a group of heads that travels together"
     )
     stage_bytes: StageBytes = Field(
-        default="auto",
-        description="compute with several shards at once (a stage) whose K and V have at most so many bytes: "
-        "owners send keys directly to all readers and get gradients back from them, which saves most of the "
-        "memory traffic of merging, and takes memory for two stages; on GPUs dK and dV return in the inputs' "
-        "dtype; between nodes it sends more than a ring does; 0: hop by hop; "
-        '"auto": 128 MiB on CUDA for rings inside a node, else 0',
+        default="auto", description="most K/V bytes of shards computed at once; 0: hop by hop"
     )
     recompute_attention: FlagOrPart = Field(
         default=False,
-        description="under activation checkpointing, send K/V around again in the recomputation; false keeps "
-        "each layer's attention output, as large as its input, and sends nothing again; 0.5 computes the "
-        "first half of the sequence again and keeps the other, which costs more under a causal pattern",
+        description="under activation checkpointing: send K/V again, instead of keeping outputs",
     )
     hop_timeout_seconds: Timeout = Field(
-        default=Timeouts().hop,
-        description="longest wait for one hop's messages, and for a rank that is inside the engine's forward,"
-        " backward or step; at least heartbeat_timeout_seconds",
+        default=Timeouts().hop, description="longest wait for a hop, or for a rank inside the engine"
     )
     first_pass_timeout_seconds: Timeout = Field(
-        default=600.0, description="the same (if longer) in a GPU's first pass of a shape, which compiles"
+        default=600.0, description="the same in a GPU's first pass of a shape, which compiles"
     )
     check_finite: Flag = Field(default=False, description="raise on NaN or Inf, naming rank, tensor and hop")
 

@@ -45,13 +45,13 @@ class PatternKeys(Section):
         default=None, description="sliding window in tokens; two-sided where causal is false"
     )
     window_dilation: DilationStep = Field(
-        default=1, description="the window keeps every n-th token only, and reaches n times as far"
+        default=1, description="the window keeps every n-th token, and reaches n times as far"
     )
     sinks: Beside = Field(
-        default=None, description="the first n tokens are seen by all after them, outside the window, too"
+        default=None, description="all later tokens see the first n, outside the window, too"
     )
     documents: Flag = Field(
-        default=False, description="tokens see their own document only; the batch's ids say which that is"
+        default=False, description="tokens see their own document only; ids come with the batch"
     )
 
     @field_validator("window_dilation", "sinks")
@@ -132,14 +132,9 @@ LayerList = Annotated[
     tuple[tuple[int, Any], ...] | None,
     BeforeValidator(_by_number),
     Accepted(
-        'an object of layer numbers and pattern keys, {"0-4, 6": {"window": 512}}, or null',
-        "use null for one pattern",
+        "an object of layer numbers and pattern keys, or null", 'write {"0-4, 6": {"window": 512}}, say'
     ),
 ]
-_LAYERS = (
-    'layers with a pattern of their own, numbered from 0: {"0-4, 6": {"window": 512}}; keys left out there'
-    " are as here"
-)
 if TYPE_CHECKING:
 
     class PatternConfig(PatternKeys, FurtherKeys):
@@ -157,5 +152,8 @@ else:
             name: (_OWN, Field(default=None, description=key.meaning))
             for name, (key, _) in PATTERNS_BY_KEY.items()
         },
-        layers=(LayerList, Field(default=None, description=_LAYERS)),  # last: it reads all others
+        layers=(
+            LayerList,
+            Field(default=None, description="patterns of single layers, by number from 0"),
+        ),  # last: it reads all others
     )

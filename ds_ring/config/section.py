@@ -46,7 +46,7 @@ from ds_ring.registry import LAYOUTS
 TileChoice = Literal["auto"] | bool | int
 Tile = Annotated[
     Literal["auto"] | bool | AtLeastOne,
-    Accepted('"auto", true, false, or a whole number of at least 1 (tokens of a tile)', "write true, say"),
+    Accepted('"auto", true, false, or a whole number of at least 1 (tokens)', "write true, say"),
 ]
 
 _MIB = 1 << 20
@@ -61,28 +61,16 @@ class LongSequenceConfig(Section):
     """
 
     tiled_loss: Tile = Field(
-        default=False,
-        description="compute logits, loss and their gradients one tile of tokens after the other, so that no"
-        " tensor of a shard's tokens x vocabulary exists; true: tiles of 64 MiB of float32 logits on the CPU,"
-        " 512 MiB on CUDA",
+        default=False, description="compute logits, loss and their gradients by tiles of tokens"
     )
     tiled_mlp: Tile = Field(
-        default=False,
-        description="compute each layer's MLP, and the norms around it, one tile of tokens after the other,"
-        " and again in the backward pass; true: tiles of 64 MiB of the widest float32 activation on the CPU"
-        " and 512 MiB on CUDA",
+        default=False, description="compute MLPs by tiles of tokens, again in the backward pass"
     )
     offload_checkpoints: Switch = Field(
-        default=False,
-        description="checkpoint each layer's activations, and keep the checkpoints in pinned memory of the"
-        ' host; "auto": where the device is not the CPU',
+        default=False, description="checkpoint each layer; keep checkpoints in pinned memory of the host"
     )
-
     offload_attention: Switch = Field(
-        default=False,
-        description="keep what attention's gradient needs (q, k, v, out, lse) in pinned memory of the host,"
-        " and bring it back in the backward pass a group of heads at a time, the next while one is computed;"
-        ' "auto": where the device is not the CPU, for shards of 131,072 tokens and more',
+        default=False, description="keep attention's saved tensors in pinned memory of the host"
     )
 
     @property
@@ -137,9 +125,7 @@ else:
     LayoutName = Annotated[Literal[tuple(LAYOUTS)], WORD]
 RankSpeeds = Annotated[
     Literal["measured"] | list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] | None,
-    Accepted(
-        '"measured", a list of numbers above 0 (one for each rank of the ring), or null', 'use "measured"'
-    ),
+    Accepted('"measured", a number above 0 for each ring rank, or null', 'use "measured"'),
 ]
 AttentionName = Annotated[Literal["ring", "as_is"], WORD]
 
@@ -161,21 +147,18 @@ class RingKeys(Section):
     )
     layout: LayoutName = Field(
         default="auto",
-        description="the rank of each token; auto: even work and least traffic for the pattern",
+        description="the rank of each token; auto: even work and least traffic",
     )
     rank_speeds: RankSpeeds = Field(
         default=None,
-        description='"measured" gives a slow rank of the ring less attention work, by the time that its hops '
-        "take (CPU ranks only); a list gives the speeds, relative to each other; null: equal ones. Shards "
-        "keep their lengths, so causal patterns and documents gain, and a full pattern does not",
+        description="relative speeds: slow ranks of the ring get less attention work",
     )
     pattern: Annotated[
         PatternConfig, Accepted("an object of pattern keys", 'write {"causal": true}, say')
     ] = Field(default=PatternConfig(), description="which query sees which key")
     attention: AttentionName = Field(
         default="ring",
-        description="ring: ds_ring.initialize gives a transformers model the ring's attention; as_is: it "
-        'keeps its own sdpa for engine.compile(backend="ds_ring") to rewrite',
+        description="as_is: a transformers model keeps its sdpa, for engine.compile to rewrite",
     )
     heartbeat_timeout_seconds: Timeout = Field(
         default=10.0, description="silence after which a rank counts as lost"
@@ -192,41 +175,33 @@ class RingConfig(PassOptions, RingKeys):
 
     latents: Switch = Field(
         default="auto",
-        description="multi-head latent attention (DeepSeek, Kimi) sends latents and expands them on arrival, "
-        "which every rank does for every token: 71 times fewer bytes for DeepSeek V3 and about a tenth more "
-        'arithmetic in attention; "auto": on the CPU, and where a ring has ranks of several nodes',
+        description="multi-head latent attention (DeepSeek, Kimi) sends latents in place of K/V",
     )
     long_sequence: LongSequence = Field(
         default=LongSequenceConfig(),
-        description='what of the model besides attention is computed in tiles or kept on the host; "auto":'
-        ' all that the model allows, "off": nothing',
+        description="what is computed in tiles or kept on the host",
     )
     min_sequence_length: TokenCount = Field(
         default=0,
-        description="below this many tokens the ranks of a ring take whole samples instead of shards",
+        description="below this many tokens ranks take whole samples instead of shards",
     )
     dynamic_ring: Flag = Field(
         default=False,
-        description="engine.ring.loader(..., lengths=...) gives short samples to smaller rings and single "
-        "ranks, by estimated time",
+        description="the loader gives short samples to smaller rings and single ranks",
     )
     step_timeout_seconds: Timeout = Field(
         default=Timeouts().step,
-        description="longest wait for a rank that is outside the engine's forward, backward and step: in its"
-        " data set, an evaluation of its own, or the script; a tenth of it later a warning says which rank,"
-        " and where it is",
+        description="longest wait for a rank outside the engine: in data or script",
     )
     checkpoint_timeout_seconds: Timeout = Field(
         default=Timeouts().checkpoint, description="the same for a rank that saves or loads a checkpoint"
     )
     start_timeout_seconds: Timeout = Field(
-        default=Timeouts().start,
-        description="longest wait until every rank has come to ds_ring.initialize, and its engine is made",
+        default=Timeouts().start, description="longest wait until all ranks have made their engines"
     )
     verify_first_batch: Flag = Field(
         default=False,
-        description="compare the first training step with the same model on one process: logits, loss and "
-        "every gradient; takes memory for the whole model and batch on rank 0",
+        description="compare the first step with one process: logits, loss, every gradient",
     )
     monitor: Flag = Field(
         default=False, description="report hop times, bytes and memory to DeepSpeed's monitor"

@@ -130,7 +130,7 @@ class Chunked(_NumbersOfTokens, Pattern):
         RingPatternError: the chunk is not a positive integer.
     """
 
-    json_key = JsonKey("chunk", "tokens see their own chunk of n tokens only, as in Llama 4")
+    json_key = JsonKey("chunk", "tokens see their own chunk of n tokens only (Llama 4)")
     chunk: int
     causal: bool = True
 
@@ -152,7 +152,7 @@ class PrefixLM(_NumbersOfTokens, Pattern):
     # the dict: keys that conflict with "prefix", and the reason in the error ("which hides no later token")
     json_key = JsonKey(
         "prefix",
-        "the first n tokens see one another both ways; all others are causal",
+        "the first n tokens see one another both ways",
         {
             "causal": "hides no later token",
             "window": "hides later tokens all the same",

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from ds_ring.config.messages import (
-    ONE_UP,
     WORD,
     Accepted,
     AtLeastOne,
@@ -21,7 +20,7 @@ from ds_ring.config.messages import (
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.dilated.pattern import Dilated
 
-_LIST = Accepted(f"a list, each item {ONE_UP} and larger than the one before", "write [2048, 4096], say")
+_LIST = Accepted("a list of rising whole numbers of at least 1", "write [2048, 4096], say")
 Branches = Annotated[
     tuple[AtLeastOne, ...] | None,
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
@@ -34,16 +33,15 @@ class DilatedKeys(FurtherKeys):
     """Add LongNet's branches."""
 
     segment_lengths: Branches = Field(
-        default=None, description="LongNet's w_i in tokens, one for each dilated branch; null: not dilated"
+        default=None, description="LongNet's w_i in tokens, one for each dilated branch"
     )
     dilation_rates: Branches = Field(
         default=None,
-        description="LongNet's r_i, one for each segment length: a branch keeps every r_i-th token",
+        description="LongNet's r_i: a branch keeps every r_i-th token",
     )
     head_offsets: HeadOffsets = Field(
         default="paper",
-        description="the first token that query head h of H keeps in a branch of dilation r: paper h mod r; "
-        "paper_kv the same by K/V head, which sends less under GQA; torchscale h // ceil(H / r); zero 0",
+        description="the first token that a head keeps in a branch",
     )
 
     def composed(self, parts: list[Pattern], causal: bool) -> list[Pattern]:

@@ -25,7 +25,7 @@ _SLICE = '[[q_start, q_end], [k_start, k_end], "full", "causal", "inverse-causal
 SliceList = Annotated[
     tuple[tuple[tuple[int, int], tuple[int, int], str], ...] | None,
     BeforeValidator(_checked),
-    Accepted(f"a list, each item {_SLICE}", "use null for no slices"),
+    Accepted(f"a list of {_SLICE}", "use null for no slices"),
 ]
 
 
@@ -34,9 +34,7 @@ class SliceKeys(FurtherKeys):
 
     slices: SliceList = Field(
         default=None,
-        description="MagiAttention's slices, ends excluded, none overlapping: of queries x keys all (full),"
-        " up to the lower right corner's diagonal (causal), from the upper left corner's on (inverse-causal),"
-        " or between the two (bi-causal)",
+        description="MagiAttention's slices, ends excluded, none overlapping",
     )
 
     def composed(self, parts: list[Pattern], causal: bool) -> list[Pattern]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ def test_every_file_parses_and_says_where_its_figures_are_from(path):
     stated = {name for name in Hardware.model_fields if getattr(found, name) is not None}
     assert set(found.source) == stated - about
     assert all(found.flops(dtype) > 0 for dtype in DTYPES)
+
+
+def test_one_file_explains_every_key():
+    """Its commented keys are keys, too."""
+    text = re.sub(r"^# (?=[a-z_]+: )", "", (FOLDER / "cpu.yaml").read_text(), flags=re.MULTILINE)
+    whole = yaml.safe_load(text)
+    whole["source"] |= dict.fromkeys(whole.keys() - {"name", "kind", "devices_per_node", "source"}, "assumed")
+    assert list(whole) == list(Hardware.model_fields)
+    hardware_from(whole, "cpu.yaml")
 
 
 def test_names_are_the_files():

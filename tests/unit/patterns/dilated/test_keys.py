@@ -65,7 +65,10 @@ WRONG: list[tuple[str, Json, list[str]]] = [
     (
         "segments fall",
         pattern(segment_lengths=[8, 4], dilation_rates=[1, 2]),
-        ["pattern.segment_lengths: ", "larger than the one before, got 8 followed by 4 in [8, 4]; sort"],
+        [
+            "pattern.segment_lengths: ",
+            "rising whole numbers of at least 1, got 8 followed by 4 in [8, 4]",
+        ],
     ),
     (
         "segments equal",
