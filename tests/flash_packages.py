@@ -35,12 +35,17 @@ int sm_margin=0) -> (Tensor(dq!), Tensor(dk!), Tensor(dv!), Tensor, Tensor, Tens
 
 
 @contextmanager
-def flash_3(wrong_side: int = 0) -> Iterator[None]:
-    """Install FlashAttention 3; the left side of its windows is `wrong_side` too long."""
+def flash_3(wrong_side: int = 0) -> Iterator[list[int]]:
+    """Install FlashAttention 3; the left side of its windows is `wrong_side` too long.
+
+    Yields the `sm_margin` of each call.
+    """
+    margins: list[int] = []
 
     def forward(*args: Any) -> tuple[Tensor, ...]:
         (q, k, v), ends, lengths, (scale, causal, left, right) = args[:3], args[7:9], args[12:14], args[23:27]
         left += wrong_side if left >= 0 else 0
+        margins.append(args[-1])
         out, lse, *_ = flash_forward(
             q, k, v, *ends, *lengths, 0.0, causal, False,
             scale=scale, window_size_left=left, window_size_right=right, empty_lse=-INFINITY,
@@ -50,6 +55,7 @@ def flash_3(wrong_side: int = 0) -> Iterator[None]:
     def backward(*args: Any) -> tuple[Tensor, ...]:
         operands, grads, ends, lengths = args[:6], args[6:9], args[9:11], args[13:15]
         scale, causal, left, right = args[15:19]
+        margins.append(args[-1])
         found = flash_backward(
             *operands, *ends, *lengths, 0.0, causal, None, None,
             scale=scale, window_size_left=left, window_size_right=right,
@@ -64,7 +70,7 @@ def flash_3(wrong_side: int = 0) -> Iterator[None]:
             library.define(schema.replace("\n", " "))
             library.impl(schema.partition("(")[0], _filled(schema, function), "CPU")
         with mock.patch.dict("sys.modules", {"flash_attn_interface": ModuleType("flash_attn_interface")}):
-            yield
+            yield margins
     finally:
         library._destroy()
 

@@ -557,6 +557,7 @@ OWN_OBJECTS = {
     ("comm.mesh", "weakref.finalize(mesh.state, _drop, detector, mesh.state.groups)"): "its own finalizer",
     ("contrib.diffusers", "name"): "the member of an enumeration that it makes",
     ("comm.groups", "options"): "of a process group that is being made",
+    ("comm.groups", "options.config"): "the same",
 }
 HOOKS = re.compile(r"register_\w*hook")
 

@@ -72,7 +72,7 @@ def make_groups(grid: Grid, timeout: datetime.timedelta) -> Groups:
     # In the same order on every rank of the world: torch matches the calls of new_group by order.
     sequence = _my_group(grid.sequence_groups(), timeout, None)
     speaks_gloo = sequence is None or dist.get_backend(sequence) in ("gloo", "fake")
-    # Transfers that overlap with attention get a high priority: persistent kernels would delay them.
+    # Transfers that overlap with attention are urgent.
     ring = _my_group(grid.ring_groups(), timeout, None, urgent=True)
     ulysses = _my_group(grid.ulysses_groups(), timeout, None, urgent=True)
     data = _my_group(grid.data_groups(), timeout, None)
@@ -147,8 +147,12 @@ def _my_group(
     for ranks in groups:
         more: dict[str, Any] = {} if ranks == sorted(ranks) else dict(_UNSORTED)
         if urgent and "nccl" in str(dist.get_backend_config()):
-            # Streams of high priority. torch changes the options, so each group has its own.
+            # torch changes the options, so each group has its own. A stream of high priority goes first where
+            # a multiprocessor is free. A persistent kernel leaves no cluster of neighbouring ones free:
+            # [Note: multiprocessors for messages] in `kernels/flash/packages.py`. The environment's
+            # NCCL_CGA_CLUSTER_SIZE has precedence in NCCL.
             options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options.config.cga_cluster_size = 1
             options._timeout = timeout  # new_group warns of any other
             more["pg_options"] = options
         group = dist.new_group(ranks, timeout=timeout, backend=backend, **more)

@@ -23,7 +23,7 @@ from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import pad
 
 from ds_ring.comm.streams import is_fake
-from ds_ring.errors import RingConfigError, RingError, RingShapeError
+from ds_ring.errors import RingConfigError, RingError, RingShapeError, shown
 from ds_ring.kernels.flash.calls import FlashCall, flash_calls
 from ds_ring.kernels.flash.executors import (
     INFINITY,
@@ -33,7 +33,7 @@ from ds_ring.kernels.flash.executors import (
     OnCpu,
     Views,
 )
-from ds_ring.kernels.flash.packages import BY_GENERATION, IMPLEMENTATIONS, check
+from ds_ring.kernels.flash.packages import BY_GENERATION, IMPLEMENTATIONS, SM_MARGIN, check
 from ds_ring.kernels.interface import (
     ALL_HEADS,
     HeadsOfPass,
@@ -58,18 +58,27 @@ class FlashKernel:
         implementation: on CUDA; "FA2" is torch's own; "cuDNN" takes full and causal rectangles by cuDNN, the
             rest by FlashAttention 2; "FA3" and "FA4" are called in their packages. None takes the first that
             works: "FA3" on sm_90 or "FA4" on sm_100, there "cuDNN", "FA2"; [Note: a default is a try].
+        sm_margin: multiprocessors that FlashAttention 3 leaves to messages; 0 for a ring of one rank.
+
+    Raises:
+        RingConfigError: an implementation or a number that is not one of these.
     """
 
     name = "flash"
     few_parts = True
 
-    def __init__(self, implementation: str | None = None) -> None:
+    def __init__(self, implementation: str | None = None, sm_margin: int = SM_MARGIN) -> None:
         if implementation not in (None, *IMPLEMENTATIONS):
             raise RingConfigError(
                 'kernel_options of kernel "flash": implementation: expected one of'
                 f" {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; leave it out"
             )
-        self._implementation = implementation
+        if type(sm_margin) is not int or not 0 <= sm_margin < 128:
+            name, advice = 'kernel_options of kernel "flash": sm_margin', f"use {SM_MARGIN}, or leave it out"
+            raise RingConfigError.wrong(
+                name, "a number of multiprocessors from 0 to 127", shown(sm_margin), advice
+            )
+        self._implementation, self._sm_margin = implementation, sm_margin
         self.executors: tuple[Executor, ...] | None = None  # instead of those of the implementation
         self.views: Views | None = None  # of a pass
         self._kinds: set[tuple[object, ...]] = set()  # of calls that passes have made so far
@@ -117,7 +126,7 @@ class FlashKernel:
 
     def of_heads(self, heads: slice) -> FlashKernel:
         """Return a kernel for one pass of these heads, which keeps what all hops of it read."""
-        found = FlashKernel(self._implementation)
+        found = FlashKernel(self._implementation, self._sm_margin)
         found.executors, found.views, found._kinds = self.executors, Views(), self._kinds
         return found
 
@@ -146,8 +155,8 @@ class FlashKernel:
             return _ON_CPU
         name = self._implementation
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
-            return IMPLEMENTATIONS["cuDNN" if name == "cuDNN" else "FA2"].make()
-        found = _chosen(name, q.device, q.dtype, q.shape[-1], value_dim)
+            return IMPLEMENTATIONS["cuDNN" if name == "cuDNN" else "FA2"].make(0)
+        found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim)
         active = current_flash_attention_impl()
         if active is not None and any(one.calls_aten for one in found):
             raise RingConfigError(
@@ -162,14 +171,14 @@ _ON_CPU = (OnCpu(),)
 
 @lru_cache(maxsize=64)  # a model has few head dimensions
 def _chosen(
-    name: str | None, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    name: str | None, sm_margin: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> tuple[Executor, ...]:
     """Return the executors of an implementation that passes its try; [Note: a default is a try].
 
     Raises:
         RingConfigError: the implementation with this name is not installed, or does not pass.
     """
-    asked = (device, dtype, head_dim, value_dim)
+    asked = (sm_margin, device, dtype, head_dim, value_dim)
     if name is None:
         for one in _defaults(device):
             try:
@@ -180,7 +189,9 @@ def _chosen(
                 failed = 'ds_ring: kernel "flash": %s is not used for head dimensions (%d, %d): %s: %s'
                 _log.warning(failed, one, head_dim, value_dim, type(error).__name__, error)
             else:
-                _log.info('ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', one, *asked[2:])
+                _log.info(
+                    'ds_ring: kernel "flash" is %s for head dimensions (%d, %d)', one, head_dim, value_dim
+                )
                 return found
         name = "FA2"
     try:
@@ -203,11 +214,11 @@ def _defaults(device: torch.device) -> tuple[str, ...]:
 
 
 def _tried(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
+    name: str, sm_margin: int, device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int
 ) -> tuple[Executor, ...]:
     """Return the executors of an implementation whose results are right; raise what is wrong with it."""
     kernel = FlashKernel()
-    kernel.executors = IMPLEMENTATIONS[name].make()
+    kernel.executors = IMPLEMENTATIONS[name].make(sm_margin)
     check(kernel, device, dtype, head_dim, value_dim)
     return kernel.executors
 

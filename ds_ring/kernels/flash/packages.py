@@ -32,7 +32,15 @@ from ds_ring.masks.pattern import Pattern
 BY_GENERATION = {9: ("FA3", "cuDNN"), 10: ("FA4", "cuDNN")}
 
 
-def flash_3() -> Operators:
+# [Note: multiprocessors for messages]
+# On sm_90 FlashAttention 3's forward kernel is persistent: it occupies all multiprocessors until it ends. A
+# stream's priority evicts no block, so NCCL's kernel would wait, and messages would not overlap. Therefore
+# FlashAttention 3 leaves `sm_margin` of 132 multiprocessors free, and NCCL's blocks need no cluster of
+# neighbouring ones (`comm/groups.py`). Source: MagiAttention, which reserves 4 to 8.
+SM_MARGIN = 8
+
+
+def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
     """Return FlashAttention 3's operators with the arguments of aten's; ImportError without its package."""
     import_module("flash_attn_interface")  # registers torch.ops.flash_attn_3
     package = torch.ops.flash_attn_3
@@ -44,7 +52,7 @@ def flash_3() -> Operators:
         out, lse, *_ = package.fwd(
             q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
             is_causal=is_causal, num_splits=int(torch.are_deterministic_algorithms_enabled()),
-            **_named(options),
+            sm_margin=sm_margin, **_named(options),
         )  # fmt: skip
         return out, lse.contiguous()
 
@@ -57,7 +65,8 @@ def flash_3() -> Operators:
         package.bwd(
             grad_out, q, k, v, out, lse, *grads, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q,
             max_seqlen_k=max_k, is_causal=is_causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(), **_named(options),
+            deterministic=torch.are_deterministic_algorithms_enabled(), sm_margin=sm_margin,
+            **_named(options),
         )  # fmt: skip
         return grads
 
@@ -103,21 +112,22 @@ class Implementation(NamedTuple):
     """Describe an implementation of attention on CUDA.
 
     Attributes:
-        make: returns its executors, in the order in which they are asked; raises if it is not installed.
+        make: returns its executors, in the order in which they are asked, for an `sm_margin`; raises if it is
+            not installed.
         package: what has to be installed.
     """
 
-    make: Callable[[], tuple[Executor, ...]]
+    make: Callable[[int], tuple[Executor, ...]]
     package: str
 
 
 # FlashAttention 4 on sm_100 takes equal head dimensions up to 128, (192, 128) and (256, 256).
 FLASH_4_WIDTHS = ((128, None), (192, 128), (256, 256))
 IMPLEMENTATIONS = {
-    "FA2": Implementation(lambda: (Flash(),), "torch"),
-    "cuDNN": Implementation(lambda: (Cudnn(), Flash()), "torch"),
-    "FA3": Implementation(lambda: (Flash(flash_3()),), "flash_attn_interface"),
-    "FA4": Implementation(lambda: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
+    "FA2": Implementation(lambda _: (Flash(),), "torch"),
+    "cuDNN": Implementation(lambda _: (Cudnn(), Flash()), "torch"),
+    "FA3": Implementation(lambda sm_margin: (Flash(flash_3(sm_margin)),), "flash_attn_interface"),
+    "FA4": Implementation(lambda _: (Flash(flash_4(), FLASH_4_WIDTHS),), "flash_attn.cute"),
 }
 
 LIMITS = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-4, torch.float64: 1e-9}

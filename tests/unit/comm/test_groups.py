@@ -25,6 +25,7 @@ class Options:
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, None
+        self.config = SimpleNamespace(cga_cluster_size=4)
 
 
 def test_ring_and_ulysses_ask_nccl_for_urgent_streams_and_every_communicator_is_warmed_up_in_order(
@@ -60,6 +61,7 @@ def test_ring_and_ulysses_ask_nccl_for_urgent_streams_and_every_communicator_is_
         for one in options:
             if kind in ("ring", "ulysses"):
                 assert one.is_high_priority_stream and one._timeout == TIMEOUT
+                assert one.config.cga_cluster_size == 1
             else:
                 assert one is None
     used = [one for options in by_kind.values() for one in options if one is not None]

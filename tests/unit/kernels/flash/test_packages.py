@@ -33,7 +33,7 @@ from tests.reference import dense_attention
 from tests.unit.kernels.flash.test_flash import worst_error
 
 CPU = torch.device("cpu")
-Package = Callable[[], AbstractContextManager[None]]
+Package = Callable[[], AbstractContextManager[Any]]
 ABSENT_3 = partial(
     broken, "flash_attn_interface", ModuleNotFoundError("No module named 'flash_attn_interface'")
 )
@@ -50,9 +50,13 @@ def test_a_package_computes_every_kind_of_call(name: str, mask: str) -> None:
     layout = make_layout("zigzag", tokens=TOKENS, ring_size=3, pattern=pattern)
     with flash_3() if name == "FA3" else flash_4():
         kernel = FlashKernel()
-        kernel.executors = IMPLEMENTATIONS[name].make()
+        kernel.executors = IMPLEMENTATIONS[name].make(8)
         got = ring_hops(kernel, *given, pattern, layout)
     assert worst_error(got, dense_attention(*given, pattern)) < 1e-12
+
+
+def always(executors: tuple[Executor, ...], sm_margin: int) -> tuple[Executor, ...]:
+    return executors
 
 
 @pytest.fixture
@@ -62,11 +66,11 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "FA2": (Flash(emulated()),), "cuDNN": (Cudnn(emulated()), Flash(emulated())),
     }  # fmt: skip
     for name, executors in own.items():
-        monkeypatch.setitem(IMPLEMENTATIONS, name, Implementation(partial(tuple, executors), "torch"))
+        monkeypatch.setitem(IMPLEMENTATIONS, name, Implementation(partial(always, executors), "torch"))
 
 
 def chosen(name: str | None, head_dim: int = 64, value_dim: int = 64) -> tuple[Executor, ...]:
-    return flash._chosen.__wrapped__(name, CPU, torch.float32, head_dim, value_dim)
+    return flash._chosen.__wrapped__(name, 8, CPU, torch.float32, head_dim, value_dim)
 
 
 TRIED: dict[str, tuple[int, Package, str, str]] = {
@@ -88,7 +92,7 @@ def test_the_default_is_the_first_that_works(
     generation, package, expected, said = TRIED[case]
     with package(), fake_gpu(get_device_capability=(generation, 0)), caplog.at_level("INFO"):
         found = chosen(None)
-        wanted = IMPLEMENTATIONS[expected].make()
+        wanted = IMPLEMENTATIONS[expected].make(8)
         assert [type(one) for one in found] == [type(one) for one in wanted]
         assert expected not in ("FA2", "cuDNN") or found == wanted
     (failed,) = [line for line in caplog.messages if "not" in line] or [""]
@@ -124,7 +128,7 @@ def test_a_head_dimension_that_is_too_wide_is_said() -> None:
 
 @pytest.mark.parametrize("name", [None, "FA2", "cuDNN"])
 def test_operators_that_another_implementation_replaces_are_refused(name: str | None) -> None:
-    aten = IMPLEMENTATIONS[name or "FA2"].make()
+    aten = IMPLEMENTATIONS[name or "FA2"].make(8)
     q = mock.Mock(is_cpu=False, is_cuda=True, shape=(1, 2, 8, 64))
     with (
         mock.patch.object(flash, "_chosen", return_value=aten),
@@ -152,7 +156,7 @@ def not_a_number(*args: Any, **named: Any) -> tuple[Tensor, ...]:
     ],
 )
 def test_every_result_is_compared(wrong: dict[str, Any], said: str) -> None:
-    made = Implementation(lambda: (Flash(emulated()._replace(**wrong)),), "torch")
+    made = Implementation(lambda _: (Flash(emulated()._replace(**wrong)),), "torch")
     with mock.patch.dict(IMPLEMENTATIONS, {"FA2": made}), pytest.raises(RingConfigError, match=said):
         chosen("FA2")
 
@@ -170,3 +174,21 @@ def test_ranks_wait_longer_for_calls_of_a_new_kind() -> None:
     assert [compiles(pattern) for pattern in (Causal(), Causal(), SlidingWindow(9), Full())] == [1, 0, 1, 1]
     assert [compiles(Causal(), q), compiles(Causal(), q), compiles(Causal(), q, True)] == [1, 0, 1]
     assert not kernel.of_heads(slice(None)).compiles(Operands(q, k, v), HeadsOfPass(4, 2, []), 1.0)
+
+
+@pytest.mark.parametrize("sm_margin", [8, 0])
+def test_flash_3_leaves_multiprocessors_to_messages(sm_margin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.randn(1, 2, 96, 64)
+    tiles = Causal().tiles(*[np.array([[0, 1, 96]])] * 2)
+    with flash_3() as seen:
+        kernel = FlashKernel("FA3", sm_margin)
+        kernel.executors = IMPLEMENTATIONS["FA3"].make(sm_margin)
+        (part,) = kernel.forward(q, q, q, tiles, 1.0)
+        list(kernel.backward(q, q, q, q, part.out_BHSD, part.lse_BHS, tiles, 1.0))
+    assert seen == [sm_margin] * 2
+
+
+@pytest.mark.parametrize("sm_margin", [-1, 128, 8.0, True, "8"])
+def test_a_margin_that_is_none_is_refused(sm_margin: Any) -> None:
+    with pytest.raises(RingConfigError, match=r"sm_margin: expected a number .* from 0 to 127"):
+        FlashKernel(sm_margin=sm_margin)
