@@ -7,7 +7,8 @@ The set of the day is the same for every commit, so that the commit that breaks 
   occurs (a greedy pairwise covering set). Marked `covering(1)`, rows in which each value occurs.
 - `day(id, ...)` names the cases of a table that the day takes; the night takes all.
 
-`-k`, a file or a test on the command line runs what is named, whole; folders are held to the day.
+`-k`, a file or a test on the command line runs what is named, whole; folders are held to the day, and with
+`--day` files are, too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ Row = Sequence[Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    help = "run every test and every case, not only those of the day"
-    parser.addoption("--night", action="store_true", help=help)
+    group = parser.getgroup("the day and the night")
+    group.addoption(
+        "--night", action="store_true", help="run every test and every case, not only those of the day"
+    )
+    group.addoption("--day", action="store_true", help="hold files that are named to the day, too")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect what waits for the night, unless a file, a test or `-k` was named."""
     named = any("::" in argument or argument.endswith(".py") for argument in config.args)
-    if named or config.option.night or config.option.keyword:
+    whole = config.option.night or ((named or config.option.keyword) and not config.option.day)
+    if whole:
         return
     skipped = left_out(items)
     if skipped:

@@ -49,7 +49,18 @@ def environment_of(copy: Path) -> dict[str, str]:
 
 
 def pass_in(copy: Path, *tests: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--day",
+        *tests,
+    ]
     done = subprocess.run(
         command, cwd=copy, env=environment_of(copy), capture_output=True, text=True, timeout=900
     )

@@ -88,6 +88,7 @@ def collect(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         ((), {"pairs": 10, "values": 3, "named": 2}),
         (("--night",), {"pairs": 27, "values": 9, "named": 3, "long": 1}),
         (("test_it.py",), {"pairs": 27, "values": 9, "named": 3, "long": 1}),
+        (("test_it.py", "--day"), {"pairs": 10, "values": 3, "named": 2}),
         (("-k", "long"), {"long": 1}),
         (("-k", "nothing"), {}),
     ],
