@@ -578,7 +578,6 @@ NOT_MEASURED: dict[tuple[str, str], str] = {
     ("configs/README.md", "- `stage_bytes`"): "a default",
     ("configs/README.md", "- `true` means tiles"): "a default",
     ("configs/README.md", "- Batches are divided"): "a threshold of the code",
-    ("launcher/README.md", "`ds-ring doctor cluster.yaml`"): "a deadline",
     ("tools/README.md", "| LongNet, 8 ranks"): "counted in a plan, the same everywhere; the row has the call",
     ("ds_ring/NOTES.md", "| the cost of a layout"): "a threshold of the code",
     ("ds_ring/NOTES.md", "| head chunks"): "a default",
