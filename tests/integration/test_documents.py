@@ -713,6 +713,7 @@ DENSE = {*TEXTS} - {
     "tools/README.md",
     "ds_ring/TUTORIAL.md",
     "configs/README.md",
+    "ds_ring/README.md",
 }  # fmt: skip
 DENSE -= {"MIGRATING.md", *OF_THE_CODE} - {"ds_ring/READING.md"}
 DENSE |= {
