@@ -21,3 +21,12 @@ ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only pla
     demo/        the quick start's training script, and a report of a run (`ds-ring demo`)
     check/       a model on a ring against one process (model_check.py; small_model.py: model, batch)
 """
+
+from pathlib import Path
+
+
+def configs_folder() -> Path:
+    """Return configs/ of this version: in the installed package, or the package's neighbour in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"

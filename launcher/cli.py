@@ -13,11 +13,23 @@ from typing import Any
 
 from ds_ring.errors import RingError
 
-from .commands import check_model, checkpoints, demo, doctor, launch, plan, profile, simulate, status, tune
+from .commands import (
+    check_model,
+    checkpoints,
+    configs,
+    demo,
+    doctor,
+    launch,
+    plan,
+    profile,
+    simulate,
+    status,
+    tune,
+)  # fmt: skip
 from .commands.parsers import Parser, readable
 
 COMMANDS = (
-    demo.add, launch.add, doctor.add, status.add, plan.add, simulate.add, profile.add, tune.add,
+    demo.add, configs.add, launch.add, doctor.add, status.add, plan.add, simulate.add, profile.add, tune.add,
     check_model.add, checkpoints.add_verify, checkpoints.add_resize,
 )  # fmt: skip
 
@@ -26,6 +38,7 @@ _OUTPUT_IS_GONE = (errno.ENOSPC, errno.EIO, errno.EBADF, errno.EFBIG, errno.EDQU
 _EXAMPLE = """\
 examples:
   ds-ring demo                                             two CPU ranks, about a minute, a report
+  ds-ring configs                                          write configs/ here: quick start, recipes, examples
   ds-ring launch configs/quickstart.yaml                   train on this machine
   ds-ring status runs/mine                                 how far it is
   ds-ring tune --tokens 32768 --heads 8 --head-dim 64 --processes 4    what is fastest here

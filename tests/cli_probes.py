@@ -43,6 +43,7 @@ def base_of(command: str, folder: Path) -> list[str]:
     sizes = ["--tokens", "64", "--heads", "2", "--head-dim", "8"]
     return {
         "demo": ["--output", str(folder / "out"), "--steps", "0"],  # refused: nothing is trained
+        "configs": [str(folder / "new")],
         "launch": ["--dry-run", str(folder / "cluster.yaml")],
         "doctor": [str(folder / "cluster.yaml"), "--no-ring"],
         "plan": ["--tokens", "512", "--devices", "2", "--hardware", "cpu", "--dtype", "float32",

@@ -259,8 +259,8 @@ def core_lines(name: str) -> list[str]:
     return [f"{place}: {code.strip()}" for place, code in code_of_the_core() if word.search(code)]
 
 
-def removed(name: str, folder: Path) -> Path:
-    """Make a copy of the tree without a capability, and return it."""
+def copy_tree(folder: Path) -> None:
+    """Copy what git tracks, and what is new and not ignored."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -269,6 +269,11 @@ def removed(name: str, folder: Path) -> Path:
         if (ROOT / file).is_file():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, folder / file)
+
+
+def removed(name: str, folder: Path) -> Path:
+    """Make a copy of the tree without a capability, and return it."""
+    copy_tree(folder)
     places = places_of(name)
     for place in places:
         path = folder / "ds_ring" / place.replace(".", "/")
@@ -278,7 +283,6 @@ def removed(name: str, folder: Path) -> Path:
     _remove_rows(folder, places)
     (folder / "sitecustomize.py").write_text(_SITE)
     (folder / "ds_ring_launcher").symlink_to("launcher")  # its installed name
-    (folder / "launcher/hardware").symlink_to("../configs/hardware")
     return folder
 
 

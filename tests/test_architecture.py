@@ -484,7 +484,7 @@ def test_packages_are_all_installed() -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "ds_ring").rglob("__init__.py")}
     launcher = {path.parent.relative_to(ROOT) for path in (ROOT / "launcher").rglob("__init__.py")}
     parts = [folder.parts for folder in folders] + [("ds_ring_launcher", *f.parts[1:]) for f in launcher]
-    parts += [("ds_ring_launcher", "hardware")]  # data only: configs/hardware
+    parts += [("ds_ring_launcher", "configs")]  # data only
     assert listed == {".".join(names) for names in parts}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -73,6 +74,19 @@ def _path(value: object, info: ValidationInfo) -> Path:
         raise Refused(sentence(_FILE.what, f"{shown(value)}, a link to itself", _FILE.advice)) from None
 
 
+def _script(value: object, info: ValidationInfo) -> Path:
+    """Return the file of a path, or of an installed module's name."""
+    path = _path(value, info)
+    words = str(value).split(".")
+    if path.exists() or len(words) < 2 or words[-1] == "py" or not all(map(str.isidentifier, words)):
+        return path
+    try:
+        found = find_spec(str(value))
+    except ImportError:  # of a package around it
+        found = None
+    return Path(found.origin) if found is not None and found.origin is not None else path
+
+
 def _text(value: object) -> str:
     # YAML makes a bool of an unquoted yes, on or true, and the text that the user wrote cannot be had back.
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -126,6 +140,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 _HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9._:-]*$", max_length=253)]
 _File = Annotated[Path, BeforeValidator(_path), _FILE]
+_Script = Annotated[Path, BeforeValidator(_script), _FILE]
 _Texts = Annotated[tuple[str, ...], BeforeValidator(_texts), _WORDS]
 
 
@@ -182,7 +197,7 @@ class Cluster(Section):
         default_factory=dict
     )
     env: Annotated[tuple[str, ...], BeforeValidator(_names), _NAMES] = ()
-    script: _File
+    script: _Script
     deepspeed_config: _File
     script_args: _Texts = ()
     engine_args: _Texts = ()

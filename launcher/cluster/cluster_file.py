@@ -112,7 +112,8 @@ def missing_file(path: Path, what: str) -> str:
     try:
         names = [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):
-        return f"expected {what}, but the folder {path.parent} does not exist; check the path"
+        advice = "ds-ring configs writes it" if path.parts[:1] == ("configs",) else "check the path"
+        return f"expected {what}, but the folder {path.parent} does not exist; {advice}"
     near = did_you_mean(path.name, names)
     advice = f"did you mean '{near}'?" if near else "check the path"
     return f"expected {what}, but there is no '{path.name}' in {path.parent.resolve()}; {advice}"

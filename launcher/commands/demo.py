@@ -90,7 +90,7 @@ def _write_inputs(folder: Path, steps: int) -> Path:
         "device": "cpu",
         "hosts": "local",
         "slots": RANKS,
-        "script": str(Path(__file__).parents[1] / "demo/train_lm.py"),
+        "script": "ds_ring_launcher.demo.train_lm",
         "deepspeed_config": "ds_config.json",
         "script_args": arguments,
         "engine_args": ["--log_level", "warning"],

@@ -117,15 +117,15 @@ def refuse_extra(command: str, extra_args: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def writing_to(folder: Path) -> Iterator[None]:
-    """Raise RingConfigError for the option --output where files cannot be written."""
+def writing_to(folder: Path, option: str = "--output") -> Iterator[None]:
+    """Raise RingConfigError for the option where files cannot be written."""
     from ds_ring.errors import RingConfigError
 
     try:
         yield
     except OSError as error:
         raise RingConfigError.wrong(
-            "--output", "a folder to write to", f"{folder}: {error.strerror}", "name another"
+            option, "a folder to write to", f"{folder}: {error.strerror}", "name another"
         ) from None
 
 

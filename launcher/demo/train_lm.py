@@ -5,7 +5,7 @@ A small Llama with random weights learns Python's standard library. Two parts ar
 
 Example:
     ds-ring launch configs/quickstart.yaml
-    deepspeed --num_gpus 2 launcher/demo/train_lm.py --deepspeed_config configs/packed.json --steps 50
+    deepspeed --num_gpus 2 --module ds_ring_launcher.demo.train_lm --deepspeed_config configs/packed.json
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from ds_ring.config.messages import (
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS, unmeasured
 
+from .. import configs_folder
 from ..cluster.cluster_file import read_mapping
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -189,14 +190,9 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
         raise config_error(source, *problems_of(error, Hardware, "")) from None
 
 
-# Beside this package where it is installed, in configs/ where it is a checkout.
-_PACKAGE = Path(__file__).resolve().parents[1]
-_FOLDERS = (_PACKAGE / "hardware", _PACKAGE.parent / "configs" / "hardware")
-
-
 def known_hardware() -> dict[str, Path]:
     """Return the descriptions that come with this package, by name."""
-    return {path.stem: path for folder in _FOLDERS for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted((configs_folder() / "hardware").glob("*.yaml"))}
 
 
 def read_hardware(name_or_path: str) -> Hardware:

@@ -532,7 +532,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# after: LongNet's attention": longnet,
     "# in diffusers: the two lines": only_reads("tests/dist/contrib/test_diffusers.py splits such models"),
     # configs/README.md
-    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 launcher/demo/train_lm.py": packed,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module": packed,
     # ds_ring/README.md
     "mesh = ds_ring.RingMesh.from_world(ring_size=4)": attention_alone,
     "pattern = ds_ring.Causal() & ": make_plan,

@@ -152,6 +152,16 @@ def test_missing_yaml_names_the_near_one(folder: Path) -> None:
         read_cluster(folder)
 
 
+def test_a_script_is_named_as_an_installed_module(folder: Path) -> None:
+    text = LOCAL.replace("train.py", "ds_ring_launcher.demo.train_lm")
+    (folder / "ds_ring_launcher.demo").mkdir()  # no file of that name
+    assert read_cluster(write(folder, text)).script.as_posix().endswith("/demo/train_lm.py")
+    for missing in ("ds_ring_launcher.demo.train_ml", "nowhere.train", "ds_ring_launcher"):
+        cluster = read_cluster(write(folder, LOCAL.replace("train.py", missing)))
+        with pytest.raises(RingConfigError, match=f"expected a Python file, but there is no '{missing}'"):
+            checks.require_inputs(cluster)
+
+
 def test_paths_are_relative_to_the_yaml(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(folder, LOCAL)
     monkeypatch.chdir("/")
