@@ -7,6 +7,7 @@ import argparse
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import LAYOUTS
 
+from ..plan import known_hardware
 from .parsers import Commands, add_command, add_json, refuse_extra
 
 _HELP = "memory, traffic and time of a run that is not started yet"
@@ -22,6 +23,7 @@ examples:
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
 
+_HARDWARE = "h100"
 _SIZES = {
     "layers": "decoder layers",
     "hidden": "width of the residual stream",
@@ -41,7 +43,8 @@ def add(commands: Commands) -> None:
     plan.add_argument("--ring-size", type=int, metavar="P", help="default: devices / Ulysses size")
     plan.add_argument("--ulysses-size", type=int, metavar="U", help="default: 1")
     plan.add_argument("--batch", type=int, metavar="B", help="sequences of one ring at a time; default: 1")
-    plan.add_argument("--hardware", default="h100", metavar="NAME|FILE", help="a100, h100, h200, mi300x, cpu")
+    known = f"{', '.join(known_hardware())}, or a YAML file; default: {_HARDWARE}"
+    plan.add_argument("--hardware", default=_HARDWARE, metavar="NAME|FILE", help=known)
     plan.add_argument("--config", metavar="DS_JSON", help="a DeepSpeed JSON; options come before it")
     model = plan.add_argument_group("model")
     model.add_argument("--hf-config", metavar="FILE|JSON", help="a transformers config.json, or its text")
@@ -100,7 +103,9 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
             kind = found.other_layers[0].kind.name
             raise RingConfigError(f"--compare: expected a model of softmax attention alone, got {kind}")
         advice = advise(found, say)
-        rows = compare(found, advice.longest_tokens) if options.compare else []
+        fit = advice.fit_reach
+        most = None if fit is None else (fit.longest_tokens, fit.longest_options)
+        rows = compare(found, advice.reach.longest_tokens, most) if options.compare else []
         say("how to span the nodes")
         orders = node_orders(found)
         say("how to move keys and values inside a node")

@@ -19,7 +19,6 @@ from ds_ring.schedule.plan import Plan
 
 from ..profile.pictures import draw_timeline
 from ..profile.plan_picture import draw_plan
-from ..run.process import counted
 from .lm_compare import Comparison
 from .lm_report import LAST_STEPS, MIB, Report, draw
 from .measure import DRAWN_RING, DemoRings
@@ -121,13 +120,12 @@ def _way(plan: Plan) -> str:
 
 def _memory(found: DemoRings) -> dict[str, str]:
     """Return the measured peaks in MiB, by ring size."""
-    ring, gathered = found.peaks_bytes["ring"], found.peaks_bytes["all_gather"]
-    return {
-        counted(
-            size, "rank", "ranks"
-        ): f"{ring[size] / MIB:.0f} MiB; with an all-gather {gathered[size] / MIB:.0f} MiB"
-        for size in ring
-    }
+    gathered = found.peaks_bytes["all_gather"]
+    rows = {}
+    for size, peak in found.peaks_bytes["ring"].items():
+        name = "1 rank" if size == 1 else f"{size} ranks"
+        rows[name] = f"{peak / MIB:.0f} MiB; with an all-gather {gathered[size] / MIB:.0f} MiB"
+    return rows
 
 
 def _comparison(found: Comparison | None) -> str:

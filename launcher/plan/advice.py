@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from .estimate import Estimate, estimate
 from .node_orders import Hiding, hiding_shard, waiting
-from .options import can_hold, fewest_devices, longest_sequence, peak_bytes, sets_that_fit
+from .options import (
+    can_hold,
+    fewest_devices,
+    flags_of,
+    longest_sequence,
+    longest_with_options,
+    peak_bytes,
+    sets_that_fit,
+)
 from .other_layers import Recurrence, Selection
 from .pass_time import EXPOSED
 from .training_setting import ELEMENT_BYTES, TrainingSetting
@@ -170,11 +178,20 @@ def _latents(found: Estimate) -> list[str]:
     ]
 
 
+class Reach(NamedTuple):
+    """Hold the limits of a run, and with which options of `ds-ring plan` they are reached."""
+
+    longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
+    longest_options: tuple[str, ...]
+    fewest_devices: int | None  # that fit these tokens, a power of two; None if none do
+    fewest_options: tuple[str, ...]
+
+
 class Advice(NamedTuple):
     """Hold the limits around a setting, and sentences about it."""
 
-    longest_tokens: int  # the most that fit these devices, to 1 / 64; 0 if none
-    fewest_devices: int | None  # that fit these tokens, a power of two; None if none do
+    reach: Reach  # with the setting's own options
+    fit_reach: Reach | None  # with those that --fit would add; None without --fit
     hiding: Hiding  # the shard from which on transfers hide, or why there is none
     warnings: tuple[str, ...]  # sentences
     remedies: tuple[Remedy, ...]  # what would make it fit, cheapest first; none where it fits
@@ -182,29 +199,55 @@ class Advice(NamedTuple):
 
 def advise(found: Estimate, say: Callable[[str], None] = lambda what: None) -> Advice:
     """Search around a setting and warn of its faults; `say` is called with each search."""
-    say("the longest sequence that fits")
-    longest = longest_sequence(found.setting)
-    say("the fewest devices that fit")
-    smallest = fewest_devices(found.setting)
-    devices = None if smallest is None else smallest.devices
+    own, more = _reach(found, say), None
+    if found.setting.may_add_options:
+        more = _fit_reach(found.setting, say)
+        if more.longest_options == own.longest_options:
+            # The search of `own` looked at a small ring.
+            own = own._replace(longest_tokens=more.longest_tokens)
     say("the shard whose transfers hide")
     hiding = hiding_shard(found.setting)
     warnings = [
-        *_memory(found, longest, devices),
+        *_memory(found, more or own),
         *_exposed(found, hiding),
         *_latents(found),
         *_state_of_things(found),
     ]
     if found.fits:
-        return Advice(longest, devices, hiding, tuple(warnings), ())
+        return Advice(own, more, hiding, tuple(warnings), ())
     say("what would make it fit")
-    return Advice(longest, devices, hiding, tuple(warnings), remedies(found.setting))
+    return Advice(own, more, hiding, tuple(warnings), remedies(found.setting))
 
 
-def _memory(found: Estimate, longest: int, devices: int | None) -> list[str]:
+def _reach(found: Estimate, say: Callable[[str], None]) -> Reach:
+    setting = replace(found.setting, may_add_options=False)
+    flags = flags_of(setting)
+    say("the longest sequence that fits")
+    longest = longest_sequence(setting)
+    say("the fewest devices that fit")
+    fewest = fewest_devices(setting)
+    return Reach(longest, flags, None if fewest is None else fewest.devices, flags)
+
+
+def _fit_reach(setting: TrainingSetting, say: Callable[[str], None]) -> Reach:
+    say("the longest sequence that fits with more options")
+    longest = longest_with_options(setting)
+    tokens, options = (0, ()) if longest is None else (longest.tokens, flags_of(longest))
+    say("the fewest devices that fit with more options")
+    fewest = fewest_devices(setting)
+    # The search looks at a small ring: the whole one may need a little more.
+    while fewest is not None and fewest.ring_size <= MAX_RANKS:
+        if sets := sets_that_fit(fewest):
+            return Reach(tokens, options, fewest.devices, flags_of(sets[0].estimate.setting))
+        fewest = fewest_devices(setting, 2 * fewest.ring_size)
+    return Reach(tokens, options, None, ())
+
+
+def _memory(found: Estimate, reach: Reach) -> list[str]:
     if found.fits:
         return []
     setting, peak = found.setting, found.peak
+    longest, devices = reach.longest_tokens, reach.fewest_devices
     most = max(peak.components, key=lambda name: peak.components[name])
     text = (
         f"does not fit: {peak.total / GIB:.1f} GiB at the {peak.name}, of"
@@ -213,6 +256,7 @@ def _memory(found: Estimate, longest: int, devices: int | None) -> list[str]:
     )
     ways = [f"at most {longest:,} tokens fit {setting.devices} devices"] if longest else []
     ways += [f"{devices} devices fit {setting.tokens:,} tokens"] if devices else []
+    ways += ["both with the options of --fit"] if setting.may_add_options and ways else []
     return ["; ".join([text, *ways])]
 
 

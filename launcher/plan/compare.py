@@ -21,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from .estimate import Estimate, fits, training_step
 from .model_memory import FLOAT, LocalTokens, TrainingStep
-from .options import MAX_TOKENS, longest_that
+from .options import MAX_TOKENS, flags_of, longest_that, option_sets
 from .pass_memory import PassMemory
 from .training_setting import ELEMENT_BYTES, TrainingSetting
 
@@ -44,34 +45,40 @@ class ComparisonRow(NamedTuple):
     host_bytes: int
     sent_bytes: int  # by a device for all layers' attention, forward and backward
     fits: bool  # whether the devices and their hosts have that much
-    longest_tokens: int  # that fit the same devices, to 1 / 256; 0 if none
+    options: tuple[str, ...]  # of `ds-ring plan`, which the method has then
+    longest_tokens: int  # that fit the same devices with these options, to 1 / 256; 0 if none
+    # most_tokens, most_options: the same with all that --fit may add; None without --fit
+    most_tokens: int | None = None
+    most_options: tuple[str, ...] | None = None
 
 
 class _Method(NamedTuple):
     name: str
+    with_own_options: Callable[[TrainingSetting], TrainingSetting]
     step: Callable[[TrainingSetting], TrainingStep]
     ranks: Callable[[TrainingSetting], int]
     sent: Callable[[TrainingSetting], int]
 
 
-def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
+def compare(
+    found: Estimate, longest_tokens: int, most: tuple[int, tuple[str, ...]] | None = None
+) -> list[ComparisonRow]:
     """Return ds_ring's own row and those of the other methods, for the same model, tokens and devices.
+
+    All have the setting's options, and those that belong to a method.
 
     Args:
         found: ds_ring's plan.
         longest_tokens: of ds_ring on these devices.
+        most: the same with all that --fit may add, and with which options; None without --fit.
     """
     setting, sent = found.setting, found.attention.forward_bytes + found.attention.backward_bytes
     ranks = setting.ring_size * setting.ulysses_size
-    own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, longest_tokens)
-    rows = [ComparisonRow(*own)]
+    own = ("ds_ring", ranks, found.peak.total, found.node_host_bytes, sent, found.fits, flags_of(setting))
+    rows = [ComparisonRow(*own, longest_tokens, *(most or ()))]
     for method in _METHODS:
-        step = method.step(setting)
-
-        def has_room(tokens: int, method: _Method = method) -> bool:
-            tried = replace(setting, tokens=tokens)
-            return fits(tried, method.step(tried).moments())
-
+        mine = method.with_own_options(setting)
+        step = method.step(mine)
         rows.append(
             ComparisonRow(
                 method.name,
@@ -80,10 +87,28 @@ def compare(found: Estimate, longest_tokens: int) -> list[ComparisonRow]:
                 step.host_bytes * setting.devices_of_node,
                 method.sent(setting),
                 fits(setting, step.moments()),
-                longest_that(has_room, setting.devices, MAX_TOKENS, 1, FINE),
+                flags_of(mine),
+                longest_that(partial(_has_room, method, mine), setting.devices, MAX_TOKENS, 1, FINE),
+                *(() if most is None else _most(method, mine)),
             )
         )
     return rows
+
+
+def _has_room(method: _Method, setting: TrainingSetting, tokens: int) -> bool:
+    tried = replace(setting, tokens=tokens)
+    return fits(tried, method.step(tried).moments())
+
+
+def _most(method: _Method, setting: TrainingSetting) -> tuple[int, tuple[str, ...]]:
+    """Return a method's longest sequence with any of the options, and the fewest that it needs for it."""
+
+    def with_room(tokens: int) -> TrainingSetting | None:
+        return next((one for _, one in option_sets(setting) if _has_room(method, one, tokens)), None)
+
+    tokens = longest_that(lambda tried: with_room(tried) is not None, setting.devices, MAX_TOKENS, 1, FINE)
+    found = with_room(tokens)
+    return tokens, () if found is None else flags_of(found)
 
 
 def _ulysses_ranks(setting: TrainingSetting) -> int:
@@ -100,16 +125,29 @@ def _ulysses_step(setting: TrainingSetting) -> TrainingStep:
     return _step(setting, tokens, PassMemory(0, inside * (model.heads // ranks) * model.head_dim * FLOAT, 0))
 
 
-def _alst_step(setting: TrainingSetting) -> TrainingStep:
+def _of_others(setting: TrainingSetting) -> TrainingSetting:
+    """Turn on what all of them train long sequences with: checkpointing, and attention computed again."""
+    return replace(setting, checkpointing=True, recompute_attention=1.0)
+
+
+def _of_alst(setting: TrainingSetting) -> TrainingSetting:
     zero, model = setting.zero, setting.model
-    tiled = replace(
-        setting,
+    return replace(
+        _of_others(setting),
         loss_tokens=max(GIB // (FLOAT * model.vocab), 1),
         mlp_tokens=model.hidden,
         offload_checkpoints=True,
-        zero=replace(zero, stage=3, offload_optimizer=True, offload_parameters=zero.world == 1),
+        zero=replace(
+            zero,
+            stage=3,
+            offload_optimizer=True,
+            offload_parameters=zero.offload_parameters or zero.world == 1,
+        ),
     )
-    return _ulysses_step(tiled)
+
+
+def _of_trl(setting: TrainingSetting) -> TrainingSetting:
+    return replace(_of_others(setting), loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
 
 
 def _torch_step(setting: TrainingSetting) -> TrainingStep:
@@ -120,16 +158,12 @@ def _torch_step(setting: TrainingSetting) -> TrainingStep:
         2 * setting.batch * setting.tokens * model.kv_heads * model.head_dim * ELEMENT_BYTES[setting.dtype]
     )
     added = local * (model.heads + 2 * model.kv_heads) * model.head_dim * FLOAT
-    tiled = replace(setting, loss_tokens=CHUNK_TOKENS, offload_checkpoints=True)
-    return _step(
-        tiled, LocalTokens(local, local, model.heads, model.kv_heads), PassMemory(gathered, added, 0)
-    )
+    tokens = LocalTokens(local, local, model.heads, model.kv_heads)
+    return _step(setting, tokens, PassMemory(gathered, added, 0))
 
 
 def _step(setting: TrainingSetting, tokens: LocalTokens, ring: PassMemory) -> TrainingStep:
-    """Return a step with checkpointing and attention computed again, as all of them train long sequences."""
-    again = replace(setting, checkpointing=True, recompute_attention=1.0)
-    return replace(training_step(again, 1, ring), tokens=tokens)
+    return replace(training_step(setting, 1, ring), tokens=tokens)
 
 
 def _sent_by_ulysses(setting: TrainingSetting) -> int:
@@ -148,7 +182,7 @@ def _sent_by_torch(setting: TrainingSetting) -> int:
 
 
 _METHODS = (
-    _Method("DeepSpeed Ulysses", _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("ALST", _alst_step, _ulysses_ranks, _sent_by_ulysses),
-    _Method("torch context parallel, TRL's guide", _torch_step, lambda s: s.devices, _sent_by_torch),
+    _Method("DeepSpeed Ulysses", _of_others, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method("ALST", _of_alst, _ulysses_step, _ulysses_ranks, _sent_by_ulysses),
+    _Method("torch context parallel, TRL's guide", _of_trl, _torch_step, lambda s: s.devices, _sent_by_torch),
 )

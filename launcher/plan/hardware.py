@@ -25,8 +25,8 @@ from ds_ring.config.messages import (
 from ds_ring.errors import RingConfigError
 from ds_ring.registry import FAST_KERNELS, unmeasured
 
-from .. import configs_folder
 from ..cluster.cluster_file import read_mapping
+from . import known_hardware
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Bounds that no device comes near: within them no time that is estimated overflows.
@@ -188,11 +188,6 @@ def hardware_from(values: dict[str, Any], source: str) -> Hardware:
         return Hardware.model_validate(filled)
     except ValidationError as error:
         raise config_error(source, *problems_of(error, Hardware, "")) from None
-
-
-def known_hardware() -> dict[str, Path]:
-    """Return the descriptions that come with this package, by name."""
-    return {path.stem: path for path in sorted((configs_folder() / "hardware").glob("*.yaml"))}
 
 
 def read_hardware(name_or_path: str) -> Hardware:

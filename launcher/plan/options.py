@@ -188,6 +188,11 @@ def with_cheapest_options(setting: TrainingSetting) -> TrainingSetting:
     return found[0].estimate.setting if found else setting
 
 
+def flags_of(setting: TrainingSetting) -> tuple[str, ...]:
+    """Return the options of `ds-ring plan` that a setting has."""
+    return tuple(option.flag for option in OPTIONS if option.is_on(setting))
+
+
 def json_of(setting: TrainingSetting) -> dict[str, Any]:
     """Return the part of the DeepSpeed JSON that turns on a setting's options."""
     whole: dict[str, Any] = {}
@@ -270,9 +275,12 @@ def longest_with_options(setting: TrainingSetting) -> TrainingSetting | None:
     return None
 
 
-def fewest_devices(setting: TrainingSetting) -> TrainingSetting | None:
-    """Return the setting on the smallest power of two of devices that fit, all in one ring, or None."""
-    size = setting.ulysses_size
+def fewest_devices(setting: TrainingSetting, first: int = 1) -> TrainingSetting | None:
+    """Return the setting on the smallest power of two of devices that fit, all in one ring, or None.
+
+    `first` is the smallest ring that is tried.
+    """
+    size = setting.ulysses_size * first
     while size <= MAX_DEVICES:
         ring = size // setting.ulysses_size
         tried = replace(setting, ring_size=ring, zero=replace(setting.zero, world=size))

@@ -12,7 +12,7 @@ from ds_ring.schedule.choose import in_words
 
 from ..tables import console as make_console
 from ..tables import print_table
-from .advice import Advice, Remedy, latents_on_the_wire
+from .advice import Advice, Reach, Remedy, latents_on_the_wire
 from .compare import ComparisonRow
 from .estimate import Estimate
 from .layer_passes import LayerPass
@@ -104,8 +104,9 @@ def as_dict(found: Estimate, advice: Advice) -> dict[str, Any]:
             "total_s": found.step_s,
         },
         "ranks_looked_at": found.ranks,
-        "longest_tokens": advice.longest_tokens,
-        "fewest_devices": advice.fewest_devices,
+        "longest_tokens": advice.reach.longest_tokens,
+        "fewest_devices": advice.reach.fewest_devices,
+        "with_fit_options": None if advice.fit_reach is None else advice.fit_reach._asdict(),
         "hiding_tokens_per_rank": advice.hiding.tokens,
         "never_hides": advice.hiding.never,
         "remedies": [_remedy(one) for one in advice.remedies],
@@ -167,7 +168,7 @@ def print_report(
     ring = f"ring {setting.ring_size} x Ulysses {setting.ulysses_size}"
     data = setting.devices // (setting.ring_size * setting.ulysses_size)
     console.print(
-        f"{setting.model.parameters / 1e9:.2f} billion parameters, {setting.tokens:,} tokens on"
+        f"{_count(setting.model.parameters)} parameters, {setting.tokens:,} tokens on"
         f" {setting.devices} x {setting.hardware.name}: {ring} x data {data}, {found.layout.name} layout,"
         f" kernel {setting.kernel_that_runs},"
         f" ZeRO {setting.zero.stage}, {setting.dtype};"
@@ -183,15 +184,22 @@ def print_report(
     print_table(_cost_table(found))
     if rows:
         print_table(_compared_table(rows))
+        for row in rows:
+            console.print(_options_of(row), markup=False)
     if orders is not None:
         print_table(_orders_table(orders))
         console.print(orders.advice, markup=False)
     if ways is not None:
         print_table(_transports_table(ways))
         console.print(ways.advice, markup=False)
-    console.print(f"longest sequence on these devices: {advice.longest_tokens:,} tokens")
-    fewest = "none up to 16384" if advice.fewest_devices is None else f"{advice.fewest_devices:,}"
-    console.print(f"fewest devices for these tokens (one ring): {fewest}")
+    own, more = advice.reach, advice.fit_reach
+    longest, fewest = f"{own.longest_tokens:,} tokens with these options", _fewest(own)
+    if more is not None and more.longest_options != own.longest_options:
+        longest += f"; {more.longest_tokens:,} with {_added(more.longest_options, own.longest_options)}"
+    if more is not None and more.fewest_devices != own.fewest_devices:
+        fewest += f"; {_fewest(more, own)}"
+    console.print(f"longest sequence on these devices: {longest}", markup=False)
+    console.print(f"fewest devices for these tokens (one ring): {fewest}", markup=False)
     tokens, never = advice.hiding
     hides = f"never: {never}" if tokens is None else f"T/P >= {tokens:,} (here {found.layout.local_tokens:,})"
     console.print(f"transfers hide behind compute: {hides}")
@@ -206,24 +214,62 @@ def print_report(
         console.print("no change that ds-ring knows makes it fit")
 
 
+def _count(number: int) -> str:
+    """Return a number in words of the size that it has."""
+    for size, word in ((10**9, "billion"), (10**6, "million")):
+        if number >= size:
+            return f"{number / size:.2f} {word}"
+    return f"{number:,}"
+
+
+def _added(options: Sequence[str], before: Sequence[str]) -> str:
+    """Return the options that another set has more, as arguments; "no option more" where there is none."""
+    return " ".join(one for one in options if one not in before) or "no option more"
+
+
+def _fewest(reach: Reach, before: Reach | None = None) -> str:
+    how = "these options" if before is None else _added(reach.fewest_options, before.fewest_options)
+    return f"{'none up to 16384' if reach.fewest_devices is None else f'{reach.fewest_devices:,}'} with {how}"
+
+
+def _options_of(row: ComparisonRow) -> str:
+    """Return which options a row's figures have."""
+    own = " ".join(row.options) or "no option that saves memory"
+    if row.most_options is None or row.most_options == row.options:
+        return f"{row.method}: {own}"
+    return f"{row.method}: {own}; longest with {_added(row.most_options, row.options)}"
+
+
+def _unit(size: int) -> tuple[str, int]:
+    """Return the unit of a table whose largest figure this is."""
+    return ("GiB", GIB) if size >= 4 * GIB else ("MiB", 2**20)
+
+
 def _memory_table(found: Estimate) -> Table:
-    table = Table("memory of a device", "GiB", title=f"highest at: {found.peak.name}", title_justify="left")
+    label, unit = _unit(found.peak.total)
+    table = Table("memory of a device", label, title=f"highest at: {found.peak.name}", title_justify="left")
     table.columns[1].justify = "right"
     for name, size in sorted(found.peak.components.items(), key=lambda item: -item[1]):
         if size:
-            table.add_row(name, f"{size / GIB:.3f}")
+            table.add_row(name, f"{size / unit:.3f}")
     table.add_section()
-    usable = found.setting.usable_bytes / GIB
-    table.add_row(f"peak, of {usable:.1f} that tensors can have", f"{found.peak.total / GIB:.3f}")
+    usable = found.setting.usable_bytes / unit
+    table.add_row(f"peak, of {usable:,.1f} that tensors can have", f"{found.peak.total / unit:.3f}")
     if found.node_host_bytes:
         table.add_section()
         devices = found.setting.devices_of_node
         for name, size in found.host_peak.host.items():
-            table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / GIB:.3f}")
+            if size:
+                table.add_row(f"{name}, {devices} devices of a node", f"{size * devices / unit:.3f}")
         whole = _usable_of_node(found)
-        limit = "" if whole is None else f", of {whole / GIB:.1f} that tensors can have"
-        table.add_row(f"host of a node{limit}", f"{found.node_host_bytes / GIB:.3f}")
+        limit = "" if whole is None else f", of {whole / unit:,.1f} that tensors can have"
+        table.add_row(f"host of a node{limit}", f"{found.node_host_bytes / unit:.3f}")
     return table
+
+
+def _size(size: int) -> str:
+    name, unit = _unit(size)
+    return f"{size / unit:.3g} {name}"
 
 
 def _cost_table(found: Estimate) -> Table:
@@ -241,17 +287,16 @@ def _cost_table(found: Estimate) -> Table:
     table.add_row("  of it waiting for K/V", f"{share:.1%}", f"{found.exposed_s:.3g}")
     table.add_row("  attended of executed pairs", f"{attended:.1%}", "")
     if found.swap_bytes:
-        table.add_row("  Ulysses' all-to-alls", f"{found.swap_bytes / GIB:.3g} GiB", f"{found.swap_s:.3g}")
-    sent = (cost.forward_bytes + cost.backward_bytes) / GIB
-    table.add_row("  K/V, dK/dV sent", f"{sent:.3g} GiB", "")
+        table.add_row("  Ulysses' all-to-alls", _size(found.swap_bytes), f"{found.swap_s:.3g}")
+    table.add_row("  K/V, dK/dV sent", _size(cost.forward_bytes + cost.backward_bytes), "")
     for layer in found.other_layers:
         size, count = _layer(layer, found)["step_bytes_sent"], layer.layers
         seconds = count * ((1 + found.setting.checkpointing) * layer.forward_s + layer.backward_s)
-        table.add_row(f"{count} x {layer.kind.name}", f"{size / GIB:.3g} GiB sent", f"{seconds:.3g}")
+        table.add_row(f"{count} x {layer.kind.name}", f"{_size(size)} sent", f"{seconds:.3g}")
     table.add_row("other matrices", f"{found.dense_flops:.3g} FLOPs", f"{found.dense_s:.3g}")
-    table.add_row("ZeRO, not overlapped", f"{found.zero_bytes / GIB:.3g} GiB", f"{found.zero_s:.3g}")
+    table.add_row("ZeRO, not overlapped", _size(found.zero_bytes), f"{found.zero_s:.3g}")
     if found.host_bytes or found.host_s:
-        table.add_row("host, not overlapped", f"{found.host_bytes / GIB:.3g} GiB", f"{found.host_s:.3g}")
+        table.add_row("host, not overlapped", _size(found.host_bytes), f"{found.host_s:.3g}")
     table.add_section()
     table.add_row("step", "", f"{found.step_s:.3g}")
     return table
@@ -259,14 +304,15 @@ def _cost_table(found: Estimate) -> Table:
 
 def _orders_table(orders: NodeOrders) -> Table:
     """Build the table of ways to span the nodes."""
-    table = Table("across nodes", "attention s", "of it waiting", "step s", "GiB")
+    label, unit = _unit(max(row.peak_bytes for row in orders.rows))
+    table = Table("across nodes", "attention s", "of it waiting", "step s", label)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in orders.rows:
         marks = "" if row.runs else " (not run)"
         marks += "" if row.fits else " (too large)"
         times = (row.attention_s, row.waiting_s, row.step_s)
-        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / GIB:.1f}"]
+        figures = [*(f"{seconds:.3g}" for seconds in times), f"{row.peak_bytes / unit:.1f}"]
         table.add_row(row.name + marks, *figures)
     return table
 
@@ -284,14 +330,17 @@ def _transports_table(ways: Transports) -> Table:
 
 def _compared_table(rows: Sequence[ComparisonRow]) -> Table:
     """Build the table of other methods; `launcher/plan/compare.py` has the sources of their formulas."""
+    label, unit = _unit(max(row.peak_bytes for row in rows))
+    sizes = (label, f"host {label}", f"sent {label}")
+    most = ("longest, any options",) if rows[0].most_tokens is not None else ()
     table = Table(
-        "method", "ranks", "GiB", "host GiB", "sent GiB", "longest tokens", title="by published formulas"
+        "method", "ranks", *sizes, "longest tokens", *most, title="by published formulas, options below"
     )
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
-        sizes = (row.peak_bytes, row.host_bytes, row.sent_bytes)
-        figures = [f"{size / GIB:,.1f}" for size in sizes]
+        figures = [f"{size / unit:,.1f}" for size in (row.peak_bytes, row.host_bytes, row.sent_bytes)]
         mark = "" if row.fits else " (does not fit)"
-        table.add_row(row.method + mark, str(row.ranks), *figures, f"{row.longest_tokens:,}")
+        longest = [f"{tokens:,}" for tokens in (row.longest_tokens, row.most_tokens) if tokens is not None]
+        table.add_row(row.method + mark, str(row.ranks), *figures, *longest)
     return table

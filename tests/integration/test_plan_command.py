@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ds_ring_launcher import cli
+from ds_ring_launcher.plan import known_hardware
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SIZES = [
     *("--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2"),
@@ -145,6 +149,75 @@ def test_tables_for_people(capsys):
     printed = capsys.readouterr().out
     for words in ("memory of a device", "optimizer states", "longest sequence", "fewest devices", "T/P >="):
         assert words in printed
+
+
+LLAMA_8B = [
+    *("--layers", "32", "--hidden", "4096", "--heads", "32", "--kv-heads", "8"),
+    *("--intermediate", "14336", "--vocab", "128256", "--devices", "8", "--hardware", "h100"),
+]
+
+
+def test_every_line_of_the_annotated_report_is_in_one(capsys):
+    section = (ROOT / "launcher/README.md").read_text().split("### A report, line by line")[1].split("## ")[0]
+    lines = [
+        line for row in re.findall(r"(?m)^\| (`.+?) \|", section) for line in re.findall("`([^`]+)`", row)
+    ]
+    assert len(lines) > 12
+    assert cli.main(["plan", *LLAMA_8B, "--tokens", str(1 << 20), "--fit", "--compare"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [line for line in lines if line not in printed] == []
+    assert re.search(
+        "longest sequence on these devices: [0-9,]+ tokens with these options; [0-9,]+ with --", printed
+    )
+    assert re.search("fewest devices .*: 8 with these options; 2 with --", printed)
+    assert (
+        "ds_ring: --tiled-loss --activation-checkpointing --offload-checkpoints; longest with --" in printed
+    )
+    assert "DeepSpeed Ulysses: --tiled-loss" in printed and "ALST: --tiled-loss --tiled-mlp" in printed
+
+
+def test_every_figure_names_its_options_and_other_methods_have_the_same(capsys):
+    """(Longest sequences and fewest devices of --fit assumed four more options than the JSON beside them.)"""
+    found = plan(capsys, *LLAMA_8B, "--tokens", str(1 << 20), "--fit", "--compare")
+    flags = ["--tiled-loss", "--activation-checkpointing", "--offload-checkpoints"]
+    own, *others = found["compared"]
+    assert own["options"] == flags and own["longest_tokens"] == found["longest_tokens"]
+    longest = found["with_fit_options"]
+    assert (own["most_tokens"], own["most_options"]) == (
+        longest["longest_tokens"], longest["longest_options"]
+    )  # fmt: skip
+    assert own["most_tokens"] > 3 * own["longest_tokens"] and set(own["most_options"]) > set(flags)
+    for row in others:
+        assert set(flags) <= set(row["options"]) and row["longest_tokens"] <= row["most_tokens"], row
+    # each longest sequence fits with its options, and what is longer does not
+    small = [*LLAMA_8B, "--tokens", str(own["longest_tokens"]), *flags]
+    assert plan(capsys, *small)["memory"]["fits"]
+    assert not plan(capsys, *small, "--tokens", str(int(1.05 * own["longest_tokens"])))["memory"]["fits"]
+    more = [*LLAMA_8B, "--tokens", str(own["most_tokens"]), *own["most_options"]]
+    assert plan(capsys, *more)["memory"]["fits"]
+    fewer = [*LLAMA_8B, "--tokens", str(1 << 20), "--devices", str(longest["fewest_devices"])]
+    assert plan(capsys, *fewer, *longest["fewest_options"])["memory"]["fits"]
+    assert found["fewest_devices"] > longest["fewest_devices"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "words"),
+    [("1", "16", "1,304 parameters"), ("32", "4096", "million parameters"), ("32", "8000000", "billion")],
+)
+def test_small_models_have_a_size(capsys, layers, vocab, words):
+    sizes = {"1": ["--hidden", "8"], "32": ["--hidden", "128"]}[layers]
+    arguments = ["--layers", layers, *sizes, "--heads", "2", "--vocab", vocab, *CPU]
+    assert cli.main(["plan", *arguments, "--tokens", "64", "--devices", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert words in printed and "0.00" not in printed.split("parameters")[0]
+    assert "MiB" in printed
+
+
+def test_help_has_every_hardware_and_the_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(known_hardware())}, or a YAML file; default: h100" in printed
 
 
 def test_nothing_fits(capsys, tmp_path: Path):

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from ds_ring.errors import RingConfigError
-from ds_ring_launcher.plan.hardware import DTYPES, Hardware, hardware_from, known_hardware, read_hardware
+from ds_ring_launcher.plan import known_hardware
+from ds_ring_launcher.plan.hardware import DTYPES, Hardware, hardware_from, read_hardware
 
 FOLDER = Path(__file__).resolve().parents[4] / "configs" / "hardware"
 
