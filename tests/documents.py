@@ -164,6 +164,12 @@ def prose(text: str) -> tuple[list[str], list[str]]:
     return [one for one in sentences if one], [cell.strip() for row in rows for cell in row.split("|")[1:-1]]
 
 
+def rows_without_head(text: str) -> list[str]:
+    """Return the first rows of tables without a head, which no reader of Markdown takes for tables."""
+    tables = re.findall(r"(?:^\|.*\n?)+", _FENCE.sub("\n", text), re.MULTILINE)
+    return [table.splitlines()[0] for table in tables if not re.match(r"\|.*\n\|[-:| ]+\|\n", table)]
+
+
 def messages() -> set[str]:
     """Return the texts of both packages, with a NUL for each value in them; errors in one piece."""
     found = set()

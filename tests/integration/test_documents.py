@@ -38,6 +38,7 @@ from tests.documents import (
     links,
     messages,
     prose,
+    rows_without_head,
     words,
 )
 from tests.integration.test_train_lm import QUICK_START, check_quick_start
@@ -728,6 +729,18 @@ def test_sentences_and_cells_are_short(document: str) -> None:
     long = [one for one in sentences if words(one) > LONGEST_SENTENCE]
     long += [one for one in cells if words(one) > LONGEST_CELL]
     assert document in DENSE or not long, "\n\n".join(f"{words(one)} words: {one}" for one in long)
+
+
+@pytest.mark.parametrize("document", TEXTS)
+def test_every_table_has_a_head(document: str) -> None:
+    """(A blank line cut three keys off the table of the cluster YAML.)"""
+    assert rows_without_head((ROOT / document).read_text()) == []
+
+
+def test_a_table_that_a_blank_line_cuts_is_noticed() -> None:
+    table = "text\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert rows_without_head(f"{table}\n```bash\n| no | table |\n```\n") == []
+    assert rows_without_head(f"{table}\n| 3 | 4 |\n| 5 | 6 |\n") == ["| 3 | 4 |"]
 
 
 def test_a_long_sentence_and_a_long_cell_are_noticed() -> None:

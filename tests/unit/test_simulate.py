@@ -385,7 +385,9 @@ def test_slots_as_progressions_of_positions() -> None:
         assert np.array_equal(expand_runs(progressions_at(layout.runs(1), slots)), want), name
 
 
-@pytest.mark.parametrize(("ring_size", "rank", "most_mib"), [(4, 1, 18.89), (8, 7, 9.36), (16, 0, 4.73)])
+@pytest.mark.parametrize(
+    ("ring_size", "rank", "most_mib"), [(2, 0, 37.21), (4, 1, 18.89), (8, 7, 9.36), (16, 0, 4.73)]
+)
 @pytest.mark.day("8-7-9.36", "16-0-4.73")
 def test_the_peak_of_a_forward_pass_is_that_of_the_table(ring_size: int, rank: int, most_mib: float) -> None:
     """The row "peak" of launcher/README.md. A copy of the own keys would add 2 to 5 %."""
