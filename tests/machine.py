@@ -120,6 +120,7 @@ def _run(*command: str) -> None:
 NEEDS: dict[str, Callable[[], str]] = {
     "fp16": lacks_fp16,
     "bf16": lacks_bf16,
+    "check_jsonschema": partial(lacks, "check_jsonschema", ": pip install 'ds_ring[test]' brings it"),
     "chromium": lacks_chromium,
     "compiler": lacks_compiler,
     "diffusers": partial(lacks, "diffusers", ": pip install 'ds_ring[test]' brings it"),

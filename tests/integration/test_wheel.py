@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
-import zipfile
 from email.parser import Parser
 from pathlib import Path
 
@@ -15,7 +15,8 @@ import pytest
 from tests.documents import ROOT, SMALL_RUN
 from tests.removals import copy_tree
 
-_BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+# As `python -m build` does: the wheel is made of the sdist.
+_BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 # All help texts, by one process.
 _HELP = """
 import contextlib
@@ -31,14 +32,21 @@ _CONFIGURATION = re.compile(r"configs/[\w/.-]*\w")
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The contents of the wheel, as `pip install --no-deps --target` leaves them."""
-    tree, built, target = (tmp_path_factory.mktemp(name) for name in ("tree", "built", "target"))
-    copy_tree(tree)
-    command = [sys.executable, "-c", _BUILD, str(built)]
+    folder = tmp_path_factory.mktemp("wheel")
+    copy_tree(folder / "tree")
+    sdist = build("sdist", folder / "tree", folder)
+    shutil.unpack_archive(sdist, folder / "unpacked", filter="data")
+    wheel = build("wheel", folder / "unpacked" / sdist.name.removesuffix(".tar.gz"), folder)
+    shutil.unpack_archive(wheel, folder / "target", "zip")
+    return folder / "target"
+
+
+def build(kind: str, tree: Path, folder: Path) -> Path:
+    """Build the sdist or the wheel of a tree."""
+    command = [sys.executable, "-c", _BUILD, f"build_{kind}", str(folder)]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    (wheel,) = built.glob("*.whl")
-    zipfile.ZipFile(wheel).extractall(target)
-    return target
+    return folder / done.stdout.splitlines()[-1]
 
 
 def run(installed: Path, folder: Path, *command: str, status: int = 0) -> str:
