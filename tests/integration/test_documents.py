@@ -755,6 +755,7 @@ def test_a_long_sentence_and_a_long_cell_are_noticed() -> None:
 MESSAGES_OF_OTHERS = {
     "No matching distribution found for ds_ring",
     "requires a different Python",
+    "conflicting dependencies",
     "Using the Trainer with PyTorch requires accelerate",
     "No module named 'mpi4py'",
     "unrecognized arguments: --local_rank",
