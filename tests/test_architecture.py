@@ -393,17 +393,19 @@ def test_hardware_descriptions_parse(path: Path) -> None:
 
 def test_every_configuration_has_its_row() -> None:
     rows = re.findall(
-        r"^\| `([^`]+\.(?:json|yaml))` \|", (ROOT / "configs/README.md").read_text(), re.MULTILINE
+        r"^\| `([^`]+\.(?:json|yaml|py|ipynb))` \|", (ROOT / "configs/README.md").read_text(), re.MULTILINE
     )
     folder = ROOT / "configs"
     files = {
-        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix in (".json", ".yaml")
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.suffix in (".json", ".yaml", ".py", ".ipynb")
     }
     assert sorted(rows) == sorted(files)
 
 
 def test_every_module_says_what_it_owns() -> None:
-    folders = ("ds_ring", "launcher", "tools")
+    folders = ("ds_ring", "launcher", "tools", "configs")
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         tree = tree_of(path)
         assert not tree.body or ast.get_docstring(tree), f"{path.relative_to(ROOT)} has no docstring"

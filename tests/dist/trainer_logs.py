@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "tools/examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "configs/examples"
 RING_KEYS = ("sequence_parallel_size", "ring_attention")
 
 Logs = list[dict[str, Any]]

@@ -328,9 +328,9 @@ def minimal_change(place: Place, text: str) -> None:
 def stands_in_the_examples(place: Place, text: str) -> None:
     """What it adds is all that the example scripts have of ds_ring; tests/dist/test_trainers.py runs them."""
     added = [line[1:] for line in text.splitlines() if line.startswith("+")]
-    scripts = [path.read_text().splitlines() for path in (ROOT / "tools/examples").glob("*_*.py")]
+    scripts = [path.read_text().splitlines() for path in (ROOT / "configs/examples").glob("*_*.py")]
     scripts = [lines for lines in scripts if "ds_ring.enable()" in lines]  # ray_train.py: initialize
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     for lines in scripts:
         assert [line for line in lines if line.startswith(("import ds_ring", "ds_ring."))] == added
 
@@ -517,7 +517,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# the loss of each whole sequence": evaluation,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
     "+import ds_ring": stands_in_the_examples,
-    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples": only_reads(
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples": only_reads(
         "tests/dist/test_trainers.py runs the scripts"
     ),
     # MIGRATING.md

@@ -1,7 +1,7 @@
 """Train with transformers' Trainer, evaluate, save, resume: an ordinary script, and one line for the ring.
 
 Example:
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples/hf_trainer.py
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples/hf_trainer.py
 """
 
 import argparse
@@ -15,7 +15,7 @@ import ds_ring
 ds_ring.enable()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--config", default="tools/examples/ds_config.json")
+parser.add_argument("--config", default="configs/examples/ds_config.json")
 parser.add_argument("--output", default="runs/hf_trainer")
 parser.add_argument("--resume", default=None, help="a checkpoint's folder")
 parser.add_argument("--batch_size", type=int, default=2, help="samples of a data replica")

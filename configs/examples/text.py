@@ -1,6 +1,6 @@
 """Text and a model for the examples: Python's standard library as bytes, and a small Llama, random weights.
 
-Owns what the four scripts have in common and what a real one would load from elsewhere.
+Owns what the scripts have in common and what a real one would load from elsewhere.
 """
 
 from __future__ import annotations

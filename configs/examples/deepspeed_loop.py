@@ -1,7 +1,7 @@
 """Train as DeepSpeed's tutorial does, evaluate, save, resume: one line for the ring.
 
 Example:
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples/deepspeed_loop.py
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples/deepspeed_loop.py
 """
 
 import argparse
@@ -16,7 +16,7 @@ import ds_ring
 ds_ring.enable()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--config", default="tools/examples/ds_config.json")
+parser.add_argument("--config", default="configs/examples/ds_config.json")
 parser.add_argument("--output", default="runs/deepspeed_loop")
 parser.add_argument("--resume", default=None, help="a folder of checkpoints")
 parser.add_argument("--local_rank", type=int, default=-1)

@@ -1,7 +1,7 @@
 """Train on a ring whose ranks Ray Train started: its process group becomes the mesh.
 
 Example:
-    pip install "ray[train]" && DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tools/examples/ray_train.py
+    pip install "ray[train]" && DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python configs/examples/ray_train.py
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Train with Accelerate in a loop of one's own, evaluate, save, resume, generate: one line for the ring.
 
 Example:
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples/accelerate_loop.py
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples/accelerate_loop.py
 """
 
 import argparse
@@ -17,7 +17,7 @@ import ds_ring
 ds_ring.enable()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--config", default="tools/examples/ds_config.json")
+parser.add_argument("--config", default="configs/examples/ds_config.json")
 parser.add_argument("--output", default="runs/accelerate_loop")
 parser.add_argument("--resume", default=None, help="a state's folder")
 parser.add_argument("--batch_size", type=int, default=2, help="samples of a data replica")

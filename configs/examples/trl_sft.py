@@ -1,7 +1,7 @@
 """Fine-tune with TRL's SFTTrainer and peft's LoRA on whole files of source code: one line for the ring.
 
 Example:
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 tools/examples/trl_sft.py
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples/trl_sft.py
 """
 
 import argparse
@@ -17,7 +17,7 @@ import ds_ring
 ds_ring.enable()
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--config", default="tools/examples/ds_config.json")
+parser.add_argument("--config", default="configs/examples/ds_config.json")
 parser.add_argument("--output", default="runs/trl_sft")
 parser.add_argument("--resume", default=None, help="a checkpoint's folder")
 parser.add_argument("--local_rank", type=int, default=-1)
