@@ -87,6 +87,7 @@ IMPORTERS = {
     "simulation.simulate": {"kernels", "ring.merge"},  # chooses; the accumulators' dtype
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }
+ON_THE_CPU = {"simulation.scans", "contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {"ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible"}
 MAY_IMPORT_A_PASS = {
     "ops.ring_op",
@@ -243,6 +244,20 @@ def nothing_below_the_launcher_reads_the_environment(name: str) -> None:
             assert not taken, f"ds_ring.{name}, line {node.lineno}: from os import {taken}"
 
 
+def arrays_go_to_a_device_without_a_wait(name: str) -> None:
+    """A copy of pageable memory to a GPU makes the host wait: `on_device` copies through pinned memory."""
+    for node in nodes_of(tree_of(MODULES[name])):
+        moved = node.value if isinstance(node, ast.Attribute) and node.attr == "to" else None
+        if isinstance(node, ast.Subscript):
+            moved = node.slice
+        found = [] if moved is None else ast.walk(moved) if isinstance(node, ast.Subscript) else [moved]
+        for one in found:
+            called = ast.unparse(one.func) if isinstance(one, ast.Call) else ""
+            assert called not in ("torch.from_numpy", "torch.tensor") or name in ON_THE_CPU, (
+                f"ds_ring.{name}, line {one.lineno}: {ast.unparse(node)}; use comm.device_tables.on_device"
+            )
+
+
 def only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
     tree, sends = tree_of(MODULES[name]), name in SENDS
     names = distributed_names(tree)
@@ -270,6 +285,7 @@ def only_the_exchange_sends_from_rank_to_rank(name: str) -> None:
         outside_packages_stay_in_their_place,
         nothing_below_the_launcher_reads_the_environment,
         only_the_exchange_sends_from_rank_to_rank,
+        arrays_go_to_a_device_without_a_wait,
     ],
     ids=lambda rule: rule.__name__,
 )

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +66,11 @@ def to_device(table: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+def on_device(table: np.ndarray, device: torch.device) -> Tensor:
+    """Return an array on a device, without a wait of the host; on the CPU the tensor shares its memory."""
+    return to_device(torch.from_numpy(table), device)
+
+
 def _stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
     """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
     mode = active_fake_mode()
@@ -85,6 +91,15 @@ class DeviceTables:
         if found is None:
             index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
             found = self._tables.add(key, index, index.nbytes)
+        return found
+
+    @outside_inference_mode
+    def array(self, table: np.ndarray, device: torch.device) -> Tensor:
+        """Return a small array as a tensor on a device."""
+        key = (table.tobytes(), table.shape, table.dtype.str, *_stream_key(device))
+        found = self._tables.get(key)
+        if found is None:
+            found = self._tables.add(key, on_device(table, device), table.nbytes)
         return found
 
     @outside_inference_mode

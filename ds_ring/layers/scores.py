@@ -47,10 +47,11 @@ def with_key_terms(q: Tensor, k: Tensor, terms: Tensor, scale: float) -> tuple[T
         scale: factor of the scores.
     """
     # 1 / scale as a sum of two numbers, which in bfloat16 have 16 bits together.
-    inverse = torch.tensor(1 / scale, dtype=torch.float64)
+    inverse = torch.tensor(1 / scale, dtype=torch.float64, device="cpu")
     high = inverse.to(q.dtype)
-    low = (inverse - high.double()).to(q.dtype)
-    both = torch.stack([high, low]).to(q.device).expand(*q.shape[:-1], 2)
+    low = inverse - high.double()
+    # Filled on the device: a copy would make the host wait.
+    both = [q.new_full((*q.shape[:-1], 1), float(one)) for one in (high, low)]
     terms = terms.to(k.dtype).unsqueeze(-1).expand(-1, -1, -1, 2)
     fill = -(q.shape[-1] + 2) % _WIDTH
-    return pad(torch.cat([q, both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))
+    return pad(torch.cat([q, *both], dim=-1), (0, fill)), pad(torch.cat([k, terms], dim=-1), (0, fill))

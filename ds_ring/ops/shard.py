@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError, RingShapeError, shown
@@ -149,4 +149,4 @@ def gather_sequence(x_local: Tensor, layout: Layout, *, mesh: RingMesh, dim: int
         rows = x_local.movedim(dim, 0).contiguous()
         whole = _AllGather.apply(rows, call)
     # The index has the slot of each position, and padding slots have none: they fall away.
-    return whole.index_select(0, _slots_by_position(layout).to(x_local.device)).movedim(0, dim)
+    return whole.index_select(0, to_device(_slots_by_position(layout), x_local.device)).movedim(0, dim)

@@ -249,6 +249,7 @@ def test_the_test_of_host_waits_finds(what: str) -> None:
 DOWN, OUTSIDE = "imports_go_downward", "outside_packages_stay_in_their_place"
 ENVIRONMENT = "nothing_below_the_launcher_reads_the_environment"
 SENDS = "only_the_exchange_sends_from_rank_to_rank"
+WAITS_FOR_A_COPY = "arrays_go_to_a_device_without_a_wait"
 BROKEN: dict[str, tuple[str, str, str]] = {
     "up": (DOWN, "masks.seeded", "from ds_ring.runtime import mesh"),
     "the package": (DOWN, "masks.seeded", "import ds_ring"),
@@ -267,6 +268,9 @@ BROKEN: dict[str, tuple[str, str, str]] = {
         "way = group._get_backend(device)\nway.send([x], 1, 0)"),
     "a send of a group": (SENDS, "ops.seeded",
         "import torch.distributed as dist\ndist.group.WORLD.send([x], 1, 0)"),
+    "a pageable copy": (WAITS_FOR_A_COPY, "layers.seeded", "y = torch.from_numpy(x).to(device)"),
+    "an index on the CPU": (WAITS_FOR_A_COPY, "layers.seeded", "y = x[..., torch.from_numpy(index)]"),
+    "a list": (WAITS_FOR_A_COPY, "layers.seeded", "y = torch.tensor([1]).to(device)"),
     "an all-gather": (SENDS, "ops.seeded", "import torch.distributed as dist\ndist.all_gather(parts, x)"),
 }  # fmt: skip
 

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingPatternError, RingShapeError, shown
 from ds_ring.integrations.deepspeed.batch import IGNORE, LOSS_WEIGHTS, Batch
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, RowKind
@@ -107,7 +108,7 @@ class TreeBatch:
                 f"of_rollouts: expected {self.tree.tokens} values, got {list(whole.shape)}; gather them"
             )
         flat = whole.flatten()
-        return [flat[torch.from_numpy(places[:-1]).to(flat.device)] for places in self.places]
+        return [flat[on_device(places[:-1], flat.device)] for places in self.places]
 
     def _summed(self, ids: list[IntArray], weights: Sequence[Any]) -> Tensor:
         """Return the sum of the rollouts' weights where tokens predict, float32 [T]."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.masks.pattern import Pattern
 from ds_ring.patterns.documents.pattern import Documents, Tree
@@ -78,7 +79,7 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
             before[index] = counted[own]
             counted[own] += length
         rows.append(np.arange(len(ids_T)) - np.repeat(starts - before, lengths))
-    return torch.from_numpy(np.stack(rows)).to(document_ids.device)
+    return on_device(np.stack(rows), document_ids.device)
 
 
 def without_padding(document_ids: Tensor, mask_BT: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig, named_patterns
 from ds_ring.errors import RingConfigError, RingError, RingShapeError
@@ -378,7 +379,7 @@ class RingSession:
         labelled = batch["shift_labels"] != IGNORE
         both = torch.stack([losses.detach().where(labelled, 0.0), labelled.to(losses.dtype)], dim=-1)
         numbers = number_documents(sharding.groups, len(losses), sharding.layout.tokens)
-        return losses_of_documents(self.gather(both), torch.from_numpy(numbers).to(losses.device))
+        return losses_of_documents(self.gather(both), on_device(numbers, losses.device))
 
     def should_stop(self) -> bool:
         """Return whether the job is to end after this step: a rank got SIGTERM or SIGUSR1. Collective.

@@ -13,7 +13,6 @@ import functools
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import (
@@ -24,6 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.exchange import Exchange
 from ds_ring.decode.cache_layout import CacheLayout
 from ds_ring.errors import RingConfigError
@@ -130,7 +130,8 @@ class RingCache(Cache):
         owners, slots = np.divmod(prompt.slots_by_position()[-width:], prompt.local_tokens)
         tail_BCW = x_BCS.new_zeros((*x_BCS.shape[:-1], width))
         mine, first = np.flatnonzero(owners == self.ring_rank), width - len(owners)
-        tail_BCW[..., torch.from_numpy(first + mine)] = x_BCS[..., torch.from_numpy(slots[mine])]
+        there, here = (on_device(index, x_BCS.device) for index in (first + mine, slots[mine]))
+        tail_BCW[..., there] = x_BCS[..., here]
         if self._exchange is not None and self._exchange.mesh.ring_group is not None:
             self._exchange.all_reduce(tail_BCW, self._exchange.mesh.ring_group)
         return tail_BCW

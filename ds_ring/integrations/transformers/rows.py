@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ds_ring.comm.device_tables import on_device
 
 
 def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
@@ -13,7 +16,7 @@ def in_order(parts: Sequence[Tensor], rows: Sequence[list[int]]) -> Tensor:
     if not rows[0]:
         return parts[0]
     order = [row for of_set in rows for row in of_set]
-    return torch.cat([*parts])[torch.tensor(order).argsort().to(parts[0].device)]
+    return torch.cat([*parts])[on_device(np.argsort(order), parts[0].device)]
 
 
 def padded(x: Tensor, slots: int, dim: int) -> Tensor:

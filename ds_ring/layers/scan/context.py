@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.device_tables import DeviceTables, on_device, outside_inference_mode, to_device
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingPatternError
@@ -50,6 +50,7 @@ class ScanContext:
     exchange: Exchange | None = None
     pieces: tuple[Piece, ...] = field(init=False, default=(), repr=False)
     own_runs: int = field(init=False, default=0)
+    tables: DeviceTables = field(default_factory=DeviceTables, repr=False)  # indices of tokens
     _masks: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict, repr=False)
     _exists: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
@@ -86,7 +87,7 @@ class ScanContext:
             for piece in self.pieces:
                 rows[0, piece.run] += piece.continues and piece.is_last
                 rows[1, piece.run] += piece.continues
-        return rows.to(device, dtype)
+        return to_device(rows.to(dtype), device)
 
     @outside_inference_mode
     def exists(self, offset: int, device: torch.device) -> Tensor:
@@ -102,7 +103,7 @@ class ScanContext:
         if self.documents is not None:
             a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
             found &= a == b
-        return self._exists.setdefault((offset, device), torch.from_numpy(found).to(device))
+        return self._exists.setdefault((offset, device), on_device(found, device))
 
     def agree(self, call: collective, **fields: object) -> None:
         """Compare the layout, the documents and these fields on all ranks."""

@@ -105,17 +105,17 @@ def _clear_other_documents(context: ScanContext, before: int, after: int, copies
     if context.documents is not None:
         parts, rank = context.mesh.ulysses_size, context.mesh.sequence_rank
         index = other_documents(context.layout, parts, rank, before, after, context.documents)
-        copies.index_fill_(0, torch.from_numpy(index).to(copies.device), 0)
+        copies.index_fill_(0, context.tables.array(index, copies.device), 0)
 
 
 def _swapped(
     context: ScanContext, rows: Tensor, sends: Indices, receives: Indices
 ) -> list[tuple[Tensor, Tensor]]:
     """Send rows to other ranks; return the rows of each of them, and the index of their place here."""
-    index_of = {peer: torch.from_numpy(index).to(rows.device) for peer, index in receives.items()}
+    index_of = {peer: context.tables.array(index, rows.device) for peer, index in receives.items()}
     arrived = {peer: rows.new_empty((len(index), *rows.shape[1:])) for peer, index in index_of.items()}
     context.swap(
-        {peer: rows[torch.from_numpy(index).to(rows.device)] for peer, index in sends.items()}, arrived
+        {peer: rows[context.tables.array(index, rows.device)] for peer, index in sends.items()}, arrived
     )
     return [(index, arrived[peer]) for peer, index in index_of.items()]
 
@@ -134,7 +134,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         rows = x.movedim(dim, 0)
         count = context.own_runs
         copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
-        slots, places = (torch.from_numpy(index).to(x.device) for index in messages.own)
+        slots, places = (context.tables.array(index, x.device) for index in messages.own)
         copies[places] = rows[slots]
         for index, received in _swapped(context, rows, messages.sends, messages.receives):
             copies[index] = received
@@ -168,7 +168,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
         _clear_other_documents(context, before, after, rows)
         dx = grad.new_zeros((slots, *rows.shape[1:]))
-        own_slots, places = (torch.from_numpy(index).to(grad.device) for index in messages.own)
+        own_slots, places = (context.tables.array(index, grad.device) for index in messages.own)
         dx.index_add_(0, own_slots, rows[places])
         for index, received in _swapped(context, rows, messages.receives, messages.sends):
             dx.index_add_(0, index, received)

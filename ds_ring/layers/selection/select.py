@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import on_device, to_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
@@ -186,7 +187,7 @@ def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, contex
 
     def leaving(hop: int) -> Tensor | None:
         ranges = reads.slots(rank, hop)
-        return torch.from_numpy(expand_ranges(ranges)).to(keys.device) if len(ranges) else None
+        return on_device(expand_ranges(ranges), keys.device) if len(ranges) else None
 
     def arriving(hop: int) -> int:
         plan = _at(hops, hop)
@@ -197,7 +198,7 @@ def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, contex
         if plan is not None:
             positions = layout.positions(plan.origin)
             held = positions if hop == 0 else positions[expand_ranges(plan.held)]
-            _keep_best(best, scores_fn, plan.tiles, arrived, torch.from_numpy(held).to(keys.device))
+            _keep_best(best, scores_fn, plan.tiles, arrived, on_device(held, keys.device))
 
     _walk(keys, context, leaving, arriving, merge)
 
@@ -233,9 +234,9 @@ def _walk_blocks(
                 seen = queries[rows, None]
                 visible = torch.from_numpy((seen >= first[columns]) & (seen < end[columns]))
                 if bool(visible.any()):
-                    positions = torch.from_numpy(own[columns]).to(keys.device)
+                    positions = on_device(own[columns], keys.device)
                     scores = scores_fn(rows, arrived[:, columns], positions).to(best.scores.dtype)
-                    scores = scores.masked_fill(~visible.to(keys.device), float("-inf"))
+                    scores = scores.masked_fill(~to_device(visible, keys.device), float("-inf"))
                     merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores, positions)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.device_tables import on_device, outside_inference_mode
 from ds_ring.kernels.reference import weights_of
 from ds_ring.ops.context import RingContext
 from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
@@ -62,7 +62,7 @@ class SelectedPass:
         self.slots, self.dtype = layout.local_tokens, accumulator_dtype(q.dtype)
         self.chosen, self.block = chosen.reshape(-1, *chosen.shape[-2:]), block
         self.table = _slots_by_position(layout, q.device)
-        positions = torch.from_numpy(layout.positions(self.rank)).to(q.device)
+        positions = on_device(layout.positions(self.rank), q.device)
         self.last = positions.repeat_interleave(max(1, chosen.shape[-2] // self.slots))  # [Q], for blocks
         # Of blocks, places are made where they are used: there are block times as many.
         self.placed: Tensor | None = None
@@ -241,4 +241,4 @@ class SelectedPass:
 @lru_cache(maxsize=16)
 @outside_inference_mode
 def _slots_by_position(layout: Layout, device: torch.device) -> Tensor:
-    return torch.from_numpy(layout.slots_by_position()).to(device)
+    return on_device(layout.slots_by_position(), device)

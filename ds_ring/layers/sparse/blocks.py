@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingConfigError
 from ds_ring.layers.scan.context import ScanContext, scan_context
@@ -40,7 +41,7 @@ def tokens_of_blocks(
         source = torch.cat([x, halo_op(x.contiguous(), 1, 0, after, context.handle).flatten(1, 2)], dim=1)
     padded = np.zeros((blocks.local_tokens, blocks.size), dtype=np.int64)
     padded[: len(index)] = index
-    places = torch.from_numpy(padded).to(x.device)
+    places = on_device(padded, x.device)
     return source[:, places.flatten()].unflatten(1, places.shape), places[:, 0]
 
 
@@ -93,7 +94,7 @@ def attend_to_blocks(
     scale: float | None, hop_timeout_s: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (out, lse) of attention to the tokens of chosen blocks up to the query."""
-    starts = torch.from_numpy(np.append(blocks.starts, -1)).to(q.device)  # number -1 is that of no block
+    starts = on_device(np.append(blocks.starts, -1), q.device)  # number -1 is that of no block
     found: tuple[Tensor, Tensor] = selected_attention(
         q, k, v, starts[chosen], layout=blocks.of, mesh=mesh, scale=scale, return_lse=True,
         block_size=blocks.size, hop_timeout_s=hop_timeout_s,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingConfigError, whole_number
 from ds_ring.layers.selection.block_layout import BlockLayout
@@ -62,7 +63,7 @@ def moba_attention(
         blocks = BlockLayout.of_tokens(layout, block_size, documents, whole=False)
     q, k, v = (without_padding(x, layout, mesh) for x in (q, k, v))
     positions = layout.positions(mesh.ring_rank)
-    own = torch.from_numpy(np.searchsorted(blocks.starts, positions, side="right") - 1).to(q.device)
+    own = on_device(np.searchsorted(blocks.starts, positions, side="right") - 1, q.device)
     with torch.no_grad():
         tokens, _ = tokens_of_blocks(k.transpose(1, 2), blocks, mesh, hop_timeout_s)
         means = tokens.mean(dim=2, dtype=accumulator_dtype(k.dtype))  # [B, N, G, D]

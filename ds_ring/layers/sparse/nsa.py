@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ds_ring.api import ring_attention
 from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import on_device
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.config.pass_options import PassOptions
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
@@ -181,7 +182,7 @@ class _Importance:
     ) -> None:  # fmt: skip
         self.q, self.lse, self.block, self.always = q, lse, block, always
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
-        self.positions = torch.from_numpy(positions).to(q.device)
+        self.positions = on_device(positions, q.device)
         # Of a block's compressed keys: where their windows begin and end, from the block's first token, and
         # how many strides they share with it.
         first = torch.arange(stride - size, block, stride, device=q.device)

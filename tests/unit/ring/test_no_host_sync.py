@@ -9,18 +9,22 @@ scores stop there for another reason: tables were kept from one FakeTensorMode t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring import Causal, Documents
+from ds_ring import Causal, Documents, make_layout
+from ds_ring.comm.collective import collective
 from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.kernels.flash.kernel import FlashKernel
 from ds_ring.kernels.flex.kernel import FlexKernel
 from ds_ring.kernels.interface import Kernel, Scores
+from ds_ring.layers.scan.context import scan_context
+from ds_ring.layers.scan.halo import halo_backward_op, halo_op
 from ds_ring.layers.scores import Alibi
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.saved_results import KeepResults
@@ -126,3 +130,23 @@ def test_changed_scores_wait_for_nothing(mesh: RingMesh) -> None:
         one_pass(made, *operands())
         waits = one_pass(made, *operands())
     assert not waits.found, (len(waits.found), sorted(set(waits.found)))
+
+
+@pytest.mark.parametrize("documents", [None, Documents(document_ids(TOKENS))])
+def test_halos_wait_for_nothing_and_copy_no_index_twice(mesh: RingMesh, documents: Documents | None) -> None:
+    layout = make_layout("zigzag", tokens=TOKENS, ring_size=RING)
+    handle = scan_context(layout, mesh, documents).handle
+
+    def both_ways() -> HostWaits:
+        x = torch.empty(1, TOKENS // RING, 8, device="cuda")
+        with mock.patch.object(collective, "agree"), HostWaits().watching() as waits:
+            # What the operators compute; their fake implementations only make results.
+            copies = halo_op._init_fn(x, 1, 3, 1, handle)
+            halo_backward_op._init_fn(copies, 1, 3, 1, TOKENS // RING, handle)
+        return waits
+
+    with FakeTensorMode():
+        first, second = both_ways(), both_ways()
+    assert first.ordered >= 2, "no message was waited for by a stream"
+    assert not first.found, (len(first.found), sorted(set(first.found)))
+    assert not second.found and "_to_copy" not in second.operators

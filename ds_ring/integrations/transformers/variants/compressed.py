@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.config.pattern_section import PatternConfig
 from ds_ring.config.section import RingConfig, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError
@@ -177,7 +178,7 @@ class _LocalWindows:
         """
         kv, gate = (padded(x, self.slots * self.rate, 1).unflatten(1, (-1, self.rate)) for x in (kv, gate))
         layout, rank = self.blocks.layout, self.blocks.mesh.ring_rank
-        numbers = torch.from_numpy(layout.positions(rank)).to(kv.device).clamp_min(0)
+        numbers = on_device(layout.positions(rank), kv.device).clamp_min(0)
         if self._overlaps:
             front_kv, front_gate = self._windows_before(name, kv, gate)
             parts: list[tuple[Tensor, Tensor, Tensor]] = [(kv[:, :0], gate[:, :0], numbers[:0])]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
@@ -94,7 +95,7 @@ class _BlockRows:
             scores, k, keys, layout=self.blocks.of, mesh=sharding.mesh, blocks=self.blocks, delay=delay,
             hop_timeout_s=float(sharding.config.hop_timeout_seconds),
         )  # fmt: skip
-        starts = torch.from_numpy(np.append(self.blocks.starts, -self.size)).to(keys.device)
+        starts = on_device(np.append(self.blocks.starts, -self.size), keys.device)
         return self.expand(starts[numbers])  # number -1 is that of the last entry
 
     def expand(self, firsts: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class _BlockRows:
         A negative position is no block. Tokens after the query are -1, as all tokens of padding.
         """
         tokens = (firsts.unsqueeze(-1) + torch.arange(self.size, device=firsts.device)).flatten(-2)
-        last = torch.from_numpy(np.where(self.is_real, self.positions, -1)).to(firsts.device)
+        last = on_device(np.where(self.is_real, self.positions, -1), firsts.device)
         return tokens.masked_fill_((tokens < 0) | (tokens > last[:, None]), -1)
 
     def local(self, count: int, device: torch.device) -> Tensor:
@@ -111,13 +112,14 @@ class _BlockRows:
         within = (self.positions - self.begins) // self.size
         number = within[:, None] - np.arange(count)
         firsts = np.where(number >= 0, self.begins[:, None] + number * self.size, -self.size)
-        return torch.from_numpy(firsts).to(device)
+        return on_device(firsts, device)
 
     def with_last(self, chosen: Tensor) -> Tensor:
         """Return chosen tokens [B, S, k] of whole blocks, and those of a query's own block if cut off."""
         # A query that ends its block sees it whole: it was chosen, or not.
-        ends_block = torch.from_numpy((self.positions - self.begins) % self.size == self.size - 1)[:, None]
-        last = self.local(1, chosen.device).masked_fill_(ends_block.to(chosen.device), -self.size)
+        ends_block = (self.positions - self.begins) % self.size == self.size - 1
+        hidden = on_device(ends_block[:, None], chosen.device)
+        last = self.local(1, chosen.device).masked_fill_(hidden, -self.size)
         return torch.cat([chosen, self.expand(last).expand(len(chosen), -1, -1)], dim=2)
 
 

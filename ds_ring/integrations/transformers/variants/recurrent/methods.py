@@ -17,10 +17,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_ring.comm.device_tables import on_device
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.transformers.rows import padded
 from ds_ring.integrations.transformers.variants.recurrent.scan import (
@@ -69,7 +71,7 @@ def _scaled_recurrence(
     ]
     decay, greatest, increment = (torch.stack(parts) for parts in zip(*summaries, strict=True))
     before = _greatest_before(context, decay, greatest)
-    comes = torch.tensor([last[run].continues for run in range(context.own_runs)], device=decay.device)
+    comes = on_device(np.array([last[run].continues for run in range(context.own_runs)]), decay.device)
     comes = comes.view(-1, *[1] * (decay.dim() - 1))
     after = torch.where(comes, torch.maximum(before + decay, greatest), greatest)
     move = torch.where(comes, before + decay - after, 0.0).exp()
@@ -96,7 +98,7 @@ def _greatest_before(context: ScanContext, decay: Tensor, greatest: Tensor) -> T
     A scan of one-hot vectors hands every run the numbers of all runs of its document before it.
     """
     count = len(context.runs.starts)
-    own = torch.from_numpy(context.runs.of_rank(context.mesh.sequence_rank)).to(decay.device)
+    own = on_device(context.runs.of_rank(context.mesh.sequence_rank), decay.device)
     factors = torch.stack([torch.ones_like(decay), decay, greatest], dim=1)  # [R, 3, ...]
     places = F.one_hot(own, count).to(decay.dtype)
     places = places.view(*places.shape, *[1] * (factors.dim() - 1))
