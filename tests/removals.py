@@ -159,7 +159,7 @@ CAPABILITIES = {
     "ring-flash-attn's functions": Capability(("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"),
         words=r"\bring_flash_attn"),
     "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),
-    "codec float8": Capability(("codecs.float8",), ("gpu/test_float8.py",),
+    "codec float8": Capability(("codecs.float8", "codecs.float8_cuda"), ("gpu/test_float8.py",),
         words=r"(?i)\bfloat8|\bcodecs\.float8"),
 }  # fmt: skip
 _BYPASSES = "its attention bypasses transformers' attention interface"

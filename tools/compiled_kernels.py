@@ -33,7 +33,8 @@ TWO_HEADS = (64, 128)
 SPILLED = 64  # bytes of a thread, stored or loaded, that a kernel may spill
 # More for those that spill with every block, number of warps and stages that was tried.
 MORE = {(100, 192, "backward"): 128, (100, 256, "backward"): 128}
-OURS = ("merge_rows",)  # every function in ds_ring that `triton.jit` decorates and a launch names
+CODEC = ("encode_rows", "decode_rows")
+OURS = ("merge_rows", *CODEC)  # every function in ds_ring that `triton.jit` decorates and a launch names
 
 
 class Row(NamedTuple):
@@ -76,6 +77,24 @@ def ours(capability: int, head_dims: Iterable[int]) -> Iterator[Row]:
             for variant in itertools.product(PART_DTYPES, PARTS, (False, True))
         ]
         yield Row(capability, head_dim, OURS[0], "", len(found), worst_of(found))
+        for name in CODEC:
+            found = [compiled(codec_source(name, head_dim, kind), capability, {}) for kind in PART_DTYPES]
+            yield Row(capability, head_dim, name, "", len(found), worst_of(found))
+
+
+def codec_source(name: str, head_dim: int, pointer: str) -> Any:
+    """Return a kernel of the codec "float8" as it is launched for dense K and V, for Triton's compiler."""
+    module: Any = importlib.import_module("ds_ring.codecs.float8_cuda")
+    kernel = getattr(module, name)
+    constants = {**module.sizes_of(head_dim, head_dim), "k3": 1, "v3": 1}
+    if name == "decode_rows":
+        constants["HALF"] = pointer == "*fp16"
+    kinds = {"k": pointer, "v": pointer, "into": "*u8", "given": "*u8"}
+    names = kernel.arg_names
+    signature = {one: "constexpr" if one in constants else kinds.get(one, "i32") for one in names}
+    even = {one for one in names if one in ("k", "v") or re.fullmatch("[kv][0-2]", one)}
+    known = {(at,): [["tt.divisibility", 16]] for at, one in enumerate(names) if one in even}
+    return importlib.import_module("triton.compiler").ASTSource(kernel, signature, constants, known)
 
 
 class Captured(NamedTuple):

@@ -5,10 +5,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from ds_ring.comm.streams import is_fake
+
+_log = logging.getLogger(__name__)
 
 # [Note: float8 rows] A row of K (or V) of one token and head is rounded to float8 (e4m3fn; Micikevicius et
 # al. 2022, FP8 formats) after a division by a power of two: the smallest one that brings its largest
@@ -26,6 +34,23 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return ((exponents.int() + BIAS) << 23).view(torch.float32).to(dtype)
 
 
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and not is_fake(x)
+
+
+@cache
+def _kernels() -> Any:
+    """Return the module of the Triton kernels; None, with a warning, if triton cannot be loaded."""
+    try:
+        return import_module("ds_ring.codecs.float8_cuda")
+    except ImportError as error:
+        _log.warning(
+            'ds_ring: "kv_payload": "float8" rounds by torch\'s operators, about 60 launches a message, since'
+            " its kernels cannot be loaded (%r); install triton beside torch's CUDA build", error,
+        )  # fmt: skip
+        return None
+
+
 class Float8Rows:
     """Write each row of K and of V as float8 elements and one exponent; see `Codec`."""
 
@@ -38,6 +63,9 @@ class Float8Rows:
             rows: [slots, B, G, D + E + 2] of bytes: the elements, then the exponents of both powers.
                 Rows with an infinity or a NaN become infinities and NaN, of any sign.
         """
+        kernels = _kernels() if _on_gpu(k) else None
+        if kernels is not None:
+            return kernels.encode(k, v, rows)
         sides = (k, 2), (v, 2), (rows, 0)
         for *tensors, into in zip(*(x.split(ROWS_AT_ONCE, dim) for x, dim in sides), strict=True):
             start = 0
@@ -55,6 +83,9 @@ class Float8Rows:
     @staticmethod
     def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the K and V that `encode` rounded, in its shapes."""
+        kernels = _kernels() if _on_gpu(k) else None
+        if kernels is not None:
+            return kernels.decode(rows, k, v)
         pieces = zip(*(x.split(ROWS_AT_ONCE, dim) for x, dim in ((rows, 0), (k, 2), (v, 2))), strict=True)
         for given, *tensors in pieces:
             start = 0

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -55,6 +58,59 @@ def test_rows_in_float8_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest
     Float8Rows.decode(rows, *found)
     assert not found[1][1, 1, 1].isfinite().any() and not found[0][0, 1, 2].isfinite().any()
     assert found[1][1, 1, 0].isfinite().all()
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton comes with torch's CUDA wheels")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_float8.py runs it on the GPU")
+@pytest.mark.parametrize("widths", [(64, 64), (7, 20), (80, 16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_the_interpreted_kernels_make_the_bytes_of_the_operators(
+    dtype: torch.dtype, widths: tuple[int, int]
+) -> None:
+    """All magnitudes, powers of two and their neighbours, zeros, infinities, NaN; strided operands."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
+    from ds_ring.codecs import float8_cuda
+
+    draw = torch.Generator().manual_seed(1)
+    # Triton's interpreter, not a GPU, converts subnormal bfloat16 wrongly.
+    least = -90 if dtype == torch.bfloat16 else -150
+    scales = 2.0 ** torch.arange(least, 128, 7, dtype=torch.float64).view(-1, 1)
+    k, v = (
+        (torch.randn(2, 3, len(scales), 2 * dim, generator=draw, dtype=torch.float64) * scales).to(dtype)[
+            ..., ::2
+        ]
+        for dim in widths
+    )
+    k[0, 0, :, 0] = (448.0 * scales[:, 0]).to(dtype)  # the largest number of float8 times a power
+    k[0, 1, :, :3] = torch.tensor([1.0625, -1.1875, 2**-9], dtype=torch.float64).mul(scales).to(dtype)  # ties
+    k[0, 2, 0, :] = 65000.0  # rounds to 65536, which float16 does not have
+    v[1, 0] = 0.0
+    v[1, 1, ::3, 1], v[1, 2, ::4, 0], k[1, 1, ::5, 2] = torch.inf, torch.nan, -torch.inf
+    shape = (len(scales), 2, 3, sum(widths) + 2)
+    ours, wanted = (torch.full(shape, 99, dtype=torch.uint8) for _ in range(2))
+    float8_cuda.encode(k, v, ours)
+    Float8Rows.encode(k, v, wanted)
+    assert torch.equal(ours[..., -2:], wanted[..., -2:]), "exponents"
+    for part, which in ((slice(0, widths[0]), -2), (slice(widths[0], -2), -1)):
+        is_finite = wanted[..., which] != 128  # others are infinities and NaN of any sign
+        assert int((~is_finite).sum()) > 0 and torch.equal(
+            ours[..., part][is_finite], wanted[..., part][is_finite]
+        )
+    found = [torch.empty_like(x) for x in (k, v)]
+    expected = [torch.empty_like(x) for x in (k, v)]
+    float8_cuda.decode(wanted, *found)
+    Float8Rows.decode(wanted, *expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0))
+        assert torch.equal(one.isfinite(), other.isfinite())
+
+
+def test_a_gpu_without_triton_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "ds_ring.codecs.float8_cuda", None)
+    assert float8._kernels.__wrapped__() is None
+    assert "rounds by torch's operators" in caplog.text
 
 
 @pytest.mark.parametrize("more", [{}, {"stage_shards": 2}, {"ranks_per_node": 2}], ids=str)

@@ -1,0 +1,136 @@
+"""Round rows of K and V to float8 and back in one launch each: Triton kernels for CUDA tensors.
+
+Owns the kernels and their launches; `float8.py` owns the format, and its operators make the same bytes. Needs
+triton, which torch's CUDA wheels install. The conversions are integer arithmetic, because GPUs before sm_89
+have no instruction for float8. (Interpreted on the CPU by `tests/unit/codecs/test_float8.py`, and compiled
+for sm_80, sm_90 and sm_100 by `tools/verify_cuda_kernels.py`; not run on a GPU.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 2048  # of K or V that one program converts at once
+
+
+@triton.jit
+def _encoded(x, inside):  # type: ignore[no-untyped-def]
+    """Return the bytes of rows x [ROWS, WIDTH] of float32, and their exponents [ROWS]."""
+    magnitude = tl.abs(x)
+    is_finite = tl.sum((inside & ~(magnitude < float("inf"))).to(tl.int32), 1) == 0
+    largest = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
+    bits = largest.to(tl.int32, bitcast=True)
+    # m * 2^e with 0.5 <= m < 1; the division makes the largest magnitude at most 448 = 0.875 * 2^9
+    e = tl.where(largest == 0.0, 0, tl.maximum(bits >> 23, 0) - 126)
+    exponent = e - tl.where((bits & 0x7FFFFF) <= 0x600000, 9, 8)
+    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
+    power = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.where(is_finite[:, None], x * power[:, None], 0.0)
+    bits = scaled.to(tl.int32, bitcast=True)
+    rest = bits & 0x7FFFFFFF
+    normal = ((rest + 0x7FFFF + ((rest >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 numbers are multiples of 2^-9: adding 1.5 * 2^23 rounds to them.
+    small = (tl.abs(scaled) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+    code = tl.where(rest >= 0x3C800000, normal, small) | ((bits >> 24) & 0x80)
+    code = tl.where(is_finite[:, None], code, 0x7F)
+    return code.to(tl.uint8), tl.where(is_finite, exponent, -128).to(tl.int8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _decoded(code, exponent, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return rows [ROWS, WIDTH] of float32; HALF: clamped to what float16 has, as far as they are finite."""
+    code = code.to(tl.int32)
+    rest = code & 0x7F
+    normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(rest == 0x7F, float("nan"), tl.where(code >= 0x80, -value, value))
+    exponent = exponent.to(tl.int8, bitcast=True).to(tl.int32)
+    value = value * ((exponent + 127) << 23).to(tl.float32, bitcast=True)[:, None]
+    if HALF:
+        clamped = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
+        value = tl.where((exponent != -128)[:, None], clamped, value)
+    return value
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "samples"])
+def encode_rows(  # type: ignore[no-untyped-def]
+    k, v, into, rows, groups, samples, k0, k1, k2, k3, v0, v1, v2, v3, r0, r1, r2,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Encode ROWS rows of K and of V; k, v and r are the strides of the operands, in elements."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    group, rest = row % groups, row // groups
+    sample, slot = rest % samples, rest // samples
+    to = into + slot * r0 + sample * r1 + group * r2
+    at = tl.arange(0, K_WIDTH)
+    inside = there[:, None] & (at < K_DIM)[None, :]
+    x = tl.load(
+        k + (sample * k0 + group * k1 + slot * k2)[:, None] + (at * k3)[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
+    code, exponent = _encoded(x, inside)
+    tl.store(to[:, None] + at[None, :], code, mask=inside)
+    tl.store(to + K_DIM + V_DIM, exponent, mask=there)
+    at = tl.arange(0, V_WIDTH)
+    inside = there[:, None] & (at < V_DIM)[None, :]
+    x = tl.load(
+        v + (sample * v0 + group * v1 + slot * v2)[:, None] + (at * v3)[None, :], mask=inside, other=0.0
+    ).to(tl.float32)
+    code, exponent = _encoded(x, inside)
+    tl.store(to[:, None] + K_DIM + at[None, :], code, mask=inside)
+    tl.store(to + K_DIM + V_DIM + 1, exponent, mask=there)
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "samples"])
+def decode_rows(  # type: ignore[no-untyped-def]
+    given, k, v, rows, groups, samples, r0, r1, r2, k0, k1, k2, k3, v0, v1, v2, v3,
+    K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Decode ROWS rows of K and of V; the strides are those of `encode_rows`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    group, rest = row % groups, row // groups
+    sample, slot = rest % samples, rest // samples
+    of = given + slot * r0 + sample * r1 + group * r2
+    at = tl.arange(0, K_WIDTH)
+    inside = there[:, None] & (at < K_DIM)[None, :]
+    code = tl.load(of[:, None] + at[None, :], mask=inside, other=0)
+    x = _decoded(code, tl.load(of + K_DIM + V_DIM, mask=there, other=0), HALF)
+    to = k + (sample * k0 + group * k1 + slot * k2)[:, None] + (at * k3)[None, :]
+    tl.store(to, x.to(k.dtype.element_ty), mask=inside)
+    at = tl.arange(0, V_WIDTH)
+    inside = there[:, None] & (at < V_DIM)[None, :]
+    code = tl.load(of[:, None] + K_DIM + at[None, :], mask=inside, other=0)
+    x = _decoded(code, tl.load(of + K_DIM + V_DIM + 1, mask=there, other=0), HALF)
+    to = v + (sample * v0 + group * v1 + slot * v2)[:, None] + (at * v3)[None, :]
+    tl.store(to, x.to(v.dtype.element_ty), mask=inside)
+
+
+def sizes_of(k_dim: int, v_dim: int) -> dict[str, int]:
+    """Return the constants of a launch for these head dimensions."""
+    k_width, v_width = (1 << max(dim - 1, 0).bit_length() for dim in (k_dim, v_dim))
+    at_once = max(1, ELEMENTS // max(k_width, v_width))
+    return {"K_DIM": k_dim, "V_DIM": v_dim, "K_WIDTH": k_width, "V_WIDTH": v_width, "ROWS": at_once}
+
+
+def encode(k: Tensor, v: Tensor, rows: Tensor) -> None:
+    """Write rows as `Float8Rows.encode` does; returns before the device is done."""
+    strides, sizes = (*k.stride(), *v.stride(), *rows.stride()[:3]), sizes_of(k.shape[3], v.shape[3])
+    samples, groups, slots, _ = k.shape
+    if count := samples * groups * slots:
+        grid = (triton.cdiv(count, sizes["ROWS"]),)
+        encode_rows[grid](k, v, rows, count, groups, samples, *strides, **sizes)
+
+
+def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write K and V as `Float8Rows.decode` does; returns before the device is done."""
+    strides, sizes = (*rows.stride()[:3], *k.stride(), *v.stride()), sizes_of(k.shape[3], v.shape[3])
+    samples, groups, slots, _ = k.shape
+    if count := samples * groups * slots:
+        grid, half = (triton.cdiv(count, sizes["ROWS"]),), k.dtype == torch.float16
+        decode_rows[grid](rows, k, v, count, groups, samples, *strides, **sizes, HALF=half)
