@@ -127,7 +127,7 @@ CAPABILITIES = {
         words=r"integrations\.checkpoint",
     ),
     "trainers": Capability(("integrations.trainers",), ("dist/test_trainers.py", "dist/test_trainer_logs.py"),
-        words=r"(?i)\baccelerate\b|\btrl\b"),
+        with_it=("training commands",), words=r"(?i)\baccelerate\b|\btrl\b"),
     "dilated attention": Capability(
         ("patterns.dilated",),
         with_it=("MultiheadRingAttention",),
@@ -156,6 +156,7 @@ CAPABILITIES = {
     "images": Capability(("contrib.images",), words=r"\bimage"),
     "trees and policies": Capability(("contrib.policies",),
         words=r"\bTreeBatch|\btree_batch|contrib\.policies"),
+    "training commands": Capability(("contrib.training_commands",), words=r"(?i)\bswift|llama_?factory"),
     "ring-flash-attn's functions": Capability(("contrib.ring_flash_attn",), with_it=("diffusers", "Megatron"),
         words=r"\bring_flash_attn"),
     "MultiheadRingAttention": Capability(("contrib.multihead",), words=r"\bmultihead|MultiheadRing"),

@@ -334,4 +334,5 @@ def _whole(session: RingSession, sharding: BatchSharding, left_B1: Tensor | None
         )
     sent = output.to(torch.uint8) if output.dtype is torch.bool else output  # no message has that type
     whole = gather_sequence(sent, sharding.layout, mesh=session.mesh, dim=1).to(output.dtype)
+    whole = whole.contiguous()  # as a module returns it: scripts call view
     return whole if left_B1 is None else _rolled(whole, -left_B1)

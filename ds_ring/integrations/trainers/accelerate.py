@@ -173,7 +173,7 @@ def _with_gloo(
     return backend, kind
 
 
-def _sequence_ranks() -> int:
+def sequence_ranks() -> int:
     """Return the number of ranks of a sequence; 1 without an Accelerator on a ring."""
     plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
     return 1 if plugin is None else int(plugin.deepspeed_config.get(SP_KEY, 1))
@@ -185,7 +185,7 @@ def _sequence_ranks() -> int:
 )  # fmt: skip
 def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
     """Gather tensors over the data replicas, each once."""
-    ranks = _sequence_ranks()
+    ranks = sequence_ranks()
 
     def first_of_sequence(gathered: Tensor) -> Tensor:  # [ranks * n, ...] -> [replicas * n, ...]
         by_rank = gathered.unflatten(0, (PartialState().num_processes // ranks, ranks, -1))
@@ -200,7 +200,7 @@ def _gathered(gather: Callable[[Any], Any], tensor: Any) -> Any:
 )  # fmt: skip
 def _gathered_objects(gather: Callable[[Any], Any], objects: Any) -> Any:
     """Gather lists over the data replicas, each once."""
-    return gather([] if PartialState().process_index % _sequence_ranks() else objects)
+    return gather([] if PartialState().process_index % sequence_ranks() else objects)
 
 
 @patch(
@@ -212,7 +212,7 @@ class _ReplicaState(AcceleratorState):  # type: ignore[misc]
 
     @property
     def process_index(self) -> int:
-        return int(self._shared_state["process_index"]) // _sequence_ranks()
+        return int(self._shared_state["process_index"]) // sequence_ranks()
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,7 +226,7 @@ class _OnARing(Accelerator):  # type: ignore[misc]
     @property
     def sequence_ranks(self) -> int:
         """Return the number of ranks of a sequence."""
-        return _sequence_ranks()
+        return sequence_ranks()
 
     @property
     def num_processes(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -146,14 +147,20 @@ def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
     reason="ranks of a sequence read the samples of one replica (batch_rebalance); their workers draw alike",
 )  # fmt: skip
 def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make a loader whose sampler and workers' seeds are those of this rank's replica."""
+    with counting_replicas(trainer):
+        return make(trainer, *args, **kwargs)
+
+
+@contextmanager
+def counting_replicas(trainer: Any) -> Iterator[None]:
+    """Let `world_size` and `process_index` of a Trainer's arguments count replicas: its loader reads them."""
     replicas, kind = trainer.accelerator, type(trainer.args)
     counts = {
         "world_size": property(lambda _: replicas.num_processes),
         "process_index": property(lambda _: replicas.process_index),
     }
     with applied(_loader_arguments.to(type(kind.__name__, (kind,), counts)), arguments=trainer.args):
-        return make(trainer, *args, **kwargs)
+        yield
 
 
 @_trainer_patch(

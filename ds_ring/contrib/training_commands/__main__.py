@@ -1,0 +1,17 @@
+"""Print the path of a plug-in.
+
+Example:
+    swift sft --external_plugins "$(python -m ds_ring.contrib.training_commands ms_swift)" ...
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+PLUGINS = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in PLUGINS:
+        sys.exit(f"expected one of {PLUGINS}, got {sys.argv[1:]}")
+    print(Path(__file__).with_name(f"{sys.argv[1]}.py"))
