@@ -138,6 +138,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "ray": partial(lacks, "ray", ", which no extra names: pip install 'ray[train]'"),
     "slurm": lacks_slurm,
     "sshd": lacks_sshd,
+    "tensorboard": partial(lacks, "tensorboard", ", which no extra names: pip install tensorboard"),
     "triton": partial(lacks, "triton", ": pip install 'ds_ring[test]' brings it"),
 }
 

@@ -16,6 +16,8 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+from deepspeed.monitor.config import WandbConfig
+from deepspeed.monitor.monitor import MonitorMaster
 from packaging.requirements import Requirement
 
 from ds_ring import RingConfig
@@ -42,6 +44,7 @@ from tests.documents import (
     words,
 )
 from tests.integration.test_train_lm import QUICK_START, check_quick_start
+from tests.machine import skip_without
 from tools import build_site
 
 pytestmark = pytest.mark.slow
@@ -443,6 +446,26 @@ def packed(place: Place, text: str) -> None:
     assert "peak memory per rank" in output
 
 
+def tensorboard(place: Place, text: str) -> None:
+    """Its keys, beside those of the quick start; the wandb of its paragraph is read."""
+    keys = json.loads("{" + text + "}")
+    (wandb,) = re.findall(r'`"wandb": ({.*?})`', (ROOT / "launcher/README.md").read_text())
+    assert WandbConfig(**json.loads(wandb)).project == "ring" and callable(MonitorMaster.write_events)
+    config = json.loads((ROOT / "configs/quickstart.json").read_text()) | keys
+    assert RingConfig.from_deepspeed(config).monitor and config["tensorboard"]["enabled"]
+    skip_without("tensorboard")
+    (place.folder / "monitored.json").write_text(json.dumps(config))
+    command = f"DS_ACCELERATOR=cpu deepspeed --num_gpus 2 --master_port {choose_free_port()} --module"
+    script = "ds_ring_launcher.demo.train_lm --deepspeed_config monitored.json --compare_tokens 0"
+    place.bash(f"{command} {script} {SMALL_RUN} --output runs/monitored")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(place.folder / keys["tensorboard"]["output_path"] / "ring"))
+    tags = set(events.Reload().Tags()["scalars"])
+    rows = re.findall(r"`(Ring/\w+)`", (ROOT / "launcher/README.md").read_text())
+    assert len(rows) >= 9 and {*rows, "Train/Samples/lr"} <= tags, tags
+
+
 def cluster_keys(place: Place, text: str) -> None:
     """Keys of a cluster YAML, beside those of the quick start."""
     path = place.folder / "cluster/with_more_keys.yaml"  # configs/ is the repository's own
@@ -551,6 +574,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "run_folder: ../runs/mine": cluster_keys,  # tests/integration/test_relaunch.py starts such jobs
     "engine.ring.should_stop()": only_reads("tests/integration/test_train_lm.py's script does so"),
     "ds-ring status": only_reads("tests/integration/test_status_page.py has a run to look at"),
+    '"ring_attention": {"ring_size": "auto", "monitor": true},': tensorboard,
     "ds-ring plan": plan,
     "ds-ring simulate --tokens 8192": simulate,
     "ds-ring profile": profile,
