@@ -10,9 +10,10 @@ ds_ring, not a part of it: nothing in ds_ring imports it, and it is the only pla
     engines/     job -> command line; one file an engine owns all about it
     run/         job.py: the input and the output of an engine; start.py: one attempt of a job, here or
                  on all hosts (agent.py); process.py: a command line, and the end of all processes that it
-                 started; rank.py: inside a rank (by rank_script.py); relaunch.py: attempts until the job is
-                 done; run_lock.py: one launcher a run; run_folder.py: the layout of a run's folder, which
-                 run_records.py reads; local_ranks.py: a function on local ranks
+                 started; rank.py: inside a rank (by rank_script.py); culprit.py: which rank failed first;
+                 relaunch.py: attempts until the job is done; run_lock.py: one launcher a run;
+                 run_folder.py: the layout of a run's folder, which run_records.py reads;
+                 local_ranks.py: a function on local ranks
     doctor/      faults of hosts, network and ring (findings.py)
     status/      the state of a run (run_status.py), as a table and as a page
     plan/        the estimator (estimate.py); inputs.py makes a setting of options, report.py makes tables

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from . import launch
 
     print(f"1/3 training on {RANKS} ranks, then the same batch on one process", flush=True)
-    launched = argparse.Namespace(config=cluster, dry_run=False, sbatch=False, node_rank=None)
+    launched = argparse.Namespace(config=cluster, dry_run=False, sbatch=False, node_rank=None, verbose=False)
     status = launch.run(launched, ())
     if status:
         return status
@@ -93,7 +93,6 @@ def _write_inputs(folder: Path, steps: int) -> Path:
         "script": "ds_ring_launcher.demo.train_lm",
         "deepspeed_config": "ds_config.json",
         "script_args": arguments,
-        "engine_args": ["--log_level", "warning"],
         "environment": {"KINETO_LOG_LEVEL": 99, "TORCH_CPP_LOG_LEVEL": "ERROR"},  # no lines of the profiler
     }
     path = folder / "demo.yaml"

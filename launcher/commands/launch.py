@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 _HELP = "start the script that a cluster YAML names, on the hosts that it names"
 _DESCRIPTION = "Start a script on one or more hosts with an engine that exists already."
-_USAGE = "ds-ring launch [-h] [--dry-run] [--sbatch] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]"
+_USAGE = (
+    "ds-ring launch [-h] [--dry-run] [--sbatch] [--verbose] [--node-rank N] CONFIG.yaml [-- SCRIPT_ARGS ...]"
+)
 _EXAMPLE = """\
 examples:
   ds-ring launch configs/quickstart.yaml                   train on this machine
@@ -37,6 +39,7 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="engine slurm: print a script for sbatch, and make the run_folder that its log goes to",
     )
+    launch.add_argument("--verbose", action="store_true", help="what the engine prints of its own, too")
     launch.add_argument(
         "--node-rank", type=int, metavar="N", help="with ssh: false: which host this is, from 0"
     )
@@ -70,7 +73,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
 
     raise_file_limit()
     open_standard_streams()
-    job = Job(cluster, node_rank, port, FOLDER, caller, extra_args, told)
+    job = Job(cluster, node_rank, port, FOLDER, caller, extra_args, told, verbose=options.verbose)
     if cluster.run_folder is not None:
         return relaunch.run(job)
     with process.signals_noted() as signals:

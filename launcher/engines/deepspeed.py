@@ -34,8 +34,9 @@ class DeepSpeed(Engine):
         argv = module_command("deepspeed.launcher.runner")
         argv += [f"--hostfile={hostfile}", f"--master_port={job.port}", *include]
         argv += ["--no_ssh", f"--node_rank={job.node_rank}", f"--master_addr={job.master_address}"]
-        # At "info" it writes the values of NCCL's variables into the log.
-        argv += ["--log_level=warning", *cluster.engine_args]
+        # At "info" it writes the values of NCCL's variables into the log, at "error" the failed command line.
+        level = "critical" if job.names_culprit and not job.verbose else "warning"
+        argv += [f"--log_level={level}", *cluster.engine_args]
         # Its runner starts its launcher by `python -m`, in whose ranks rank_script.py ends this.
         first = sum(host.slots for host in cluster.hosts[: job.node_rank])
         only = [ONLY] if job.attempt_folder is None else []

@@ -1,18 +1,27 @@
 """Call torchrun on one host.
 
-For a job of this machine alone this module is torchrun: its agent keeps the store by which ranks meet, and
-torch's would listen on every interface.
+This module is torchrun. For a job of this machine alone its agent keeps the store by which ranks meet, and
+torch's would listen on every interface. Where ds-ring names the rank that failed, torchrun's own report of it
+(forty lines, after the rank's) is left out.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..run.job import Invocation, Job, module_command
+from ..run.process import say
+from ..run.run_folder import FOLDER_VARIABLE, write_exit
 from .engine import NUMBERS_OF_RANKS, Engine
 
-_ON_LOOPBACK = "ds_ring_launcher.engines.torchrun"
+_MODULE, _BRIEF = "ds_ring_launcher.engines.torchrun", "--brief"
 
 
 class Torchrun(Engine):
@@ -25,7 +34,7 @@ class Torchrun(Engine):
         cluster = job.cluster
         slots = cluster.hosts[job.node_rank].slots
         # By its module: the program `torchrun` on PATH may be another environment's.
-        argv = module_command(_ON_LOOPBACK if cluster.is_local else "torch.distributed.run")
+        argv = module_command(_MODULE) + [_BRIEF] * (job.names_culprit and not job.verbose)
         argv += [f"--nnodes={len(cluster.hosts)}", f"--nproc-per-node={slots}"]
         argv += [f"--node-rank={job.node_rank}", f"--master-addr={job.master_address}"]
         argv += [f"--master-port={job.port}", "--max-restarts=0"]  # who starts again is relaunch.py
@@ -36,9 +45,13 @@ class Torchrun(Engine):
         return Invocation(argv, environment, private=job.private, unset=self.unset)
 
 
-def main() -> None:
-    """Be torchrun, with a store that listens on loopback where the master's address is one."""
+def main(arguments: list[str]) -> None:
+    """Be torchrun, with a store that listens on loopback where the master's address is one.
+
+    With --brief it has no report of its own of ranks that failed.
+    """
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import static_tcp_rendezvous as rendezvous
 
     from ds_ring.health.rendezvous import loopback_listener
@@ -51,8 +64,29 @@ def main() -> None:
         return store(host, port, world_size, is_master, timeout, **more)
 
     setattr(rendezvous, name, made)
-    run.main()
+    if arguments[:1] != [_BRIEF]:
+        run.main(arguments)
+        return
+    logging.getLogger("torch.distributed.elastic.multiprocessing").setLevel(logging.CRITICAL)
+    try:
+        run.main(arguments[1:])
+    except ChildFailedError as error:
+        _report({rank: failure.exitcode for rank, failure in error.failures.items()})
+        sys.exit(1)
+
+
+def _report(exit_codes: Mapping[int, int]) -> None:
+    """Say which signals ended ranks; without one, write down how ranks ended that have not done so."""
+    signals = {rank: -code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    for rank, number in signals.items():  # torchrun's own is SIGTERM
+        say(f"rank {rank} was ended by {signal.Signals(number).name}")
+    folder = Path(os.environ.get(FOLDER_VARIABLE, "."))
+    if signals or FOLDER_VARIABLE not in os.environ or any(folder.glob("rank-*.log")):  # rank.py's ranks
+        return
+    for rank, code in exit_codes.items():
+        if code > 0 and not (folder / f"rank-{rank}.fault.json").exists():
+            write_exit(folder, rank, code)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

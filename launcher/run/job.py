@@ -127,6 +127,12 @@ class Job:
     extra_args: tuple[str, ...] = ()
     secret: str | None = None
     attempt_folder: Path | None = None  # RUN/attempt-N; None where the YAML names no run_folder
+    verbose: bool = False  # the engine's own lines, too
+
+    @property
+    def names_culprit(self) -> bool:
+        """Return whether this launcher names the rank that ended a job, so that the engine need not."""
+        return self.cluster.is_local or self.attempt_folder is not None
 
     @property
     def master_address(self) -> str:

@@ -166,7 +166,6 @@ def private_folder() -> Iterator[Path]:
 
 _SETTLE_SECONDS = 3.0  # helpers of a finished run (compile workers, resource trackers) end by themselves
 _FAILURE = 1
-_MARKS = "ranks"
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -177,18 +176,24 @@ NO_RING = (
 )
 
 
+def marks_folder(folder: Path) -> Path:
+    """Return the folder of `with_rank_marks`."""
+    return folder / "ranks"
+
+
 def with_rank_marks(invocation: Invocation, folder: Path) -> Invocation:
     """Let ranks mark in `folder` that they have made a ring, where no attempt has a folder for it."""
     if FOLDER_VARIABLE in invocation.environment:
         return invocation
-    marks = folder / _MARKS
+    marks = marks_folder(folder)
     marks.mkdir()
     return replace(invocation, environment={**invocation.environment, FOLDER_VARIABLE: str(marks)})
 
 
 def say_without_ring(status: int, folder: Path) -> None:
     """Say it where ranks that have ended well had `with_rank_marks`, and none has made a ring."""
-    if status == 0 and (folder / _MARKS).is_dir() and not has_ring(folder / _MARKS):
+    marks = marks_folder(folder)
+    if status == 0 and marks.is_dir() and not has_ring(marks):
         say(NO_RING)
 
 

@@ -6,10 +6,8 @@ the script, so that signals, exit status and stacks are its own. run_folder.py d
 
 from __future__ import annotations
 
-import errno
 import faulthandler
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -21,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ds_ring.errors import compiled_in, is_inside
+from ds_ring.errors import compiled_in, failure_kind
 from ds_ring.integrations.written_files import append_text
 
 from .job import open_standard_streams, raise_file_limit
@@ -29,7 +27,6 @@ from .probe import interface_to
 from .run_folder import FOLDER_VARIABLE, TOLD_TO_END, RankFault, write_exit, write_fault
 
 _FRAMES = 5  # the innermost ones that are kept: enough to tell one bug from another
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _ENDS_A_RANK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -71,39 +68,12 @@ def fault_of(error: BaseException, rank: int, step: int | None) -> RankFault:
     own = _own_frames(error.__traceback__)
     frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(own)]
     printed = "".join(traceback.format_exception(type(error), error, own))
-    kind, blames = _kind(error)
+    kind, blames = failure_kind(error)
     name = type(error).__name__
     return RankFault(
         rank, time.time(), step, kind, name, str(error)[:2000], tuple(frames[-_FRAMES:]), printed, blames,
         compiled_in(error) is None,
     )  # fmt: skip
-
-
-def _kind(error: BaseException) -> tuple[str, int | None]:
-    """Return the kind of a fault, and the rank that the error names.
-
-    By its type and by where it was raised, or those of the error that was being handled then: its text is
-    never looked at, as a script's own error may speak of NCCL ([Note: who stopped first] in relaunch.py).
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        names = {base.__name__ for base in type(cause).__mro__}
-        if "RingPeerError" in names:
-            # the world's number is in the text alone, which is ds_ring's own
-            named = re.match(r"rank (\d+) of the world: ", getattr(cause, "cause", ""))
-            return "lost", int(named[1]) if named else getattr(cause, "peer", None)
-        if "DistError" in names or _is_compiled_error_in(cause, "torch.distributed", "deepspeed.comm"):
-            return "lost", None
-        if "RingCheckpointError" in names or (isinstance(cause, OSError) and cause.errno in _FULL):
-            return "storage", None
-        if _is_compiled_error_in(cause, "torch.serialization"):
-            return "storage", None
-        cause = cause.__cause__ or cause.__context__
-    return "error", None
-
-
-def _is_compiled_error_in(error: BaseException, *modules: str) -> bool:
-    return isinstance(error, RuntimeError) and is_inside(compiled_in(error), *modules)
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -16,6 +16,7 @@ from ..cluster.cluster import Cluster
 from ..engines.engine import ssh_command
 from . import process
 from .agent import BEAT_SECONDS, END, END_AFTER_FAULT
+from .culprit import culprit_of
 from .job import ENVIRONMENT_FILE, FOLDER, Invocation, Job
 from .presence import AskedHost, HostsMissing
 from .process import FAULT_GRACE_SECONDS, POLL_SECONDS, counted, few, say
@@ -55,6 +56,10 @@ def _start(job: Job, signals: list[int]) -> int:
         status = process.run(invocation, caller, script, signals, grace, job.folder)
     if cluster.is_local:
         process.say_without_ring(status, job.folder)
+        if status and not signals and job.attempt_folder is None:
+            culprit = culprit_of(process.marks_folder(job.folder), cluster.hosts, status)
+            known = culprit.kind != "unknown"
+            say(f"error: {culprit.what if known else f'it ended with status {status}, for the reason above'}")
     return status
 
 

@@ -180,6 +180,41 @@ def test_failing_rank_ends_the_run(workplace: Workplace, engine: str, expected: 
     assert not workplace.left_behind()
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+@pytest.mark.day("False")
+def test_the_last_line_names_who_failed_in_place_of_torchruns_forty(
+    workplace: Workplace, verbose: bool
+) -> None:
+    path = workplace.write(f"engine: torchrun\n{LOCAL}")
+    status, output = workplace.launch(path, *["--verbose"] * verbose, "--", "--fail-on", "1", "--sleep")
+    assert status == 1 and ("ChildFailedError" in output) == verbose, output
+    last = output.splitlines()[-1]
+    assert (last.startswith("ds-ring: error: ") and len(output.splitlines()) < 8) or verbose, output
+    if not verbose:
+        assert "rank 1 on localhost left with status 17 while others were at work" in last
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
+@pytest.mark.night
+def test_an_error_on_a_ring_is_named_last_and_a_normal_run_is_quiet(
+    workplace: Workplace, engine: str
+) -> None:
+    require_engine(engine)
+    script = (Path(__file__).resolve().parents[1] / "dist/relaunch_train.py").read_text()
+    path = workplace.write(f"engine: {engine}\n{LOCAL}", script)
+    config = json.loads((workplace.folder / "ds.json").read_text())
+    config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}}
+    (workplace.folder / "ds.json").write_text(json.dumps(config))
+    options = ["--", "--output", str(workplace.folder), "--steps", "3", "--step-seconds", "0"]
+    status, output = workplace.launch(path, *options)
+    assert status == 0, output
+    assert [line for line in output.splitlines() if "INFO" in line or "shm_comm" in line] == []
+    status, output = workplace.launch(path, *options, "--steps", "9", "--fault", "bug", "--fault-step", "5")
+    assert status, output
+    expected = "rank 1 on localhost raised ZeroDivisionError in step 5: on purpose"
+    assert output.splitlines()[-1] == f"ds-ring: error: {expected}", output
+
+
 @pytest.mark.parametrize("engine", ["deepspeed", "torchrun", "mpirun"])
 @pytest.mark.day("torchrun")
 def test_sigterm_ends_the_run(workplace: Workplace, engine: str) -> None:

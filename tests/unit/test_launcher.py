@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -310,7 +311,7 @@ def test_local_deepspeed(folder: Path) -> None:
     assert made.argv == [
         *(sys.executable, "-P", "-u", "-m", "deepspeed.launcher.runner", f"--hostfile={folder / 'hostfile'}"),
         *("--master_port=20001", "--no_ssh", "--node_rank=0", "--master_addr=127.0.0.1"),
-        "--log_level=warning",
+        "--log_level=critical",  # who failed is said by ds-ring
         *(str(RANK_SCRIPT), "--first=0", "--only"),
         *(str(folder / "train.py"), "--deepspeed", "--deepspeed_config", str(folder / "ds.json")),
         *("--lr", "0.1", "--steps", "3"),
@@ -400,10 +401,22 @@ def test_visible_devices_that_do_not_fit_are_refused(folder: Path, devices: str)
 
 def test_torchrun(folder: Path) -> None:
     made = invocation(folder, "engine: torchrun\n" + ON_EACH_HOST, node_rank=1)
-    assert made.argv[1:11] == [
-        *("-P", "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1"),
-        *("--master-addr=node-0", "--master-port=23456", "--max-restarts=0"),
+    assert made.argv[1:10] == [
+        *("-P", "-u", "-m", "ds_ring_launcher.engines.torchrun", "--nnodes=2", "--nproc-per-node=2"),
+        *("--node-rank=1", "--master-addr=node-0", "--master-port=23456"),
     ]
+
+
+def test_engines_are_brief_where_ds_ring_names_who_failed(folder: Path) -> None:
+    cluster = read_cluster(write(folder, "engine: torchrun\n" + LOCAL))
+    for engine, brief in (("torchrun", "--brief"), ("deepspeed", "--log_level=critical")):
+        one = cluster.model_copy(update={"engine": engine})
+        job = Job(one, 0, 20001, folder, {})
+        assert brief in job.cluster.starter.invocation(job).argv
+        job = replace(job, verbose=True)
+        assert brief not in job.cluster.starter.invocation(job).argv
+    far = Job(read_cluster(write(folder, "engine: torchrun\n" + ON_EACH_HOST)), 0, 20001, folder, {})
+    assert not far.names_culprit and replace(far, attempt_folder=folder).names_culprit
 
 
 def test_mpirun(folder: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ds_ring_launcher.cluster.cluster import Host, Relaunch
+from ds_ring_launcher.run.culprit import culprit_of
 from ds_ring_launcher.run.rank import fault_of
 from ds_ring_launcher.run.relaunch import (
     Outcome,
     convert,
-    culprit_of,
     decide,
     hosts_for,
     outcome_of,
@@ -142,6 +142,21 @@ def test_what_an_exception_says_of_itself() -> None:
     assert raised(RingCheckpointError("full")).kind == "storage"
     assert raised(OSError(28, "No space left on device")).kind == "storage"
     assert raised(OSError(2, "No such file")).kind == "error"
+
+
+def test_an_error_of_a_rank_without_a_run_folder_is_described_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_ring.errors import RingPeerError
+    from ds_ring.integrations.deepspeed.run_folder import FOLDER_VARIABLE, record_fault
+
+    record_fault(1, ValueError("nobody asks"), 3)  # no launcher has named a folder
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    record_fault(0, RingPeerError(0, None, 1, "it ended with ValueError: broken data"), 4)
+    assert culprit_of(tmp_path, HOSTS, 1).rank == 1
+    record_fault(1, ValueError("broken data"), 4)
+    record_fault(1, ValueError("another"), 5)  # the first description stays
+    assert culprit_of(tmp_path, HOSTS, 1).what == "rank 1 on node-0 raised ValueError in step 4: broken data"
 
 
 def test_what_compiled_code_raised_is_told_by_where_it_was_called() -> None:

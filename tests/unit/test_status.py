@@ -21,7 +21,8 @@ from ds_ring.integrations.metrics.run_report import RunHistory
 from ds_ring_launcher import cli
 from ds_ring_launcher.cluster.cluster import Host
 from ds_ring_launcher.run import run_lock
-from ds_ring_launcher.run.relaunch import Outcome, culprit_of, decide
+from ds_ring_launcher.run.culprit import culprit_of
+from ds_ring_launcher.run.relaunch import Outcome, decide
 from ds_ring_launcher.run.run_folder import RankFault, RunFolder, write_exit, write_fault, write_json
 from ds_ring_launcher.run.run_lock import run_held
 from ds_ring_launcher.run.run_records import EventRecord, MetricsRecord, newest_checkpoint

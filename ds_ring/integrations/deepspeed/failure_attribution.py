@@ -23,6 +23,7 @@ from ds_ring.health.joining import join_detector
 from ds_ring.integrations.adapter import AppliedPatch, apply, patch
 from ds_ring.integrations.deepspeed.config_agreement import job_secret
 from ds_ring.integrations.deepspeed.engine import DEEPSPEED, ENGINE
+from ds_ring.integrations.deepspeed.run_folder import record_fault
 from ds_ring.limits import Timeouts
 from ds_ring.schedule.grid import Grid
 
@@ -144,7 +145,7 @@ def _verdict_on(error: BaseException, detector: DetectorClient) -> Fault | None:
 
 @patch(
     DEEPSPEED.imported("sys"), "excepthook", stage="at_exit", feature="culprit_at_exit",
-    reason="names the culprit before the traceback",
+    reason="names the culprit before the traceback, and to the launcher",
 )  # fmt: skip
 def _print_failed_rank(
     before: Callable[..., object],
@@ -153,6 +154,10 @@ def _print_failed_rank(
     trace: TracebackType | None,
 ) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
+    from ds_ring.integrations.metrics.run_report import step_under_way
+
+    for detector in list(_detectors)[:1]:
+        record_fault(detector.rank, error, step_under_way())
     if is_of_distributed(error, "__main__"):  # the script's own collectives
         for detector in list(_detectors):
             fault = _verdict_on(error, detector)

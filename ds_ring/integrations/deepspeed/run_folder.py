@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ds_ring.errors import compiled_in, failure_kind
 from ds_ring.health.client import DetectorClient, LateNotice, log_late
 from ds_ring.integrations.written_files import append_text, replace_text
 
@@ -53,6 +54,21 @@ def _write_late(folder: Path, own: int, notice: LateNotice | int) -> None:
             late = {"rank": notice.rank, "at": time.time(), "seconds": notice.seconds, "what": notice.what}
             late |= {"where": notice.at, "limit_seconds": notice.limit.seconds, "key": notice.limit.key}
             replace_text(folder / f"rank-{notice.rank}.late.json", json.dumps(late))
+
+
+def record_fault(rank: int, error: BaseException, step: int | None) -> None:
+    """Describe the error that ends this process for the launcher (`RankFault`), unless it was described.
+
+    `step` is the optimizer step that is under way.
+    """
+    folder = attempt_folder()
+    if folder is None or (path := folder / f"rank-{rank}.fault.json").exists():
+        return
+    kind, blames = failure_kind(error)
+    found: dict[str, object] = {"rank": rank, "at": time.time(), "step": step, "kind": kind, "blames": blames}
+    found |= {"type": type(error).__name__, "message": str(error)[:2000], "frames": [], "traceback": ""}
+    with suppress(OSError):  # the traceback is printed anyway
+        replace_text(path, json.dumps(found | {"raised": compiled_in(error) is None}))
 
 
 def ranks_per_node() -> int | None:
