@@ -17,11 +17,17 @@ ELEMENTS = 2048  # of K or V that one program converts at once
 
 
 @triton.jit
+def _larger(a, b):  # type: ignore[no-untyped-def]
+    return tl.maximum(a, b)
+
+
+# `tl.reduce` and not `tl.max`, which Triton's interpreter runs only where triton was imported for it.
+@triton.jit
 def _encoded(x, inside):  # type: ignore[no-untyped-def]
     """Return the bytes of rows x [ROWS, WIDTH] of float32, and their exponents [ROWS]."""
     magnitude = tl.abs(x)
-    is_finite = tl.sum((inside & ~(magnitude < float("inf"))).to(tl.int32), 1) == 0
-    largest = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
+    is_finite = tl.reduce((inside & ~(magnitude < float("inf"))).to(tl.int32), 1, _larger) == 0
+    largest = tl.reduce(tl.where(magnitude < float("inf"), magnitude, 0.0), 1, _larger)
     bits = largest.to(tl.int32, bitcast=True)
     # m * 2^e with 0.5 <= m < 1; the division makes the largest magnitude at most 448 = 0.875 * 2^9
     e = tl.where(largest == 0.0, 0, tl.maximum(bits >> 23, 0) - 126)
