@@ -52,7 +52,7 @@ def _decoded(code, exponent, HALF: tl.constexpr):  # type: ignore[no-untyped-def
     rest = code & 0x7F
     normal = ((rest << 20) + (120 << 23)).to(tl.float32, bitcast=True)
     value = tl.where(rest < 8, rest.to(tl.float32) * 0.001953125, normal)
-    value = tl.where(rest == 0x7F, float("nan"), tl.where(code >= 0x80, -value, value))
+    value = tl.where(code >= 0x80, -value, value)
     exponent = exponent.to(tl.int8, bitcast=True).to(tl.int32)
     value = value * ((exponent + 127) << 23).to(tl.float32, bitcast=True)[:, None]
     if HALF:
