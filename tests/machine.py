@@ -137,6 +137,9 @@ NEEDS: dict[str, Callable[[], str]] = {
     "pdoc": partial(lacks, "pdoc", ": pip install 'ds_ring[docs]' brings it"),
     "ray": partial(lacks, "ray", ", which no extra names: pip install 'ray[train]'"),
     "slurm": lacks_slurm,
+    "sp_backend registry": partial(
+        lacks, "accelerate.utils.sequence_parallel", ": see tools/upstream/README.md"
+    ),
     "sshd": lacks_sshd,
     "tensorboard": partial(lacks, "tensorboard", ", which no extra names: pip install tensorboard"),
     "triton": partial(lacks, "triton", ": pip install 'ds_ring[test]' brings it"),

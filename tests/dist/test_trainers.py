@@ -531,6 +531,32 @@ def test_trl_is_the_same_as_on_one_process(
         assert moved[0] <= 1e-5 < 1e-2 < max(moved)  # before the first update, and after
 
 
+def run_grpo_by_its_backend(rank: int, world_size: int, model: str, config: str) -> Logs:
+    """Run GRPO on a ring that only `parallelism_config` asks for."""
+    start_deepspeed()
+    import ds_ring
+
+    ds_ring.enable()
+    from accelerate.parallelism_config import ParallelismConfig
+
+    parallel = ParallelismConfig(sp_size=world_size, sp_backend="ds_ring")
+    assert parallel.sp_enabled
+    return run_trl(rank, world_size, "GRPO", model, config, True, {"parallelism_config": parallel})
+
+
+@pytest.mark.night
+@pytest.mark.needs("sp_backend registry")
+def test_grpo_runs_on_a_registered_backend_as_on_one_process(rank_pool: Any, tmp_path: Path) -> None:
+    """tests/integration/test_upstream.py runs it with patched packages."""
+    model, plain = (
+        str(save_model(tmp_path)),
+        plain_config(tmp_path, json.loads((EXAMPLES / "ds_config.json").read_text())),
+    )
+    expected = rank_pool(1).run(run_trl, "GRPO", model, plain, False, {})[0]
+    for logs in rank_pool(2).run(run_grpo_by_its_backend, model, plain):
+        check_logs(logs, expected)
+
+
 def test_every_target_in_trl_exists() -> None:
     pytest.importorskip("trl")
     from ds_ring.integrations.trainers.trl import TRL

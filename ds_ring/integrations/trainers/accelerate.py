@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from ds_ring.integrations.adapter import PatchTable, apply, patch
 from ds_ring.integrations.trainers.transformers import BACKEND, enable_trainer, write_ring_ranks
 
 AUTO = "auto"
+_REGISTRY = "accelerate.utils.sequence_parallel"  # of tools/upstream's patch; no release has it
 
 # enable() applies the patches of classes for good, once a process; those of objects are applied where
 # accelerate makes the object.
@@ -100,21 +103,37 @@ _scheduler_class = patch(
 
 def enable_accelerate() -> None:
     """Put every Accelerator that is made from now on a ring."""
-    apply(_start, _with_gloo, _gathered, _gathered_objects, _ReplicaState, _with_ring)
+    apply(_start, _with_gloo, _gathered, _gathered_objects, _ReplicaState, _with_ring, _register)
 
 
 @patch(
     ACCELERATE.imported("accelerate.parallelism_config.ParallelismConfig"), "__post_init__",
     stage="at_enable", feature="parallelism",
-    reason='takes out the ranks of the backend "ds_ring", which accelerate does not know',
+    reason='takes out the ranks of the backend "ds_ring", unless accelerate knows it',
 )  # fmt: skip
 def _with_ring(check: Callable[[Any], None], parallel: Any) -> None:
     """Take the ranks of `sp_backend="ds_ring"` or `cp_backend="ds_ring"` out of what accelerate checks."""
     for size, backend in (("sp_size", "sp_backend"), ("cp_size", "cp_backend")):
         if getattr(parallel, backend) == BACKEND:
-            ranks = _ring_ranks.to(getattr(parallel, size) or 1)
-            apply(_parallelism[size].to(1), _parallelism[backend].to(None), ranks, parallel=parallel)
+            apply(_ring_ranks.to(getattr(parallel, size) or 1), parallel=parallel)
+            if size == "cp_size" or not _has_registry():
+                apply(_parallelism[size].to(1), _parallelism[backend].to(None), parallel=parallel)
     check(parallel)
+
+
+@patch(
+    ACCELERATE.imported("accelerate.parallelism_config.ParallelismConfig"), "sp_backend",
+    stage="at_enable", kind="registered", feature="parallelism.registry",
+    reason="makes the backend known", when="accelerate has a registry of backends (tools/upstream)",
+)  # fmt: skip
+def _register() -> None:
+    if _has_registry():
+        registry = import_module(_REGISTRY)
+        registry.register_sp_backend(BACKEND, registry.SequenceParallelBackend(whole_batches=True))
+
+
+def _has_registry() -> bool:
+    return find_spec(_REGISTRY) is not None
 
 
 @patch(
@@ -135,6 +154,8 @@ def _start(start: Callable[..., None], accelerator: Any, *args: Any, **kwargs: A
     ring = RingConfig.from_deepspeed(config)
     ring.validate_world(accelerator.state.num_processes)
     others = [f"{axis}_size" for axis in ("tp", "cp", "sp") if getattr(parallel, f"{axis}_enabled", False)]
+    if getattr(parallel, "sp_backend", None) == BACKEND:
+        others = [one for one in others if one != "sp_size"]
     if others:
         raise RingConfigError(
             f'parallelism_config: expected no {others[0]}, got one above 1; set its backend to "{BACKEND}"'

@@ -121,7 +121,14 @@ def _count_replicas(args: Any, ranks: int) -> None:
 @functools.cache
 def enable_trainer() -> None:
     """Replace what Trainer works out from the number of processes; once, when it has been imported."""
-    apply(_batch_size, _reading_the_loss, _of_each_replica, _counting_steps, _with_loaders_of_replicas)
+    apply(
+        _batch_size,
+        _no_sp_size,
+        _reading_the_loss,
+        _of_each_replica,
+        _counting_steps,
+        _with_loaders_of_replicas,
+    )
 
 
 @_trainer_patch(
@@ -129,6 +136,14 @@ def enable_trainer() -> None:
 )
 def _batch_size(total: Callable[..., int], trainer: Any, args: Any) -> int:
     return total(trainer, args) // int(trainer.accelerator.sequence_ranks)
+
+
+@_trainer_patch(
+    "get_sp_size", kind="replaced", feature="batch size.ranks",
+    reason="the ranks of a sequence are one replica already: Trainer would divide by them again",
+)  # fmt: skip
+def _no_sp_size(trainer: Any) -> int:
+    return 1
 
 
 @_trainer_patch(

@@ -52,7 +52,7 @@ CASES = {
     ),
     # By one process with a mask of two dimensions of tokens, which no ring has.
     "packing": Case(
-        {"neat_packing": True, "cutoff_len": 1023, "per_device_train_batch_size": 1},
+        {"neat_packing": True, "cutoff_len": 1024, "per_device_train_batch_size": 1},
         json={"ring_attention": {"pattern": {"causal": True, "documents": True}}},
     ),
 }  # fmt: skip
@@ -62,7 +62,7 @@ def losses(folder: Path, name: str, ranks: int, asked: dict[str, Any], *starts: 
     """Run the command and return its log, with what it says of the whole run at the end."""
     described = {one: {"file_name": f"{one}.jsonl"} | COLUMNS for one in ("train", "held_out")}
     if asked.get("stage") == "pt":
-        described["train"] = {"file_name": "text.jsonl"}
+        described["train"] = {"file_name": "text.jsonl", "columns": {"prompt": "text"}}
     (folder / "dataset_info.json").write_text(json.dumps(described))
     asked = COMMON | asked | {"output_dir": name, "deepspeed": f"{name}.json"}
     (folder / f"{name}.yaml").write_text(json.dumps(asked))  # JSON is YAML
