@@ -154,7 +154,7 @@ def print_tables(result: TuningResult) -> None:
 def _machine(result: TuningResult) -> Table:
     measured, table = result.measured, Table(title="measured, every rank at work", title_justify="left")
     table.add_column("what")
-    table.add_column("", justify="right")
+    table.add_column("rate or time", justify="right")
     rate = measured.kernels[result.chosen.kernel]
     rows = [
         ("kernel, forward", f"{rate.forward_flops / 1e9:.1f} GFLOP/s"),
@@ -179,7 +179,7 @@ def _machine(result: TuningResult) -> Table:
 def _finals(result: TuningResult) -> Table:
     title = f"passes of {result.request.tokens} tokens, forward + backward, slowest rank"
     table = Table(title=title, title_justify="left")
-    for name in ("", "candidate"):
+    for name in ("which", "candidate"):
         table.add_column(name)
     for name in ("expected", "measured", "fastest\nto slowest"):
         table.add_column(name, justify="right", no_wrap=True)

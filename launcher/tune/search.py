@@ -108,13 +108,14 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
     passes = Passes(request, clock)
     try:
         everyone, tokens = candidates(request), request.tokens
-        with _bar(progress, TURNS * len({candidate.kernel for candidate in everyone}) + 3) as bar:
+        kernels = {candidate.kernel for candidate in everyone}
+        with _bar(progress, "kernels", TURNS * len(kernels) + 3) as bar:
             measured = measure_machine(everyone, request, clock, passes, bar)
         model = Model(request, measured)
         size = min(max(len(everyone) // 10, MIN_CONTESTANTS), MAX_CONTESTANTS)
         contestants, before = contestants_of(everyone, size, tokens, model), passes.count
-        with _bar(progress, 2 * len(contestants) + FINAL_ROUNDS * (FINALISTS + 1)) as bar:
-            bar.set_description_str(f"{len(contestants)} contestants")
+        rounds = 2 * len(contestants) + FINAL_ROUNDS * (FINALISTS + 1)
+        with _bar(progress, f"passes of {len(contestants)} candidates", rounds) as bar:
 
             def measure(candidate: TuningCandidate) -> float:
                 bar.update()
@@ -156,13 +157,12 @@ def measure_machine(
     shard = layout_of(request, "auto", first.ring_size, 1, request.tokens).local_tokens
     # No larger than a shard, so that the probe costs no more than a pass.
     large = min(max(shard, 2 * SMALL_TOKENS), LARGE_TOKENS)
-    bar.set_description_str("kernels")
     choices = list(dict.fromkeys(candidate.kernel for candidate in everyone))
     kernels = probe.rates(choices, large, bar.update)
     alone = probe.alone_speedup(first.kernel, dist.get_rank(), large // 2)
     matmul = probe.matmul_flops()
     bar.update()
-    bar.set_description_str("links")
+    bar.set_description_str(f"{_MEASURES} links")
     links, size = None, request.sequence_size
     if size > 1:
         ulysses = max(candidate.ulysses_size for candidate in everyone)
@@ -174,9 +174,14 @@ def measure_machine(
     return Measured(kernels, alone, matmul, links, overhead)
 
 
+_MEASURES = "ds-ring tune measures"
+
+
 @contextmanager
-def _bar(progress: bool, total: float) -> Iterator[tqdm[None]]:
+def _bar(progress: bool, what: str, total: float) -> Iterator[tqdm[None]]:
+    """Show a bar on rank 0 that says from its first line on what is measured."""
     shown = progress and dist.get_rank() == 0
     form = "{desc}: {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
-    with tqdm(total=total, disable=not shown, bar_format=form, leave=False) as bar:
+    label = f"{_MEASURES} {what}"
+    with tqdm(total=total, desc=label, disable=not shown, bar_format=form, leave=False) as bar:
         yield bar

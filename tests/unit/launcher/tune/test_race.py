@@ -6,7 +6,9 @@ import random
 from functools import cache
 
 import pytest
+import torch.distributed as dist
 
+from ds_ring_launcher.tune import search
 from ds_ring_launcher.tune.candidates import TuningCandidate, candidates
 from ds_ring_launcher.tune.model import Model
 from ds_ring_launcher.tune.search import MAX_CONTESTANTS, MIN_CONTESTANTS, contestants_of, race
@@ -65,3 +67,14 @@ def test_the_defaults_stay_where_nothing_is_better() -> None:
     everyone, model = field(2)
     contestants = contestants_of(everyone, 16, TOKENS, model)
     assert race(contestants, lambda one: 1.0 if one == everyone[0] else 0.995)[0] == everyone[0]
+
+
+def test_a_bar_has_a_label_from_its_first_line_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """(Its first line was "0 % |", the next "kernels: 5 %".)"""
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with search._bar(True, "kernels", 2) as bar:
+        bar.update()
+    lines = [line for line in capsys.readouterr().err.split("\r") if "%" in line]
+    assert lines and all(line.startswith("ds-ring tune measures kernels: ") for line in lines), lines
