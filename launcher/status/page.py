@@ -47,7 +47,11 @@ class ChartPoint(NamedTuple):
 
 
 def chart(
-    title: str, points: Sequence[ChartPoint], fault_steps: Sequence[int] = (), from_zero: bool = False
+    title: str,
+    points: Sequence[ChartPoint],
+    fault_steps: Sequence[int] = (),
+    from_zero: bool = False,
+    first_step: int | None = None,
 ) -> str:
     """Return an <svg> element.
 
@@ -56,6 +60,7 @@ def chart(
         points: in the order in which they happened.
         fault_steps: the steps in which attempts failed: a dashed line each.
         from_zero: the axis begins at 0.
+        first_step: where the axis of steps begins; by default that of the first point.
     """
     every = max(-(-len(points) // MAX_POINTS), 1)
     points = points[(len(points) - 1) % every :: every]  # the last one among them
@@ -64,7 +69,8 @@ def chart(
         return f'<p class="none">{escape(title)}: nothing is known yet.</p>'
     values_at = _ticks(0.0 if from_zero else min(values), max(values), 4)
     steps = [point.step for point in points]
-    steps_at = _ticks(min(steps), max(steps), 6, least_unit=1)
+    first_step = min(steps) if first_step is None else min(first_step, *steps)
+    steps_at = _ticks(first_step, max(steps), 6, least_unit=1)
 
     def x_of(step: float) -> float:
         share = (step - steps_at[0]) / (steps_at[-1] - steps_at[0])
@@ -142,7 +148,7 @@ p{margin:4px 0}.soft,.none{color:var(--soft)}.bad{color:var(--bad)}
 .state{display:inline-block;padding:1px 10px;border-radius:10px;background:var(--line);font-size:14px}
 .state.running,.state.done{background:#1f7a4d;color:#fff}.state.failed,.state.silent{background:#b3261e;color:#fff}
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(118px,1fr));gap:8px;margin:14px 0}
-.tile{border:1px solid var(--line);border-radius:6px;padding:6px 10px}
+.tile{max-width:200px;border:1px solid var(--line);border-radius:6px;padding:6px 10px}
 .tile b{display:block;font-size:19px;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:13px}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px}
@@ -232,9 +238,11 @@ def _charts(status: RunStatus) -> str:
     shown = sorted({point.attempt for point in losses})[-len(COLOURS) :]
     keys = "".join(f'<i class="key c{(n - 1) % len(COLOURS)}"></i>attempt {n}' for n in shown)
     faults = [one.last_step for one in status.attempts if one.faults and one.last_step is not None]
+    first = min((one.step for one in status.course), default=None)  # of both charts: no rate is known of it
+    loss = chart("Loss over steps", losses, faults, first_step=first)
+    rate = chart("Tokens per second", rates, faults, from_zero=True, first_step=first)
     return (
-        f'<h2>Loss over steps</h2><p class="soft">{keys}</p>{chart("Loss over steps", losses, faults)}'
-        f"<h2>Tokens per second over steps</h2>{chart('Tokens per second', rates, faults, from_zero=True)}"
+        f'<h2>Loss over steps</h2><p class="soft">{keys}</p>{loss}<h2>Tokens per second over steps</h2>{rate}'
     )
 
 

@@ -95,6 +95,7 @@ def tables_of(status: RunStatus, most: int) -> list[StatusTable]:
             "Checkpoints that are whole by their manifest, the newest first",
             "tag, step, saved, size, loaded next",
             checkpoints,
+            "None so far.",
         ),
     ]
 
@@ -113,7 +114,7 @@ def _attempt(one: AttemptStatus, now: float) -> tuple[str, ...]:
 
 def _rank(one: RankStatus) -> tuple[str, ...]:
     takes = "" if one.step_seconds is None else f"{1e3 * one.step_seconds:,.0f} ms"
-    age = "never" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} before"
+    age = "none yet" if one.age_seconds is None else f"{seconds_text(one.age_seconds)} before"
     memory = "" if one.memory_bytes is None else memory_text(one.memory_bytes)
     return str(one.rank), one.host or "", one.state, _or_blank(one.step), takes, memory, age
 
@@ -141,6 +142,8 @@ def memory_text(size: int | None) -> str:
     """Return bytes as MiB or GiB."""
     if size is None:
         return "unknown"
+    if size < 2**20:
+        return f"{size / 2**10:,.0f} KiB"
     return f"{size / 2**20:,.0f} MiB" if size < 10 * 2**30 else f"{size / 2**30:,.1f} GiB"
 
 
