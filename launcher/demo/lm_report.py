@@ -83,5 +83,7 @@ def draw(report: Report, path: Path) -> None:
     names = [*(["one process"] if alone else []), *(f"rank {rank}" for rank in range(len(sizes)))]
     memory_axes.bar_label(memory_axes.barh(names, [*alone, *sizes]), fmt="%.0f MiB", padding=3)
     memory_axes.set_title("peak memory" if found is None else "peak tensor memory of a pass", fontsize=10)
+    memory_axes.margins(x=0.15)  # space for the labels
+    memory_axes.set_xlabel("MiB")
     memory_axes.invert_yaxis()
     save_figure(figure, path)
