@@ -744,11 +744,7 @@ DENSE = {*TEXTS} - {
     "configs/README.md",
     "ds_ring/README.md",
 }  # fmt: skip
-DENSE -= {"MIGRATING.md", *OF_THE_CODE} - {"ds_ring/READING.md"}
-DENSE |= {
-    f"ds_ring/{name}/README.md"
-    for name in ("transports", "layers/scan", "layers/selection", "decode", "patterns/documents")
-}
+DENSE -= {"MIGRATING.md", *OF_THE_CODE}
 
 
 @pytest.mark.parametrize("document", TEXTS)
