@@ -65,7 +65,8 @@ def gather_of_local(output: Any, name: str, compute: Callable[[Tensor], Tensor])
 
     None if the output is no tensor: logits that a tiled loss does not compute.
     """
-    local = dict.__getitem__(output, name) if isinstance(output, dict) else getattr(output, name)
+    by_key = isinstance(output, dict)
+    local = dict.__getitem__(output, name) if by_key else object.__getattribute__(output, name)
     if not isinstance(local, Tensor):
         return None
     whole: Tensor = vars(output)["_later"][name](compute(local))

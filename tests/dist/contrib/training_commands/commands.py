@@ -71,4 +71,4 @@ def run(folder: Path, command: list[str], ranks: int, **environment: str) -> str
 def plug_in(name: str) -> str:
     """Return its path, as a user gets it."""
     command = [sys.executable, "-m", "ds_ring.contrib.training_commands", name]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

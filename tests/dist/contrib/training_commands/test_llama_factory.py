@@ -93,6 +93,12 @@ def test_llama_factory_trains_a_ring_as_one_process(tmp_path: Path, name: str) -
     assert expected[-1]["train_loss"] < expected[0]["loss"]
 
 
+@pytest.mark.needs("LLaMA-Factory")
+def test_every_target_in_llama_factory_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISABLE_VERSION_CHECK", "1")
+    llama_factory.FACTORY.check()
+
+
 def test_what_llama_factory_cannot_do_on_a_ring_is_refused() -> None:
     parsed = (SimpleNamespace(stage="sft"), SimpleNamespace(use_unsloth=False, shift_attn=None))
     assert llama_factory._checked(lambda: parsed) is parsed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -93,6 +94,19 @@ def test_ms_swift_resumes_a_ring(tmp_path: Path) -> None:
     expected = losses(tmp_path, "ring", "sft", 2, *ring)
     resumed = losses(tmp_path, "resumed", "sft", 2, *ring, "--resume_from_checkpoint", "ring/checkpoint-2")
     check_logs(resumed[:-1], expected[:-1])
+
+
+@pytest.mark.needs("ms-swift")
+def test_every_target_in_ms_swift_exists() -> None:
+    ms_swift.SWIFT.check()
+    ms_swift.PEFT.check()
+
+
+def test_the_path_of_a_plug_in_is_printed() -> None:
+    assert Path(plug_in("ms_swift")) == Path(str(ms_swift.__file__))
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        plug_in("swift")
+    assert "expected one of ['llama_factory', 'ms_swift'], got ['swift']" in error.value.stderr
 
 
 @pytest.mark.parametrize(
