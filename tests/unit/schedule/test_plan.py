@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, build_plan, make_layout
-from ds_ring.kernels.cpu.kernel import CpuKernel
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots, expand_ranges, no_slots, ranges_of_progressions
 from ds_ring.schedule.head_class import ReadsOfShards
@@ -154,11 +153,6 @@ def links_of(plan: Plan) -> int:
     return total
 
 
-def executed_pairs(plan: Plan, rank: int) -> int:
-    kernel, (head_class,) = CpuKernel(), plan.rank(rank).classes
-    return sum(kernel.executed_pairs(hop_plan.tiles) for hop_plan in head_class.hops)
-
-
 @pytest.mark.parametrize("ring_size", [2, 4, 8, 64])
 @pytest.mark.day("2", "4", "8")  # 64: the same arithmetic as 8, 64 times as many hops
 def test_zigzag_balances_a_causal_mask(ring_size: int) -> None:
@@ -167,8 +161,6 @@ def test_zigzag_balances_a_causal_mask(ring_size: int) -> None:
     planned = [plan.rank(rank).pairs for rank in range(ring_size)]
     assert sum(planned) == layout.tokens * (layout.tokens + 1) // 2
     assert max(planned) <= 1.01 * np.mean(planned)
-    executed = [executed_pairs(plan, rank) for rank in range(ring_size)]
-    assert max(executed) <= 1.01 * np.mean(executed)
 
 
 def test_contiguous_is_what_zigzag_is_for() -> None:

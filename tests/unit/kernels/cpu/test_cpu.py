@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ds_ring import Dilated, SlidingWindow
+from ds_ring import Causal, Dilated, SlidingWindow, build_plan, make_layout
 from ds_ring.comm.streams import is_fake
 from ds_ring.errors import RingConfigError
 from ds_ring.kernels.cpu.calls import Sizes, calls
@@ -146,3 +146,11 @@ def test_a_fake_pass_leaves_nothing_that_a_real_one_meets() -> None:
                 assert all(is_fake(part.out_BHSD) for part in kernel.forward(q, k, v, tiles, 1.0))
             q, k, v = (torch.randn(1, 1, 512, 16) for _ in range(3))
             assert not any(is_fake(part.out_BHSD) for part in kernel.forward(q, k, v, tiles, 1.0))
+
+
+def test_a_causal_zigzag_ring_computes_evenly() -> None:
+    """The plan is even (`tests/unit/schedule/test_plan.py`), and so is what the kernel multiplies."""
+    plan, kernel = build_plan(Causal(), make_layout("zigzag", tokens=8 * 2048, ring_size=8)), CpuKernel()
+    hops = [plan.rank(rank).classes[0].hops for rank in range(8)]
+    executed = [sum(kernel.executed_pairs(hop.tiles) for hop in of_rank) for of_rank in hops]
+    assert max(executed) <= 1.01 * np.mean(executed)
