@@ -123,7 +123,7 @@ def test_the_readme_is_in_the_metadata(installed: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (f"launch configs/quickstart.yaml -- {SMALL_RUN} --compare_tokens 64", "loss of the trained model on"),
+        (f"launch configs/quickstart.yaml -- {SMALL_RUN} --compare_tokens 64", "loss of the trained model"),
         ("simulate --tokens 2048 --config configs/longnet.json --ring-sizes 1 2", "ring"),
         ("plan --tokens 65536 --layers 2 --hidden 64 --heads 4 --vocab 100 --hardware gb300", "GB300"),
         ("doctor", "ring of 2"),
