@@ -218,7 +218,7 @@ def _tiles(status: RunStatus) -> str:
         "memory, at most": "" if most is None else memory_text(most),
         "slowest hop": f"{1e3 * status.links[0].hop_seconds:.2f} ms" if status.links else "",
         "newest checkpoint": "" if newest is None else f"step {newest:,}",
-        "attempts": str(len(status.attempts)),
+        "attempt" if len(status.attempts) == 1 else "attempts": str(len(status.attempts)),
     }
     cells = (
         f'<div class="tile"><b>{_html(value)}</b><span>{what}</span></div>'

@@ -165,6 +165,7 @@ def own_run(place: Place, text: str) -> None:
     """All three blocks of the section: JSON, script and command; its port is free while others test."""
     (place.folder / "train.py").write_text(block_of("import torch").text)
     output = place.bash(text, {"deepspeed": f"deepspeed --master_port {choose_free_port()}"})
+    assert "INFO" not in output and "shm_comm" not in output, output
     losses = [float(line) for line in output.split() if line.startswith("5.")]
     assert len(losses) == 8, output  # one for each batch, near ln(256)
     assert all(5.4 < loss < 5.7 for loss in losses)
@@ -538,7 +539,7 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "# a model in plain PyTorch": own_model,
     "# samples of 100 to 1000 tokens": ragged_samples,
     "# the loss of each whole sequence": evaluation,
-    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train.py": own_run,
+    "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --log_level": own_run,
     "+import ds_ring": stands_in_the_examples,
     "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 configs/examples": only_reads(
         "tests/dist/test_trainers.py runs the scripts"
@@ -624,7 +625,7 @@ def by_day_or_night(block: Block) -> Any:
     """README and the tutorial by day; the others at night, with README's two commands and the start of the
     tutorial's script: by day both scripts run on ranks that have torch loaded already.
     """
-    started = "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 train"
+    started = "DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --log_level"
     slow = ("python3 -m venv .venv && ", started)
     quick = block.document in ("README.md", "ds_ring/TUTORIAL.md") and not block.first_line.startswith(slow)
     name = f"{block.document}:{block.first_line[:40]}"

@@ -110,14 +110,14 @@ def test_only_what_is_known_has_a_box(tmp_path: Path, capsys: pytest.CaptureFixt
     def boxes() -> list[str]:
         return re.findall(r'<div class="tile"><b>[^<]+</b><span>([^<]+)', page_of(read_run(run.path)))
 
-    assert boxes() == ["attempts"]
+    assert boxes() == ["attempt"]
     with open(run.attempt(1) / "history.jsonl", "a") as file:
         file.write(json.dumps({"step": 1, "loss": None, "tokens_per_second": None}) + "\n")
-    assert boxes() == ["step", "attempts"] and "unknown" not in page_of(read_run(run.path))
+    assert boxes() == ["step", "attempt"] and "unknown" not in page_of(read_run(run.path))
     print_status(read_run(run.path))
     assert "step 1\n" in capsys.readouterr().out
     course(run.attempt(1), 3.0, first=2)
-    assert boxes() == ["step", "loss", "tokens per second", "attempts"]
+    assert boxes() == ["step", "loss", "tokens per second", "attempt"]
     print_status(read_run(run.path))
     assert "step 2, loss 3, 1,000 tokens per second" in capsys.readouterr().out
 
