@@ -36,6 +36,7 @@ TEXTS = {
     "configs/README.md": "Configuration",
     "MIGRATING.md": "Coming from elsewhere",
     "tools/README.md": "Evidence and tools",
+    "tools/upstream/README.md": "Patches for other packages",
     "ds_ring/DESIGN.md": "Design",
     "ds_ring/READING.md": "Reading the code",
     "ds_ring/NOTES.md": "Notes",

@@ -583,6 +583,8 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "ds-ring check-model": check_model,
     "ds-ring verify-checkpoint": verify_checkpoints,
     "ds-ring resize-checkpoint": only_reads("tests/dist/test_resize.py goes on with such checkpoints"),
+    # tools/upstream/README.md
+    "python -m tools.upstream.apply": only_reads("tests/integration/test_upstream.py applies the patches"),
     # CONTRIBUTING.md
     "# once": contributors_set_up,
     "python tools/build_site.py": only_reads("tests/integration/test_build_site.py runs it"),
@@ -745,7 +747,7 @@ DENSE = {*TEXTS} - {
     "configs/README.md",
     "ds_ring/README.md",
 }  # fmt: skip
-DENSE -= {"MIGRATING.md", *OF_THE_CODE}
+DENSE -= {"MIGRATING.md", "tools/upstream/README.md", *OF_THE_CODE}
 
 
 @pytest.mark.parametrize("document", TEXTS)
