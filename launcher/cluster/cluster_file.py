@@ -81,11 +81,15 @@ def read_mapping(path: Path) -> dict[str, Any]:
         got = str(error).split(";")[0]
         raise config_error(str(path), sentence("values that can be read", got, "correct them")) from None
     if value is None:
-        raise config_error(str(path), "expected a mapping, got an empty file; copy quickstart.yaml")
+        raise config_error(
+            str(path), "expected a mapping, got an empty file; copy quickstart.yaml of ds-ring configs"
+        )
     odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
     if not isinstance(value, dict) or odd:
         got = f"the key {shown(odd[0])}, which is no word" if odd else type(value).__name__
-        raise config_error(str(path), f"expected 'key: value' lines, got {got}; see quickstart.yaml")
+        raise config_error(
+            str(path), f"expected 'key: value' lines, got {got}; see quickstart.yaml of ds-ring configs"
+        )
     return value
 
 
