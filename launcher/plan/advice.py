@@ -48,11 +48,19 @@ class _Change(NamedTuple):
 
 
 def remedies(setting: TrainingSetting) -> tuple[Remedy, ...]:
-    """Return at most five changes that each make the setting fit, cheapest first."""
+    """Return at most five changes that each make the setting fit, cheapest first.
+
+    They name the options that they need, also where searches may add some.
+    """
+    searches_add, setting = setting.may_add_options, replace(setting, may_add_options=False)
     changes = list(_changes(setting))
     found = chain(_on_these_devices(setting, changes), _more_devices(setting))
     lines = list(islice(found, MAX_LINES))
-    if len(lines) < MAX_LINES and 0 < (tokens := longest_sequence(setting)) < setting.tokens:
+    if (
+        not searches_add
+        and len(lines) < MAX_LINES
+        and 0 < (tokens := longest_sequence(setting)) < setting.tokens
+    ):
         lines += _found(f"--tokens {tokens}", replace(setting, tokens=tokens))
     return tuple(lines)
 

@@ -200,6 +200,18 @@ def test_every_figure_names_its_options_and_other_methods_have_the_same(capsys):
     assert found["fewest_devices"] > longest["fewest_devices"]
 
 
+def test_what_does_not_fit_with_all_options_is_told_what_would(capsys):
+    """(With --fit no change was known, beside the number of devices that fit.)"""
+    arguments = [*SIZES, *CPU, "--devices", "2", "--tokens", "800000"]
+    found = plan(capsys, *arguments, "--fit")
+    assert not found["memory"]["fits"] and found["with_fit_options"]["longest_tokens"] < 800000
+    assert "both with the options of --fit" in found["warnings"][0]
+    changes = [remedy["change"] for remedy in found["remedies"]]
+    assert changes and all(change.startswith("--devices") for change in changes), changes
+    for change in changes:
+        assert plan(capsys, *arguments, *change.split())["memory"]["fits"], change
+
+
 @pytest.mark.parametrize(
     ("layers", "vocab", "words"),
     [("1", "16", "1,304 parameters"), ("32", "4096", "million parameters"), ("32", "8000000", "billion")],
