@@ -7,13 +7,12 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-
-from tools.common import parser_of
 
 # Where a package's repository has its sources.
 SOURCES = {"accelerate": "src", "trl": "."}
@@ -48,8 +47,12 @@ def patched(package: str, folder: Path) -> Path:
 
 def main() -> None:
     """Apply the patch that the command line names."""
-    options = parser_of(__doc__, package=("accelerate", "whose patch", [*SOURCES]), folder="runs/patched")
-    given = options.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--package", choices=[*SOURCES], default="accelerate", help="whose patch")
+    parser.add_argument("--folder", default="runs/patched", help="for the copy (runs/patched)")
+    given = parser.parse_args()
     folder = Path(given.folder)
     folder.mkdir(parents=True, exist_ok=True)
     print(patched(given.package, folder))
