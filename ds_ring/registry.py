@@ -73,6 +73,7 @@ LAYOUTS = {
 PATTERN_KEYS = {
     "dilated": "ds_ring.patterns.dilated.keys.DilatedKeys",
     "slices": "ds_ring.patterns.slices.keys.SliceKeys",
+    "mask_mod": "ds_ring.patterns.captured.keys.MaskModKeys",
 }
 
 

@@ -25,6 +25,10 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
 
 
+def every_third(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return k % 3 == 0
+
+
 def sliding_window(size: int) -> MaskFunction:
     return and_masks(causal, lambda b, h, q, k: q - k <= size)
 

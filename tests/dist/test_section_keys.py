@@ -49,6 +49,7 @@ KEYS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     **{f"ring_attention.pattern.{key}": ({}, {"pattern": {key: 9}}, "output") for key in PATTERNS_BY_KEY},
     "ring_attention.pattern.slices": ({},
         {"pattern": {"slices": [[[0, 40], [0, 40], "causal"], [[40, 64], [0, 64], "causal"]]}}, "output"),
+    "ring_attention.pattern.mask_mod": ({}, {"pattern": {"mask_mod": "tests.masks:every_third"}}, "output"),
     "ring_attention.pattern.segment_lengths": ({"pattern": DILATED},
         {"pattern": DILATED | {"segment_lengths": [8, 32]}}, "output"),
     "ring_attention.pattern.dilation_rates": ({"pattern": DILATED},

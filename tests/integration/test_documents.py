@@ -776,6 +776,7 @@ MESSAGES_OF_OTHERS = {
     "Using the Trainer with PyTorch requires accelerate",
     "No module named 'mpi4py'",
     "unrecognized arguments: --local_rank",
+    "unexpected keyword argument 'position_ids'",
     "~/.cache/torch_extensions",
     "Address already in use",
     "stack expects each tensor to be equal size",

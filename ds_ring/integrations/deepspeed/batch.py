@@ -9,9 +9,11 @@ Shapes: B samples, T global tokens, S local tokens.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
     from ds_ring.integrations.deepspeed.session import RingSession
 
+_log = logging.getLogger(__name__)
 IGNORE = -100  # the label that cross entropy skips (PyTorch's and Hugging Face's default)
 LABEL_KEYS = ("labels", "shift_labels")
 LOSS_WEIGHTS = "loss_weights"  # of tokens in a loss of the caller's: no model takes them
@@ -255,6 +258,14 @@ def _check_rows(tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
         )
 
 
+@lru_cache(maxsize=1)  # once a process
+def _warn_of_whole_rows() -> None:
+    _log.warning(
+        'ds_ring: "documents": true, but a batch has neither document_ids nor position_ids: each of its rows'
+        " counts as one document"
+    )
+
+
 def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
     """Add `document_ids` (from positions if there are none) and positions (from ids if there are none)."""
     position_ids = tensors.get("position_ids")
@@ -264,7 +275,8 @@ def _find_documents(tensors: Batch, mask_BT: Tensor | None) -> None:
             tensors["position_ids"] = positions_in_documents(tensors[DOCUMENT_IDS])
     elif position_ids is not None:
         tensors[DOCUMENT_IDS] = ids_from_positions(position_ids)
-    else:  # every sample is one document
+    else:
+        _warn_of_whole_rows()
         tokens = _tokens_of(tensors)
         tensors[DOCUMENT_IDS] = torch.zeros(1, tokens.shape[1], dtype=torch.int64, device=tokens.device)
     if mask_BT is not None:

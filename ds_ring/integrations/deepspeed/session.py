@@ -328,12 +328,13 @@ class RingSession:
         tile, and again in the backward pass.
 
         Args:
-            model: the engine, or a model on its ring (a reference model, say); called without labels.
+            model: the engine, or a model on its ring (a reference model, say). It is called with the batch's
+                tensors by keyword, without labels, and returns logits or an output that has them.
             batch: local tensors, as `shard_batch` returned them.
             entropies: return the entropies of the predictions [B, S], too. They have a gradient as well.
 
         Raises:
-            RingShapeError: the batch has no labels.
+            RingShapeError: the batch has no labels, or the output no logits.
         """
         if "shift_labels" not in batch:
             raise RingShapeError.wrong(
@@ -341,7 +342,11 @@ class RingSession:
             )
         inputs = {key: x for key, x in batch.items() if key not in _NOT_OF_MODELS}
         with self.batches.deferred():
-            logits = model(**inputs).logits
+            output = model(**inputs)
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if logits is None:
+            expected, advice = "logits, or an output with `.logits`", "let the model return its logits"
+            raise RingShapeError.wrong("logprobs", expected, type(output).__name__, advice)
         labels = batch["shift_labels"]
         both = (
             logprobs_and_entropies(logits, labels)

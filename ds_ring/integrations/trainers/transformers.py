@@ -17,6 +17,8 @@ from ds_ring.config.json_text import SECTION, SP_KEY
 from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.adapter import PatchTable, applied, apply, patch, undo
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.registry import ROW_KINDS
 
 TRAINER = PatchTable("transformers", ">=5")
 _ARGUMENTS = TRAINER.given("arguments", "transformers.TrainingArguments")
@@ -128,6 +130,7 @@ def enable_trainer() -> None:
         _of_each_replica,
         _counting_steps,
         _with_loaders_of_replicas,
+        _with_documents,
     )
 
 
@@ -164,6 +167,19 @@ def _of_each_replica(store: Callable[[Any], None], trainer: Any) -> None:
 def _with_loaders_of_replicas(make: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     with counting_replicas(trainer):
         return make(trainer, *args, **kwargs)
+
+
+@_trainer_patch(
+    "_remove_unused_columns", "_get_collator_with_removed_columns", feature="columns",
+    reason='keeps the columns that name the documents of packed rows, under "documents": true',
+)  # fmt: skip
+def _with_documents(remove: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Remove the columns that neither a model's forward nor the ring takes."""
+    json = getattr(trainer.args.hf_deepspeed_config, "config", {})
+    if SECTION in json and RingConfig.from_deepspeed(json).pattern.documents:
+        trainer._set_signature_columns_if_needed()
+        trainer._signature_columns.extend({DOCUMENT_IDS, *ROW_KINDS} - {*trainer._signature_columns})
+    return remove(trainer, *args, **kwargs)
 
 
 @contextmanager

@@ -51,6 +51,10 @@ def check_model(model: nn.Module, config: RingConfig) -> None:
             continue  # nothing to do for a ring
         if own_attention(part) and config.attention == "ring":
             continue  # it joins image encoders and a language part, which is looked at by itself
+        if config.attention == "ring" and (home := checks.home_of_attention(implementation)):
+            got = f"{implementation!r} of {home}: the ring would replace it, and its mask"
+            advice = 'use "sdpa" and a pattern ("mask_mod", say)'
+            raise RingConfigError.wrong(type(part).__name__, "an attention of transformers", got, advice)
         as_is = config.attention == "as_is" and implementation == UNMODIFIED
         checks.check_class(part, AttachRequest(config, as_is, part in outermost))
         if implementation == NAME:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError, is_inside
 from ds_ring.integrations.deepspeed.batch import cache_in
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.variants import variants
@@ -186,6 +187,13 @@ def needs_of(model: PreTrainedModel) -> set[str]:
         CONVOLUTION: any(convolves),
     }
     return layers - _PLAIN_LAYERS | {need for need, applies in needs.items() if applies}
+
+
+def home_of_attention(name: str) -> str | None:
+    """Return the module of an attention function that another package has registered; None for others."""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    home = getattr(getattr(function, "func", function), "__module__", None)
+    return None if home is None or is_inside(home, "transformers", "ds_ring", "kernels") else home
 
 
 def check_adapters(model: nn.Module) -> None:

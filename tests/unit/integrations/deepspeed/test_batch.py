@@ -9,6 +9,7 @@ import torch
 
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingPatternError, RingShapeError
+from ds_ring.integrations.deepspeed import batch
 from ds_ring.integrations.deepspeed.batch import (
     IGNORE,
     prepare_batch,
@@ -141,3 +142,16 @@ def test_what_cannot_be_sharded_is_refused(what):
     batch, pattern, error, words = WRONG[what]
     with pytest.raises(error, match=words):
         prepare_batch(batch, pattern)
+
+
+def test_rows_that_name_no_documents_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A loader may have dropped `document_ids`, and the documents of a row see each other."""
+    batch._warn_of_whole_rows.cache_clear()
+    named = {"input_ids": IDS, "document_ids": torch.zeros_like(IDS)}
+    for given in (named, {"input_ids": IDS, "position_ids": torch.arange(7)[None]}):
+        prepare_batch(given, Causal(), documents=True)
+    assert not caplog.messages
+    for _ in range(2):
+        prepare_batch({"input_ids": IDS}, Causal(), documents=True)
+    (line,) = caplog.messages
+    assert "each of its rows counts as one document" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,3 +90,15 @@ def test_samples_of_dynamic_rings_have_input_ids(sample: dict[str, Tensor]) -> N
     assigned = Assigned(SubRing(0, 1, (0,)), (DocumentPart(0, 0, 8, 0),), 7, 0)
     with pytest.raises(RingShapeError, match="expected input_ids in sample 0, got"):
         joined(assigned, [sample], packed=False)
+
+
+def test_log_probabilities_of_a_model_that_returns_its_logits_and_of_one_that_returns_none() -> None:
+    session, logits = session_of(), torch.randn(1, 8, 5)
+    batch = {"input_ids": IDS[None], "shift_labels": IDS[None] % 5}
+    plain = session.logprobs(lambda **inputs: logits, batch)
+    named = session.logprobs(lambda **inputs: SimpleNamespace(logits=logits), batch)
+    wanted = -torch.nn.functional.cross_entropy(logits[0], IDS % 5, reduction="none")
+    torch.testing.assert_close(plain[0], wanted)
+    assert torch.equal(plain, named)
+    with pytest.raises(RingShapeError, match=r"logprobs: expected logits, .*, got tuple"):
+        session.logprobs(lambda **inputs: (logits,), batch)

@@ -1,0 +1,43 @@
+"""What `check_model` says of an attention that is neither transformers' nor ds_ring's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ds_ring import RingConfig, RingConfigError
+from ds_ring.integrations.transformers.attach import check_model
+
+CONFIG = RingConfig.from_deepspeed({"sequence_parallel_size": 2, "ring_attention": {}})
+
+
+def with_own_mask(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_attention_forward(*args, **kwargs)
+
+
+@pytest.fixture
+def own() -> Iterator[str]:
+    AttentionInterface.register("own", with_own_mask)
+    yield "own"
+    del AttentionInterface._global_mapping["own"]
+
+
+def model_of(implementation: str) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, attn_implementation=implementation)
+    return LlamaForCausalLM(config)
+
+
+def test_an_attention_of_the_users_is_not_replaced_in_silence(own: str) -> None:
+    """Its mask would be gone: the model would train on another attention."""
+    with pytest.raises(RingConfigError, match="expected an attention of transformers, got 'own' of tests"):
+        check_model(model_of(own), CONFIG)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_those_of_transformers_are(implementation: str) -> None:
+    check_model(model_of(implementation), CONFIG)
