@@ -22,6 +22,8 @@ from common import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests/lowest_names.json"
+# operators of ours, and of a package that is tried before it is used
+_OPERATORS = ("torch.ops.ds_ring", "torch.ops.flash_attn_3")
 OWN = {"ds_ring", "ds_ring_launcher", "launcher", "tests", "tools", "__future__", *sys.stdlib_module_names}
 
 
@@ -53,7 +55,7 @@ def _left_out(name: str) -> bool:
     """Return whether a name is our own, or one that no version of torch or numpy lacks: torch.sqrt."""
     parts = name.split(".")
     is_old = len(parts) == 2 and parts[0] in ("torch", "numpy") and not parts[1].startswith("_")
-    return parts[0] in OWN or is_old or name.startswith("torch.ops.ds_ring")
+    return parts[0] in OWN or is_old or name.startswith(_OPERATORS)
 
 
 def _only_for_types(tree: ast.Module) -> Iterator[ast.AST]:

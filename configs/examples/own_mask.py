@@ -19,7 +19,7 @@ options = parser.parse_args()
 
 
 def near_or_sixteenth(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Let a query see the 64 tokens before it, and every sixteenth token of all."""
+    """Let a query see its last 64 tokens, itself included, and every sixteenth token of all."""
     return (query - key < 64) | (key % 16 == 0)
 
 

@@ -65,7 +65,7 @@ def test_speeds_that_cannot_be_honoured_are_refused(name: str, speeds: tuple[flo
     ("section", "says"),
     [
         ({"rank_speeds": [1.0, 2.0, 3.0]}, r"2 numbers \(ring_size\)"),
-        ({"rank_speeds": "guessed"}, '"measured", a list of numbers above 0'),
+        ({"rank_speeds": "guessed"}, '"measured", a number above 0 for each ring rank'),
         ({"rank_speeds": "measured", "layout": "zigzag"}, "deals out no work"),
         ({"rank_speeds": "measured", "dynamic_ring": True}, "smaller rings have other ranks"),
     ],

@@ -107,7 +107,8 @@ def test_the_quick_start_needs_no_checkout(installed: Path, tmp_path: Path) -> N
     ds_ring(installed, tmp_path, "configs")
     script = ds_ring(installed, tmp_path, "launch configs/quickstart.yaml --dry-run")
     assert f"{installed}/ds_ring_launcher/demo/train_lm.py --deepspeed" in script
-    assert f"--deepspeed_config {tmp_path}/configs/quickstart.json" in script and str(ROOT) not in script
+    assert f"--deepspeed_config {tmp_path}/configs/quickstart.json" in script
+    assert f"{ROOT}/configs" not in script and f"{ROOT}/launcher" not in script
     script = ds_ring(installed, tmp_path, "launch configs/recipes/64_gpus.yaml --dry-run")
     assert f"mkdir -p {tmp_path}/runs/64_gpus" in script
 

@@ -154,10 +154,10 @@ def _print_failed_rank(
     trace: TracebackType | None,
 ) -> None:
     """Print who failed before the traceback, where an error of torch.distributed ends this process."""
-    from ds_ring.integrations.metrics.run_report import step_under_way
-
+    report = sys.modules.get("ds_ring.integrations.metrics.run_report")  # which counts steps, if it is there
+    step = None if report is None else report.step_under_way()
     for detector in list(_detectors)[:1]:
-        record_fault(detector.rank, error, step_under_way())
+        record_fault(detector.rank, error, step)
     if is_of_distributed(error, "__main__"):  # the script's own collectives
         for detector in list(_detectors):
             fault = _verdict_on(error, detector)

@@ -155,7 +155,7 @@ class FlashKernel:
             return _ON_CPU
         name = self._implementation
         if not q.is_cuda or is_fake(q):  # only shapes: those of torch's operators
-            return IMPLEMENTATIONS["cuDNN" if name == "cuDNN" else "FA2"].make(0)
+            return _of_torch("cuDNN" if name == "cuDNN" else "FA2")
         found = _chosen(name, self._sm_margin, q.device, q.dtype, q.shape[-1], value_dim)
         active = current_flash_attention_impl()
         if active is not None and any(one.calls_aten for one in found):
@@ -167,6 +167,11 @@ class FlashKernel:
 
 
 _ON_CPU = (OnCpu(),)
+
+
+@lru_cache(maxsize=2)
+def _of_torch(name: str) -> tuple[Executor, ...]:
+    return IMPLEMENTATIONS[name].make(0)
 
 
 @lru_cache(maxsize=64)  # a model has few head dimensions
