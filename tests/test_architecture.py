@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -247,10 +247,11 @@ def nothing_below_the_launcher_reads_the_environment(name: str) -> None:
 def arrays_go_to_a_device_without_a_wait(name: str) -> None:
     """A copy of pageable memory to a GPU makes the host wait: `on_device` copies through pinned memory."""
     for node in nodes_of(tree_of(MODULES[name])):
-        moved = node.value if isinstance(node, ast.Attribute) and node.attr == "to" else None
-        if isinstance(node, ast.Subscript):
-            moved = node.slice
-        found = [] if moved is None else ast.walk(moved) if isinstance(node, ast.Subscript) else [moved]
+        found: Iterable[ast.AST] = ()
+        if isinstance(node, ast.Attribute) and node.attr == "to":
+            found = [node.value]
+        elif isinstance(node, ast.Subscript):
+            found = ast.walk(node.slice)
         for one in found:
             called = ast.unparse(one.func) if isinstance(one, ast.Call) else ""
             assert called not in ("torch.from_numpy", "torch.tensor") or name in ON_THE_CPU, (

@@ -34,8 +34,9 @@ def _power_of_two(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     return ((exponents.int() + BIAS) << 23).view(torch.float32).to(dtype)
 
 
-def _on_gpu(x: Tensor) -> bool:
-    return x.is_cuda and not is_fake(x)
+def _kernels_for(x: Tensor) -> Any:
+    """Return the module of the Triton kernels for a tensor; None if torch's operators have to do."""
+    return _kernels() if x.is_cuda and not is_fake(x) else None
 
 
 @cache
@@ -63,7 +64,7 @@ class Float8Rows:
             rows: [slots, B, G, D + E + 2] of bytes: the elements, then the exponents of both powers.
                 Rows with an infinity or a NaN become infinities and NaN, of any sign.
         """
-        kernels = _kernels() if _on_gpu(k) else None
+        kernels = _kernels_for(k)
         if kernels is not None:
             return kernels.encode(k, v, rows)
         sides = (k, 2), (v, 2), (rows, 0)
@@ -83,7 +84,7 @@ class Float8Rows:
     @staticmethod
     def decode(rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write the K and V that `encode` rounded, in its shapes."""
-        kernels = _kernels() if _on_gpu(k) else None
+        kernels = _kernels_for(k)
         if kernels is not None:
             return kernels.decode(rows, k, v)
         pieces = zip(*(x.split(ROWS_AT_ONCE, dim) for x, dim in ((rows, 0), (k, 2), (v, 2))), strict=True)

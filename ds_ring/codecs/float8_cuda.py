@@ -61,6 +61,39 @@ def _decoded(code, exponent, HALF: tl.constexpr):  # type: ignore[no-untyped-def
     return value
 
 
+@triton.jit
+def _located(rows, groups, samples, r0, r1, r2, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return which ROWS rows this program has: whether each exists, its place, and where its bytes begin."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group, rest = row % groups, row // groups
+    sample, slot = rest % samples, rest // samples
+    return row < rows, sample, group, slot, slot * r0 + sample * r1 + group * r2
+
+
+@triton.jit
+def _elements(  # type: ignore[no-untyped-def]
+    x, sample, group, slot, there, x0, x1, x2, x3, DIM: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Return the column, the addresses and the mask of the elements [ROWS, WIDTH] of K or of V."""
+    at = tl.arange(0, WIDTH)
+    where = x + (sample * x0 + group * x1 + slot * x2)[:, None] + (at * x3)[None, :]
+    return at, where, there[:, None] & (at < DIM)[None, :]
+
+
+@triton.jit
+def _encode_part(at, where, inside, to, to_exponent, there):  # type: ignore[no-untyped-def]
+    code, exponent = _encoded(tl.load(where, mask=inside, other=0.0).to(tl.float32), inside)
+    tl.store(to[:, None] + at[None, :], code, mask=inside)
+    tl.store(to_exponent, exponent, mask=there)
+
+
+@triton.jit
+def _decode_part(at, where, inside, of, of_exponent, there, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    code = tl.load(of[:, None] + at[None, :], mask=inside, other=0)
+    x = _decoded(code, tl.load(of_exponent, mask=there, other=0), HALF)
+    tl.store(where, x.to(where.dtype.element_ty), mask=inside)
+
+
 @triton.jit(do_not_specialize=["rows", "groups", "samples"])
 def encode_rows(  # type: ignore[no-untyped-def]
     k, v, into, rows, groups, samples, k0, k1, k2, k3, v0, v1, v2, v3, r0, r1, r2,
@@ -68,27 +101,12 @@ def encode_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Encode ROWS rows of K and of V; k, v and r are the strides of the operands, in elements."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    group, rest = row % groups, row // groups
-    sample, slot = rest % samples, rest // samples
-    to = into + slot * r0 + sample * r1 + group * r2
-    at = tl.arange(0, K_WIDTH)
-    inside = there[:, None] & (at < K_DIM)[None, :]
-    x = tl.load(
-        k + (sample * k0 + group * k1 + slot * k2)[:, None] + (at * k3)[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
-    code, exponent = _encoded(x, inside)
-    tl.store(to[:, None] + at[None, :], code, mask=inside)
-    tl.store(to + K_DIM + V_DIM, exponent, mask=there)
-    at = tl.arange(0, V_WIDTH)
-    inside = there[:, None] & (at < V_DIM)[None, :]
-    x = tl.load(
-        v + (sample * v0 + group * v1 + slot * v2)[:, None] + (at * v3)[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
-    code, exponent = _encoded(x, inside)
-    tl.store(to[:, None] + K_DIM + at[None, :], code, mask=inside)
-    tl.store(to + K_DIM + V_DIM + 1, exponent, mask=there)
+    there, sample, group, slot, offset = _located(rows, groups, samples, r0, r1, r2, ROWS)
+    to, ends = into + offset, into + offset + K_DIM + V_DIM
+    at, where, inside = _elements(k, sample, group, slot, there, k0, k1, k2, k3, K_DIM, K_WIDTH)
+    _encode_part(at, where, inside, to, ends, there)
+    at, where, inside = _elements(v, sample, group, slot, there, v0, v1, v2, v3, V_DIM, V_WIDTH)
+    _encode_part(at, where, inside, to + K_DIM, ends + 1, there)
 
 
 @triton.jit(do_not_specialize=["rows", "groups", "samples"])
@@ -98,23 +116,12 @@ def decode_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Decode ROWS rows of K and of V; the strides are those of `encode_rows`."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
-    group, rest = row % groups, row // groups
-    sample, slot = rest % samples, rest // samples
-    of = given + slot * r0 + sample * r1 + group * r2
-    at = tl.arange(0, K_WIDTH)
-    inside = there[:, None] & (at < K_DIM)[None, :]
-    code = tl.load(of[:, None] + at[None, :], mask=inside, other=0)
-    x = _decoded(code, tl.load(of + K_DIM + V_DIM, mask=there, other=0), HALF)
-    to = k + (sample * k0 + group * k1 + slot * k2)[:, None] + (at * k3)[None, :]
-    tl.store(to, x.to(k.dtype.element_ty), mask=inside)
-    at = tl.arange(0, V_WIDTH)
-    inside = there[:, None] & (at < V_DIM)[None, :]
-    code = tl.load(of[:, None] + K_DIM + at[None, :], mask=inside, other=0)
-    x = _decoded(code, tl.load(of + K_DIM + V_DIM + 1, mask=there, other=0), HALF)
-    to = v + (sample * v0 + group * v1 + slot * v2)[:, None] + (at * v3)[None, :]
-    tl.store(to, x.to(v.dtype.element_ty), mask=inside)
+    there, sample, group, slot, offset = _located(rows, groups, samples, r0, r1, r2, ROWS)
+    of, ends = given + offset, given + offset + K_DIM + V_DIM
+    at, where, inside = _elements(k, sample, group, slot, there, k0, k1, k2, k3, K_DIM, K_WIDTH)
+    _decode_part(at, where, inside, of, ends, there, HALF)
+    at, where, inside = _elements(v, sample, group, slot, there, v0, v1, v2, v3, V_DIM, V_WIDTH)
+    _decode_part(at, where, inside, of + K_DIM, ends + 1, there, HALF)
 
 
 def sizes_of(k_dim: int, v_dim: int) -> dict[str, int]:

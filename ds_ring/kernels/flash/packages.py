@@ -45,67 +45,68 @@ def flash_3(sm_margin: int = SM_MARGIN) -> Operators:
     import_module("flash_attn_interface")  # registers torch.ops.flash_attn_3
     package = torch.ops.flash_attn_3
 
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
-        dropout: float, is_causal: bool, debug: bool, **options: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse, *_ = package.fwd(
-            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            is_causal=is_causal, num_splits=int(torch.are_deterministic_algorithms_enabled()),
-            sm_margin=sm_margin, **_named(options),
-        )  # fmt: skip
-        return out, lse.contiguous()
+    def forward(*operands: Tensor, is_causal: bool, **named: Any) -> Any:
+        splits = int(torch.are_deterministic_algorithms_enabled())
+        return package.fwd(*operands, is_causal=is_causal, num_splits=splits, sm_margin=sm_margin, **named)
 
-    def backward(
-        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
-        dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        grads = tuple(torch.empty_like(x) for x in (q, k, v))
-        package.bwd(
-            grad_out, q, k, v, out, lse, *grads, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q,
-            max_seqlen_k=max_k, is_causal=is_causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(), sm_margin=sm_margin,
-            **_named(options),
-        )  # fmt: skip
+    def backward(grad_out: Tensor, *operands: Tensor, is_causal: bool, **named: Any) -> Any:
+        grads = tuple(torch.empty_like(x) for x in operands[:3])
+        package.bwd(grad_out, *operands, *grads, is_causal=is_causal, sm_margin=sm_margin, **named)
         return grads
 
-    return ATEN._replace(flash_forward=forward, flash_backward=backward)
+    return _with_atens_arguments(forward, backward, open_side=-1)
 
 
 def flash_4() -> Operators:
     """Return FlashAttention 4's functions with the arguments of aten's; ImportError without its package."""
     package = import_module("flash_attn.cute.interface")
 
-    def forward(
+    def forward(*operands: Tensor, is_causal: bool, **named: Any) -> Any:
+        return package._flash_attn_fwd(*operands, causal=is_causal, return_lse=True, **named)
+
+    def backward(
+        grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+        is_causal: bool, max_seqlen_q: int, max_seqlen_k: int, **named: Any,
+    ) -> Any:  # fmt: skip
+        return package._flash_attn_bwd(q, k, v, out, grad_out, lse, causal=is_causal, **named)
+
+    return _with_atens_arguments(forward, backward, open_side=None)
+
+
+def _with_atens_arguments(
+    forward: Callable[..., Any], backward: Callable[..., Any], open_side: int | None
+) -> Operators:
+    """Return operators that call a package's functions by the names that both packages have for arguments.
+
+    `open_side` means the open side of a window there. More results than aten's are left out.
+    """
+
+    def named(lengths: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        found = {"softmax_scale": options["scale"], **dict(zip(names, lengths, strict=True))}
+        for side in ("window_size_left", "window_size_right"):
+            found[side] = open_side if options[side] < 0 else options[side]
+        return found
+
+    def flash_forward(
         q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
         dropout: float, is_causal: bool, debug: bool, **options: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        out, lse, *_ = package._flash_attn_fwd(
-            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
-            causal=is_causal, return_lse=True, **_named(options, no_side=None),
-        )  # fmt: skip
+        arguments = named((ends_q, ends_k, max_q, max_k), options)
+        out, lse, *_ = forward(q, k, v, is_causal=is_causal, **arguments)
         return out, lse.contiguous()
 
-    def backward(
+    def flash_backward(
         grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         ends_q: Tensor | None, ends_k: Tensor | None, max_q: int, max_k: int,
         dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, **options: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        dq, dk, dv, *_ = package._flash_attn_bwd(
-            q, k, v, out, grad_out, lse, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, causal=is_causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(), **_named(options, no_side=None),
-        )  # fmt: skip
+        arguments = named((ends_q, ends_k, max_q, max_k), options)
+        arguments["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        dq, dk, dv, *_ = backward(grad_out, q, k, v, out, lse, is_causal=is_causal, **arguments)
         return dq, dk, dv
 
-    return ATEN._replace(flash_forward=forward, flash_backward=backward)
-
-
-def _named(options: dict[str, Any], no_side: int | None = -1) -> dict[str, Any]:
-    """Return aten's keyword arguments by the packages' names; `no_side` means a window's open side."""
-    sides = ("window_size_left", "window_size_right")
-    found = {side: no_side if options[side] < 0 else options[side] for side in sides}
-    return {"softmax_scale": options["scale"], **found}
+    return ATEN._replace(flash_forward=flash_forward, flash_backward=flash_backward)
 
 
 class Implementation(NamedTuple):
