@@ -114,7 +114,10 @@ APPLICATIONS = {"estimator", "profiling", "tuning"}  # they are launcher/plan, p
 # A secret reaches a rank in no other way that other users of the host cannot see; one variable, one function.
 # How many ranks share a node: engines say it in the environment alone.
 # Where a launcher wants the figures of a rank, it says in the environment, too.
-READS_THE_ENVIRONMENT = {"integrations.deepspeed.config_agreement", "integrations.deepspeed.run_folder"}
+# Whether ranks may share a GPU is said to NCCL and to torch by the environment alone.
+READS_THE_ENVIRONMENT = {
+    "integrations.deepspeed.config_agreement", "integrations.deepspeed.run_folder", "transports.devices",
+}  # fmt: skip
 
 POINT_TO_POINT = {"isend", "irecv", "batch_isend_irecv", "P2POp", "send_object_list", "recv_object_list"}
 # Sockets, pipes and the exchange have such methods as well: these count where they are torch.distributed's.

@@ -149,20 +149,22 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    from ds_ring.transports.devices import gpu_of_rank
+
     # For DeepSpeed, which reads them though the group is there.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(threads)
     cuda = getattr(arguments[0], "device", "cpu") == "cuda" if arguments else False
-    if cuda:
-        torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=deadline_s),
-    )
     try:
+        if cuda:
+            torch.cuda.set_device(gpu_of_rank(rank, torch.cuda.device_count()))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            f"file://{folder}/store",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=deadline_s),
+        )
         _answer(folder, rank).write_bytes(pickle.dumps(work(*arguments)))
         dist.barrier()
     except RingError as error:

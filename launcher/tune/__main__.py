@@ -20,6 +20,7 @@ import yaml
 from ds_ring.config.json_text import SECTION, Json, parse_object, read_object
 from ds_ring.errors import RingError
 from ds_ring.integrations.written_files import write_at_once
+from ds_ring.transports.devices import gpu_of_rank
 
 from ..plan.model_file import model_patterns_of
 from .arguments import declare
@@ -95,17 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank(options.local_rank or 0))
-    dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
     try:
+        if options.device == "cuda":
+            local_rank = dist.get_node_local_rank(options.local_rank or 0)
+            torch.cuda.set_device(gpu_of_rank(local_rank, torch.cuda.device_count()))
+        dist.init_process_group("nccl" if options.device == "cuda" else "gloo")
         run(options)
     except RingError as error:
-        if dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"ds_ring_launcher.tune: error: {error}", file=sys.stderr)
         return 2
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 0
 
 

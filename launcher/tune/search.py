@@ -141,12 +141,10 @@ def tune(request: TuningRequest, *, progress: bool = False) -> TuningResult:
 
 
 def device_of(request: TuningRequest) -> torch.device:
-    """Return this rank's device, made the current one."""
-    if request.device == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", dist.get_node_local_rank(0))
-    torch.cuda.set_device(device)
-    return device
+    """Return this rank's device: on CUDA the current one, which whoever started the rank has set."""
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if request.device == "cuda" else torch.device("cpu")
+    )
 
 
 def measure_machine(

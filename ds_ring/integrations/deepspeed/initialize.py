@@ -54,6 +54,7 @@ from ds_ring.integrations.deepspeed.refusals import (
 from ds_ring.integrations.deepspeed.run_folder import mark_ring, ranks_per_node, report_late_ranks
 from ds_ring.integrations.deepspeed.session import RingSession
 from ds_ring.limits import Timeouts
+from ds_ring.transports.devices import claim_device
 
 log = logging.getLogger(__name__)
 
@@ -330,6 +331,7 @@ def init_distributed(
     longest of `timeouts`.
     """
     timeouts = timeouts or Timeouts()
+    _claim_gpu()
     where = None if dist.is_initialized() or dist_init_required is False else rendezvous_settings()
     store = None if where is None or where.world_size == 1 else wait_for_ranks(where, timeouts.limit("start"))
     longest = datetime.timedelta(seconds=2 * max(timeouts))
@@ -349,6 +351,12 @@ def init_distributed(
             " MASTER_ADDR and MASTER_PORT; start it by torchrun or `ds-ring launch`"
         ) from error
     del store  # torch has a connection of its own now
+    _claim_gpu()  # a rank that MPI has started knows its local rank only now
     local_rank = deepspeed.comm.get_local_rank()
     get_accelerator().set_device(local_rank)
     return torch.device(get_accelerator().device_name(local_rank))
+
+
+def _claim_gpu() -> None:
+    if get_accelerator().device_name() == "cuda":
+        claim_device(torch.cuda.device_count())

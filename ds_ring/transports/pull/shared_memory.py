@@ -37,6 +37,7 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import POLL_S, CallSite, first_line
 from ds_ring.errors import RingBufferError, RingConfigError
 from ds_ring.limits import ABORT_S
+from ds_ring.transports.devices import OF_SYMMETRIC_MEMORY, may_share
 
 READY, TAKEN = 0, 1  # signals; on CUDA the channels of a signal pad
 _SIGNAL = struct.Struct("=Bq")  # kind and number
@@ -328,7 +329,7 @@ def card_of(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda" and card["refused"] is None:
         index, count = device.index, torch.cuda.device_count()
         blind = [i for i in range(count) if i != index and not torch.cuda.can_device_access_peer(index, i)]
-        card |= {"gpu": index, "cannot read": blind}
+        card |= {"gpu": index, "shares": may_share(OF_SYMMETRIC_MEMORY), "cannot read": blind}
     return card
 
 
@@ -374,8 +375,10 @@ def why_not_together(mesh: RingMesh, cards: Sequence[Mapping[str, Any]]) -> str 
             if card["node"][1] != peer["node"][1]:
                 names = f"{peer['node'][0]} and {card['node'][0]}"
                 return f'expected a ring on one node, in one container, for "pull", got {both} on {names}'
-            if "gpu" in card and card["gpu"] == peer["gpu"]:
-                what = f"{both} on GPU {card['gpu']}; let each rank see all GPUs of its node"
+            if "gpu" in card and card["gpu"] == peer["gpu"] and not (card["shares"] and peer["shares"]):
+                what = (
+                    f"{both} on GPU {card['gpu']}; let each rank see all GPUs, or set {OF_SYMMETRIC_MEMORY}=1"
+                )
                 return f'expected ranks on GPUs of different indices for "pull", got {what}'
             if "gpu" in card and (card["gpu"] in peer["cannot read"] or peer["gpu"] in card["cannot read"]):
                 return f'expected GPUs that read each other\'s memory for "pull", got {both}, which cannot'

@@ -25,7 +25,7 @@ REFUSED = {
     "accept without a tag": (["verify-checkpoint", ".", "--accept"], "--accept: expected --tag with it"),
     "a ring that does not divide": (["resize-checkpoint", ".", "--world-size", "4", "--ring-size", "3"],
         "--ring-size: expected a divisor of --world-size 4, got 3"),
-    "no GPU": (["tune", *TUNE, "--device", "cuda"], "--device: expected 2 GPUs, got 0"),
+    "no GPU": (["tune", *TUNE, "--device", "cuda"], "local rank 1: expected at least 2 GPUs, got 0"),
     "a demo below a file": (["demo", "--steps", "1", "--output", "train.py/out"],
         "--output: expected a folder to write to, got train.py/out"),
     "a page that is a folder": (["status", "run", "--page"], "--page: expected to write status.html in run"),
