@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,7 +15,9 @@ from ds_ring import Causal, Full, RingLayoutError, SlidingWindow, make_layout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.registry import LAYOUTS as LAYOUT_ROWS
 from ds_ring.registry import PUBLIC
+from ds_ring.schedule import lowering
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.plan import _built
 from ds_ring_launcher.demo.lm_data import PackedBytes
 
 Row = TypeVar("Row")
@@ -125,3 +128,16 @@ def tensors(shape: Shape, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
     b, h, g, t, d = shape.batch, shape.query_heads, shape.kv_heads, shape.tokens, shape.head_dim
     sizes = [(b, h, t, d), (b, g, t, d), (b, g, t, d), (b, h, t, d)]
     return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+@contextmanager
+def least_kept(queries: int) -> Iterator[None]:
+    """Keep parts of so few queries for the end of a backward pass, in plans that are made meanwhile."""
+    before = lowering.LEAST_KEPT
+    try:
+        lowering.LEAST_KEPT = queries
+        _built.cache_clear()  # plans keep their steps
+        yield
+    finally:
+        lowering.LEAST_KEPT = before
+        _built.cache_clear()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ds_ring.kernels.interface import HeadsOfPass, Operands, compiles
-from ds_ring.schedule.lowering import count_heads, head_bytes, head_chunks
+from ds_ring.schedule.lowering import count_heads, head_bytes, head_chunks, kernel_calls
 
 if TYPE_CHECKING:
     from ds_ring.ops.context import RingContext
@@ -54,8 +54,9 @@ def _compiles(context: RingContext, found: Prepared, operands: Operands) -> bool
     sizes = (head_bytes(k, v), found.chunk_bytes) if options.has_hops else (0, 1)  # (0, 1): all of a class
     parts = []
     for one in found.own.classes:
+        tables = [step.tiles for step in kernel_calls(one, operands.grad_out is not None)]
         count = count_heads(head_chunks(one.kv_heads, *sizes)[0])  # all chunks of a class have one size
-        parts.append(HeadsOfPass(count * found.plan.group, count, one.tables))
+        parts.append(HeadsOfPass(count * found.plan.group, count, tables))
     compiling = compiles(found.kernel, operands, parts, found.scale)
     if not compiling:
         found.own.compiled.add(seen)

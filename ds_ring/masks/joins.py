@@ -13,6 +13,7 @@ same pairs, as tests show.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -183,6 +184,28 @@ def trimmed(tiles: Tiles) -> Tiles:
         tiles = tiles.rows(keep)
         q_first, q_end, k_first, k_end = q_first[keep], q_end[keep], k_first[keep], k_end[keep]
     return tiles.take(q_first, q_end - q_first, k_first, k_end - k_first)
+
+
+def cut_queries(tiles: Tiles, slots: Sequence[int]) -> list[Tiles]:
+    """Return the tiles of a shard with itself in parts: queries before the first slot, up to the second, ...
+
+    Each part has all keys of its queries. They are cut where its queries begin, so that the parts of a
+    triangle are triangles and rectangles.
+    """
+    parts, rest, begin = [], tiles.q, 0
+    for end in (*slots, None):
+        here, rest = (rest, rest) if end is None else rest.cut(end)
+        parts.append(Tiles.concat([trimmed(tiles.sides(here, keys)) for keys in tiles.k.cut(begin)]))
+        begin = end or 0
+    return parts
+
+
+def middle_slot(tiles: Tiles) -> int:
+    """Return the slot in the middle of the queries, or the first one of a run that begins near it."""
+    starts = np.unique(tiles.q.slot)
+    end = int((tiles.q.slot + (tiles.q.length - 1) * tiles.q.slot_step).max(initial=-1)) + 1
+    away = np.abs(starts - end / 2)
+    return int(starts[away.argmin()]) if (away <= end / 8).any() else end // 2
 
 
 def _equal_steps(tiles: Tiles) -> Tiles:

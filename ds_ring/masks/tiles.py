@@ -141,6 +141,11 @@ class Axis:
         end = np.clip(-((self.position - high) // self.position_step), first, self.length)
         return self.take(first, end - first)
 
+    def cut(self, slot: int) -> tuple[Axis, Axis]:
+        """Return the tokens of every row before a slot, and those from it on; lengths may become 0."""
+        count = np.clip(-((self.slot - slot) // self.slot_step), 0, self.length)
+        return self.take(0, count), self.take(count, self.length - count)
+
     def residue(self, residue: IntArray | int, modulus: int) -> Axis:
         """Return the tokens of every row at positions p = residue (mod modulus); a length may become 0."""
         if modulus == 1:

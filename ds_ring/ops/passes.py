@@ -20,6 +20,7 @@ from ds_ring.kernels.interface import Operands as Operands
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.checks import check_finite
 from ds_ring.ring.buffers import HeadSource, Saved
+from ds_ring.schedule.lowering import kernel_calls
 from ds_ring.schedule.rank_plan import RankPlan
 from ds_ring.schedule.steps import HeadChunk
 
@@ -143,9 +144,8 @@ class FiniteKernel:
 
     def __init__(self, kernel: Kernel, plan: RankPlan) -> None:
         self._kernel, self._plan = kernel, plan
-        # Without stages, the stages are the hops.
-        stages = (one for heads in plan.classes for way in heads.directions for one in enumerate(way.stages))
-        self._hops = {id(one.tiles): hop for hop, one in stages if one is not None}
+        calls = (kernel_calls(one, backward) for one in plan.classes for backward in (False, True))
+        self._hops = {id(step.tiles): step.hop for steps in calls for step in steps}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)

@@ -87,8 +87,8 @@ class BackwardChunk:
         assert step.gradients is not None, "steps of a forward pass"
         if self.dq.waiting:
             self.dq.make_room()
-        # `of_keys` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. No other step
-        # computes into the same buffer, and nothing is added to it before this step.
+        # `of_keys` accumulates dK and dV of this step's keys; at hop 0, those of the own shard. Nothing is
+        # added to another buffer before this step, and no other step computes into it.
         keys, of_keys = self.buffers.pair(step.buffer), self.home
         of_stage = False
         if step.gradients != RESULTS:

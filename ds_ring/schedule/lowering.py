@@ -32,20 +32,29 @@ the next chunk computes. During that time the buffers of both chunks exist. If t
 `MANY_CHUNKS`, the buffers are large, so each chunk of a backward pass starts one batch later: then its first
 keys and values travel while the gradients of the chunk before return.
 
-If every rank computes at every hop, only the last gradients of the last chunk overlap with no computation. A
-rank that reads nothing at some hops (with a narrow window, for example) has nothing to compute in their
-batches. It may send and receive gradients there, in each chunk. The next chunk does not start earlier for it,
-because the distance between the starts of two chunks is the same on all ranks. So all ranks start a chunk in
-the same batch, and the messages between two ranks have the same order on both.
+If every rank computes at every hop, only the last gradients of the last chunk are left;
+[Note: a part for the end]. A rank that reads nothing at some hops (with a narrow window, for example) has
+nothing to compute in their batches. It may send and receive gradients there, in each chunk. The next chunk
+does not start earlier for it, because the distance between the starts of two chunks is the same on all ranks.
+So all ranks start a chunk in the same batch, and the messages between two ranks have the same order on both.
+
+[Note: a part for the end]
+After the last hop of a backward pass its gradients still return to their owners, in one batch or, from other
+nodes, in several. So in these batches a chunk computes the queries of the first half of the own shard, one
+triangle if it is causal, and only the others in the first batch. TransformerEngine computes its diagonal last
+for the same reason. All chunks have this order, so that their number changes no bit. Each part has all keys
+of its queries, so that a kernel may read it as the rule on a rectangle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
+from ds_ring.masks.joins import cut_queries, middle_slot
 from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, part_of
 from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, StagePlan
 from ds_ring.schedule.steps import (
@@ -69,6 +78,7 @@ CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # fewer heads would not fill the device
 STAGE_BYTES_GPU = 128 << 20  # K and V of four shards of 8 Ki tokens, 8 heads and D 128: longer ones gain less
+LEAST_KEPT = 1024  # queries of a part for the end: a smaller one takes less time than its call
 LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take less time than the pass
 
 
@@ -199,9 +209,29 @@ def lower_class(plan: HeadClassPlan, backward: bool) -> ChunkSteps:
         arrived = [step for direction in directions for step in direction.arrive(hop)]
     for direction in directions:  # the keys that are left at the end of the pass
         arrived += [Free(keys) for keys in direction.left]
+    if backward:
+        _keep_for_the_end(rounds)
     rounds.append(Round((*arrived, Free(RESULTS))))
     plan.lowered[backward] = steps = ChunkSteps(tuple(buffers), tuple(rounds), plan.directions[0].codec)
     return steps
+
+
+def kernel_calls(plan: HeadClassPlan, backward: bool) -> list[Compute]:
+    """Return the computations of a pass, in order; those of each head chunk of the class."""
+    return [step for one in lower_class(plan, backward).rounds for step in one.computed]
+
+
+def _keep_for_the_end(rounds: list[Round]) -> None:
+    """Move a part of the own shard's tiles to the last batches; [Note: a part for the end]."""
+    (own,) = rounds[0].computed
+    computing = max(number for number, one in enumerate(rounds) if one.computed)
+    middle = middle_slot(own.tiles)
+    count = min(len(rounds) - 1 - computing, middle // LEAST_KEPT)
+    if count:
+        slots = [middle * part // count for part in range(1, count + 1)]
+        *kept, first = cut_queries(own.tiles, slots)
+        for number, tiles in zip(range(-count, 1), (*kept, first), strict=True):
+            rounds[number] = rounds[number]._replace(computed=(replace(own, tiles=tiles),))
 
 
 class _Way:

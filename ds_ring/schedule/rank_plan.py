@@ -252,12 +252,6 @@ class HeadClassPlan:
         own = [v for v in self.directions[0].hops[:1] if v is not None]
         return own + [v for direction in self.directions for v in direction.hops[1:] if v is not None]
 
-    @property
-    def tables(self) -> list[Tiles]:
-        """Return the tables that the kernel is called with, in order: one for each hop, or for each stage."""
-        own = [one.tiles for one in self.directions[0].stages[:1] if one is not None]
-        return own + [v.tiles for way in self.directions for v in way.stages[1:] if v is not None]
-
     def pairs(self, group: int) -> int:
         """Return attended pairs per K/V head, summed over the `group` query heads that share it."""
         # A tile with head_in_group -1 is for all `group` query heads, and counts once for each.

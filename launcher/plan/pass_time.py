@@ -174,7 +174,7 @@ class PassCost:
     compute_s: float  # of these, both together, seconds in the kernel
     hops: int  # batches of all head chunks, forward and backward
     exposed_hops: int  # of these, where the transfer takes longer than the arithmetic that should hide it
-    late_hops: int  # of these, where there is arithmetic; the others wait when nothing is left to compute
+    late_hops: int  # of these, up to the last hop; the others wait for gradients when all hops are computed
 
     @property
     def seconds(self) -> float:
@@ -195,6 +195,16 @@ def executed_pairs(tiles: Tiles) -> int:
     corner = q * (np.minimum(q, TRIANGLE) - 1) // 2
     whole = tiles.pairs + corner * tiles.edges
     return int(np.minimum(whole, q * k).sum())
+
+
+def _last_hop(schedule: Schedule) -> int:
+    """Return the last batch that computes a hop, before parts of the own shard that are kept for the end."""
+    return max(
+        start + number
+        for start, chunk in zip(schedule.starts, schedule.chunks, strict=True)
+        for number, steps in enumerate(chunk.steps.rounds)
+        if number == 0 or any(step.hop for step in steps.computed)
+    )
 
 
 def bytes_sent(parts: list[CostPart], shape: PassShape) -> tuple[int, int]:
@@ -252,7 +262,7 @@ def pass_cost(
     way = classes[0].directions[0]
     own, node = way.hops[0], way.direction.ranks_per_node
     inside = lambda peer: node > 0 and own is not None and peer // node == own.origin // node  # noqa: E731
-    efficiency, lines, sent = hardware.efficiency(shape.kernel), [], []
+    efficiency, lines, in_hops, sent = hardware.efficiency(shape.kernel), [], [], []
     latency_s, share = hardware.link_latency_s, hardware.message_share or 0.0
     if PASSES[transport].shares_memory:
         assert hardware.pull_latency_s is not None, "hardware without figures of pulls"
@@ -273,15 +283,17 @@ def pass_cost(
             hardware.intra_node_bytes_per_s,
             share,
         )
-        lines.append(time_line(schedule, work, shape, rates))
+        line = time_line(schedule, work, shape, rates)
+        lines.append(line)
+        in_hops.append((line.kernel > 0) & (np.arange(len(line.kernel)) <= _last_hop(schedule)))
         sent.append(_sent(schedule, shape))
         heads = [(count_heads(chunk.kv_heads), work[id(chunk.steps)]) for chunk in schedule.chunks]
         # The same in both directions; the last turn's figures stay.
         pairs, executed = (shape.batch * int(sum(n * w[:, i].sum() for n, w in heads)) for i in (0, 1))
-    compute, transfer, kernel = (
-        np.concatenate([getattr(line, name) for line in lines]) for name in ("compute", "transfer", "kernel")
+    compute, transfer = (
+        np.concatenate([getattr(line, name) for line in lines]) for name in ("compute", "transfer")
     )
     exposed = transfer > (compute if overlap else 0)
-    hops = (len(compute), int(exposed.sum()), int((exposed & (kernel > 0)).sum()))
+    hops = (len(compute), int(exposed.sum()), int((exposed & np.concatenate(in_hops)).sum()))
     forward_s, backward_s = (line.seconds(overlap) for line in lines)
     return PassCost(pairs, executed, sent[0], sent[1], forward_s, backward_s, float(compute.sum()), *hops)

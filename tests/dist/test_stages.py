@@ -14,7 +14,7 @@ from ds_ring.errors import RingMismatchError
 from ds_ring.ops.context import context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.ring_op import ring_attention_op
-from tests.cases import PATTERNS, Shape, layout_for, tensors
+from tests.cases import PATTERNS, Shape, layout_for, least_kept, tensors
 from tests.dist.harness import RankPool
 from tests.parity import errors, gathered_pass
 from tests.reference import Dense, dense_attention
@@ -27,6 +27,14 @@ BESIDE: list[dict[str, Any]] = [
     {"offload_attention": True, "chunk_bytes": 1}, {"prune": False}, {"gradient_payload": "bfloat16"},
     {"recompute_attention": 0.5},
 ]  # fmt: skip
+
+PARTED = [
+    ("causal", "zigzag"),
+    ("full", "contiguous"),
+    ("window", "striped"),
+    ("documents, causal", "zigzag"),
+]
+PARTED += [("dilated", "zigzag")] if "dilated" in PATTERNS else []
 
 
 @functools.cache
@@ -61,6 +69,24 @@ def test_stages_beside_other_options_are_exact(rank_pool: Pool) -> None:
         rounded = options.get("gradient_payload") == "bfloat16"
         for name, error in found.items():
             assert error < (4e-3 if rounded and name in ("dk", "dv") else 1e-12), (options, name, error)
+
+
+def with_a_part_for_the_end(rank: int, world_size: int) -> list[dict[str, float]]:
+    mesh, found = RingMesh.from_world(world_size), []
+    with least_kept(1):
+        for kernel in ("cpu", "flash", "reference"):
+            for stage_bytes in (0, 2 * SHARD_BYTES):
+                for name, layout in PARTED:
+                    options = {"kernel": kernel, "stage_bytes": stage_bytes, "chunk_bytes": 1}
+                    found.append(attend(mesh, name, layout, **options))
+    return found
+
+
+def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool) -> None:
+    """[Note: a part for the end] of lowering.py, which real shards have from 2 Ki tokens on."""
+    for number, found in enumerate(rank_pool(4).run(with_a_part_for_the_end, timeout_s=120)[0]):
+        found.pop("stages")
+        assert max(found.values()) < 1e-12, (PARTED[number % len(PARTED)], found)
 
 
 def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:

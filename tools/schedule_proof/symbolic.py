@@ -167,7 +167,12 @@ class SymbolicRank:
             self.refuse("gradients of the keys it reads", f"those of others in {name_of(step.gradients)}")
         mine = self._nobody(1)
         mine[0, self.rank // 64] = np.uint64(1) << np.uint64(self.rank % 64)
-        self._add(target, slice(None), np.broadcast_to(mine, (len(keys.tokens), self.words)))
+        if step.gradients == RESULTS:
+            # In parts: see [Note: a part for the end]. The coverage refuses pairs that are computed twice.
+            assert target.added is not None
+            target.added |= mine
+        else:
+            self._add(target, slice(None), np.broadcast_to(mine, (len(keys.tokens), self.words)))
 
     def accumulate(self, index: int, step: Accumulate) -> None:
         """Put what arrived where it belongs."""

@@ -66,6 +66,21 @@ def test_relays_direct_sends_and_returns_are_proven(
     assert (Payload.KEYS in written) is joins, "keys of two senders are put together"
 
 
+@pytest.mark.parametrize("way", [{}, {"stage_shards": 4}, {"ranks_per_node": 2}], ids=str)
+def test_every_batch_of_a_causal_pass_computes(way: dict[str, int]) -> None:
+    """Those after the last hop, when gradients return, have parts of the own shard, unless it is short."""
+    for tokens, few in ((8 * 4096, False), (8 * 512, True)):
+        layout = make_layout("zigzag", tokens=tokens, ring_size=8)
+        plan = build_plan(Causal(), layout, **way)
+        for rank in range(8):
+            *batches, end = lower_rank(plan.rank(rank), backward=True).chunks[0].steps.rounds
+            assert not end.posted and not end.computed
+            assert all(one.computed for one in batches) is not few, (way, rank)
+            own = [step.tiles for one in batches for step in one.computed if step.hop == 0]
+            whole = plan.rank(rank).classes[0].hops[0].tiles
+            assert sum(int(tiles.pairs.sum()) for tiles in own) == int(whole.pairs.sum())
+
+
 def test_stages_are_few_and_end_with_a_short_one() -> None:
     sizes = {(2, 1): (1,), (2, 9): (1,), (3, 2): (2,), (4, 7): (3,), (8, 7): (4, 3), (8, 4): (4, 3)}
     sizes |= {

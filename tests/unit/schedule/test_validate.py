@@ -15,6 +15,7 @@ from schedule_proof.validate import validate_plan, validate_schedules
 from ds_ring import Causal, Full, build_plan, make_layout
 from ds_ring.errors import RingError, RingScheduleError
 from ds_ring.masks.pattern import Pattern
+from ds_ring.schedule import lowering
 from ds_ring.schedule.lowering import lower_pass
 from ds_ring.schedule.plan import in_stages
 from ds_ring.schedule.rank_plan import Direction
@@ -30,7 +31,7 @@ from ds_ring.schedule.steps import (
     ScheduleStep,
     Send,
 )
-from tests.cases import LAYOUTS, PATTERNS, layout_for
+from tests.cases import LAYOUTS, PATTERNS, layout_for, least_kept
 
 ALL_APART = {"head_bytes": 1, "chunk_bytes": 1}  # every K/V head is a chunk of its own
 
@@ -53,11 +54,14 @@ DAY = [
 def test_every_plan_of_the_registry_is_accepted(
     pattern_of: Callable[[int], Pattern], ring_size: int, most: int | None
 ) -> None:
+    """Also with a part of these short shards for the end of a backward pass."""
     tokens = 8 * ring_size + 5
     pattern = pattern_of(tokens)
     for name in LAYOUTS:
         layout = layout_for(name, pattern, tokens=tokens, ring_size=ring_size)
-        validate_plan(build_plan(pattern, layout, query_heads=2, kv_heads=1, stage_shards=most))
+        for least in (lowering.LEAST_KEPT, 1):
+            with least_kept(least):
+                validate_plan(build_plan(pattern, layout, query_heads=2, kv_heads=1, stage_shards=most))
 
 
 @pytest.mark.parametrize("pattern_name", ["causal", *_DILATED, "window both ways", "documents"])
@@ -384,6 +388,20 @@ def test_a_seeded_fault_is_refused(fault: str) -> None:
 def test_the_same_schedules_without_a_fault_are_accepted(backward: bool) -> None:
     for ring_size in (2, 4):
         seeded = Seeded(backward, ring_size)
+        validate_schedules(seeded.schedules, seeded.plan)
+
+
+@pytest.mark.parametrize(("batch", "message"), [(4, "128 pairs left"), (0, "some are computed twice")])
+def test_a_part_for_the_end_is_lost_or_computed_twice(batch: int, message: str) -> None:
+    """In batch 4, after the last hop, each rank computes half of its own shard, and in batch 0 the rest."""
+    with least_kept(1):
+        seeded = Seeded(backward=True)
+    validate_schedules(seeded.schedules, seeded.plan)
+    if batch:
+        seeded.drop(seeded.find(Compute, 2, batch), 2, batch)
+    else:
+        seeded.change(Compute, 2, batch, tiles=seeded.plan.rank(2).classes[0].hops[0].tiles)
+    with pytest.raises(RingScheduleError, match=message):
         validate_schedules(seeded.schedules, seeded.plan)
 
 
