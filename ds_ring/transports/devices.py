@@ -38,3 +38,8 @@ def claim_device(devices: int) -> None:
     """Set LOCAL_RANK, which DeepSpeed takes for the index of a GPU, to the GPU of this rank."""
     if "LOCAL_RANK" in os.environ:
         os.environ["LOCAL_RANK"] = str(gpu_of_rank(int(os.environ["LOCAL_RANK"]), devices))
+
+
+def has_one_queue() -> bool:
+    """Return whether the driver runs all streams of this process in one queue."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"

@@ -7,6 +7,13 @@ On CUDA the memory and the signals are those of torch.distributed._symmetric_mem
 and copies: the copies are done by the copy engines of the GPU, and a signal is a kernel of one warp, so
 attention keeps all multiprocessors. No host waits. (Written for CUDA, not run so far: no GPU was at hand.)
 
+[Note: a release past a stuck queue]
+A driver maps the streams of a process to few queues, 8 by default (CUDA_DEVICE_MAX_CONNECTIONS), and what is
+in one queue runs in order. A write that ends a stream's wait would then stand behind that wait if both
+streams are in one queue. So the writes go to as many streams as there may be queues: those in other queues
+than the stuck one pass. Writes that come late do no harm, because no result is used after an abort. With one
+queue there is no such stream, so a process with one is refused.
+
 On the CPU the memory is a memfd, which other ranks open by /proc, and a signal is a number in a pipe. Neither
 has a name in a file system, so both are gone with the last process that has them, however it ends. A pipe
 orders the copy after the sender's writes, and it ends when the other rank does.
@@ -37,8 +44,9 @@ from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.waiting import POLL_S, CallSite, first_line
 from ds_ring.errors import RingBufferError, RingConfigError
 from ds_ring.limits import ABORT_S
-from ds_ring.transports.devices import OF_SYMMETRIC_MEMORY, may_share
+from ds_ring.transports.devices import OF_SYMMETRIC_MEMORY, has_one_queue, may_share
 
+QUEUES = 32  # most that a driver has: the largest CUDA_DEVICE_MAX_CONNECTIONS
 READY, TAKEN = 0, 1  # signals; on CUDA the channels of a signal pad
 _SIGNAL = struct.Struct("=Bq")  # kind and number
 
@@ -189,8 +197,8 @@ class CudaShared:
         self._rendezvous = _symmetric_memory.rendezvous
         self._memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
         self.storage = self._memory.untyped_storage()
-        # A high priority keeps persistent kernels from holding up signals.
-        self._pulling, self._releasing = (torch.cuda.Stream(device, priority=-1) for _ in range(2))
+        # A high priority keeps persistent kernels from holding up signals. torch has 32 streams of it.
+        self._pulling, *self._releasing = (torch.cuda.Stream(device, priority=-1) for _ in range(QUEUES))
         self._used_by: torch.cuda.Stream | None = None
         self._handle: Any = None
 
@@ -248,12 +256,13 @@ class CudaShared:
         """Let the next wait end, as if its signal had come; or the next put, as if the last were heard."""
         handle = self._handle
         size = handle.world_size
-        with torch.cuda.stream(self._releasing):
-            for peer in self._peers:
-                pad = handle.get_signal_pad(peer if puts else handle.rank, (2 * size,), torch.uint32)
-                for kind in (READY, TAKEN):
-                    sender = handle.rank if puts else peer
-                    handle.stream_write_value32(pad, kind * size + sender, int(not puts))
+        for stream in self._releasing:  # [Note: a release past a stuck queue]
+            with torch.cuda.stream(stream):
+                for peer in self._peers:
+                    pad = handle.get_signal_pad(peer if puts else handle.rank, (2 * size,), torch.uint32)
+                    for kind in (READY, TAKEN):
+                        sender = handle.rank if puts else peer
+                        handle.stream_write_value32(pad, kind * size + sender, int(not puts))
 
 
 def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostShared | CudaShared:
@@ -354,6 +363,8 @@ def _why_not(device: torch.device) -> str | None:
         from torch.distributed import _symmetric_memory
     except ImportError as error:
         return f"its torch {torch.__version__} has no symmetric memory ({error})"
+    if has_one_queue():
+        return "its CUDA_DEVICE_MAX_CONNECTIONS is 1: no stream could end a wait after a fault; use 2"
     missing = [name for name in OF_MODULE if not hasattr(_symmetric_memory, name)]
     missing += [name for name in OF_HANDLE if not hasattr(_SymmetricMemory, name)]
     if missing:

@@ -11,7 +11,6 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -26,7 +25,7 @@ from ds_ring.schedule.lowering import lower_rank
 from ds_ring.schedule.plan import build_plan
 from ds_ring.schedule.steps import Recv, Send
 from ds_ring.transports.pull import shared_memory
-from ds_ring.transports.pull.shared_memory import OF_HANDLE, OF_MODULE, READY, TAKEN, CudaShared, Pull
+from ds_ring.transports.pull.shared_memory import OF_HANDLE, OF_MODULE, QUEUES, READY, TAKEN, CudaShared, Pull
 from tests.fake_cuda import fake_gpu
 
 GPU = torch.device("cuda", 0)
@@ -61,6 +60,7 @@ class Op(NamedTuple):
     what: str
     rank: int
     kind: int = 0
+    queue: int | None = None  # of the driver, where a stream that releases is current
 
 
 class Handle:
@@ -87,13 +87,31 @@ class Handle:
 
     def stream_write_value32(self, pad: int, offset: int, value: int) -> None:
         kind, sender = divmod(offset, self.world_size)
-        self._launched.append(Op(f"write {value} of {sender}", pad, kind))
+        self._launched.append(Op(f"write {value} of {sender}", pad, kind, Stream.now))
+
+
+class Stream:
+    """A stream in one of the driver's queues; while it is current, `Stream.now` is that queue."""
+
+    now: int | None = None
+
+    def __init__(self, queue: int) -> None:
+        self.queue = queue
+
+    def __enter__(self) -> None:
+        Stream.now = self.queue
+
+    def __exit__(self, *_: object) -> None:
+        Stream.now = None
 
 
 class Node:
-    """The GPUs of a node: one stream of pulls each, and a pad of signals, by receiver, sender and kind."""
+    """The GPUs of a node: one stream of pulls each, and a pad of signals, by receiver, sender and kind.
 
-    def __init__(self, ranks: int) -> None:
+    The stream of pulls is in queue 0 of `queues`, and so is the first of the streams that release.
+    """
+
+    def __init__(self, ranks: int, queues: int = 8, releasing: int = QUEUES - 1) -> None:
         self.launched: list[list[Op]] = [[] for _ in range(ranks)]
         self.copied: list[tuple[int, int]] = []  # reader and owner
         self.pad: dict[tuple[int, int, int], int] = {}
@@ -101,7 +119,8 @@ class Node:
         for rank in range(ranks):
             one = CudaShared.__new__(CudaShared)
             one.device, one._peers = GPU, [other for other in range(ranks) if other != rank]
-            one._pulling, one._releasing = mock.MagicMock(), mock.MagicMock()
+            one._pulling = mock.MagicMock()
+            one._releasing = [Stream(number % queues) for number in range(releasing)]
             one._handle = Handle(rank, ranks, self.launched[rank])
             self.shared.append(one)
 
@@ -117,10 +136,12 @@ class Node:
         return [len(ops) for ops in self.launched]
 
     def release(self, rank: int, puts: bool) -> None:
-        """What `abort` of a rank writes in turn, at once: its stream is not the one that is stuck."""
+        """What `abort` of a rank writes in turn, at once; in queue 0 it stands behind what is stuck."""
         kept, self.launched[rank][:] = list(self.launched[rank]), []
         self.shared[rank]._release(puts)
         for op in self.launched[rank]:
+            if op.queue == 0 and kept:
+                continue
             value, sender = (int(x) for x in re.findall(r"\d+", op.what))
             self.pad[op.rank, sender, op.kind] = value
         self.launched[rank][:] = kept
@@ -138,7 +159,7 @@ class Node:
 
 @pytest.fixture
 def no_gpu() -> Any:
-    with fake_gpu(current_stream=mock.Mock(), stream=nullcontext(), set_device=None):
+    with fake_gpu(current_stream=mock.Mock(), stream=lambda stream: stream, set_device=None):
         yield
 
 
@@ -192,19 +213,42 @@ def test_signals_in_another_order_would_be_found() -> None:
     assert any(node.run())
 
 
-@pytest.mark.parametrize("gone", range(6))
-@pytest.mark.usefixtures("no_gpu")
-def test_abort_releases_what_waits_for_a_rank_that_is_gone(gone: int) -> None:
-    node = Node(4)
+def is_released(node: Node, gone: int) -> bool:
+    """Whether all survivors come to their end by `abort`, if rank 2 dies after so many operations."""
     for backward in (False, True):
         launch(node, Causal(), backward)
-    del node.launched[2][gone:]  # it dies after so many operations
+    del node.launched[2][gone:]
     survivors, left = (0, 1, 3), node.run()
     assert all(left[rank] for rank in survivors)
-    turns = iter(range(sum(left)))
-    while any(node.run()):
-        assert next(turns, None) is not None, "abort does not release them"
+    for _ in range(sum(left)):
         for puts in (False, True):
             for rank in survivors:
                 node.release(rank, puts)
             node.run()
+        if not any(node.run()):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("gone", range(6))
+@pytest.mark.parametrize("queues", [2, 8, QUEUES])
+@pytest.mark.usefixtures("no_gpu")
+def test_abort_releases_what_waits_for_a_rank_that_is_gone(gone: int, queues: int) -> None:
+    """Also where the first stream that releases is in the queue of the one that is stuck."""
+    assert is_released(Node(4, queues), gone)
+
+
+@pytest.mark.parametrize(("queues", "releasing"), [(8, 1), (1, QUEUES - 1)])
+@pytest.mark.usefixtures("no_gpu")
+def test_a_release_in_the_queue_of_the_wait_would_be_found(queues: int, releasing: int) -> None:
+    """One stream alone may stand behind the wait; with one queue all of them do, so it is refused."""
+    assert not is_released(Node(4, queues, releasing), 3)
+
+
+def test_a_process_with_one_queue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with mock.patch.object(_symmetric_memory, "get_backend", return_value="CUDA"):
+        found = shared_memory._why_not(GPU)
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
+        assert shared_memory._why_not(GPU) is None
+    assert found is not None and "its CUDA_DEVICE_MAX_CONNECTIONS is 1" in found and "use 2" in found
