@@ -32,7 +32,7 @@ def dense_attention(
     k_all, v_all = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     heads, rows, columns = q.shape[1], np.arange(q.shape[2])[:, None], np.arange(k.shape[2])[None, :]
     counts = [pattern.multiplicity(h, heads, heads // repeat, rows, columns) for h in range(heads)]
-    log_m = torch.from_numpy(np.stack(counts)).double().log()
+    log_m = torch.from_numpy(np.stack(counts)).to(q.device).double().log()
     scores = q @ k_all.mT / q.shape[-1] ** 0.5 + log_m
     lse = torch.logsumexp(scores, dim=-1)
     sees = (log_m > -torch.inf).any(-1, keepdim=True)

@@ -40,7 +40,6 @@ BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
     "dilated-peer": Benchmark("LongNet's pattern against dilated-attention-pytorch", "dilated_peer"),
     "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
-    "gpu": Benchmark("kernels, virtual rings, merges, host time and longest sequence of one GPU", "gpu"),
     "growth": Benchmark("processor time and bytes by number of tokens and ranks", "growth"),
     "guard": Benchmark("passes with the failure detector against bare waits", "guard"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -50,9 +50,11 @@ def parser_of(about: str | None, **defaults: Any) -> argparse.ArgumentParser:
 def provenance(device: str = "cpu") -> dict[str, Any]:
     """Return what figures depend on: date, commit, hardware and versions."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    commit = ""
+    with suppress(FileNotFoundError):  # a borrowed machine may have no git
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     hardware: dict[str, Any] = {"device": _processor(), "cores": len(os.sched_getaffinity(0))}
-    versions = {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+    versions = {"python": platform.python_version()} | {name: version_of(name) for name in PACKAGES}
     if device == "cuda":
         import torch
 
@@ -61,6 +63,14 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         versions |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
     today = datetime.now(UTC).strftime("%Y-%m-%d")
     return {"date": today, "commit": commit or "unknown", "hardware": hardware, "versions": versions}
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, "none" where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def _processor() -> str:

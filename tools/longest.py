@@ -79,7 +79,8 @@ def two_steps(trial: Trial) -> tuple[float, float]:
     section = trial.section | {"hop_timeout_seconds": 600, "heartbeat_timeout_seconds": 60}
     more: dict[str, Any] = {"bf16": {"enabled": cuda}, "zero_force_ds_cpu_optimizer": False}
     if cuda:
-        more["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5}}
+        # torch's own on the device: DeepSpeed's would be compiled first
+        more["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": not trial.offload}}
     engine = engine_of(model, trial.ranks, section, zero, **more)
     ids = torch.arange(trial.tokens)[None] % trial.sizes["vocab"]
     batch = engine.ring.shard_batch({"input_ids": ids, "labels": ids})
@@ -94,11 +95,13 @@ def two_steps(trial: Trial) -> tuple[float, float]:
     return seconds, float(peak)
 
 
-def fits(trial: Trial, deadline_s: float, as_json: bool) -> bool:
-    """Try one length, and say how it went."""
+def attempt(trial: Trial, deadline_s: float, imported: bool = False) -> dict[str, Any]:
+    """Try one length, and return how it went; `imported` is that of `run_ranks`."""
     row: dict[str, Any] = {"tokens": trial.tokens}
     try:
-        found = run_ranks(trial_rank, trial.ranks, (trial,), threads=1, deadline_s=deadline_s)
+        found = run_ranks(
+            trial_rank, trial.ranks, (trial,), threads=1, deadline_s=deadline_s, imported=imported
+        )
         row |= {"fits": True, "step_seconds": round(max(seconds for seconds, _ in found), 2)}
         if trial.device == "cuda":
             row["peak_gib"] = round(max(peak for _, peak in found) / GIB, 2)
@@ -106,6 +109,12 @@ def fits(trial: Trial, deadline_s: float, as_json: bool) -> bool:
         if not any(words in str(error) for words in (*_NO_MEMORY, "bad_alloc", "MemoryError")):
             raise
         row |= {"fits": False}
+    return row
+
+
+def fits(trial: Trial, deadline_s: float, as_json: bool) -> bool:
+    """Try one length, and say how it went."""
+    row = attempt(trial, deadline_s)
     print_row(row, as_json)
     return bool(row["fits"])
 

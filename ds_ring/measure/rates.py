@@ -1,7 +1,7 @@
 """Measured rates of kernels, by device and kind of tile.
 
-They are in `rates.json` in this folder, which `tools/bench.py gpu --write-rates` writes on a machine with the
-device, in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward, backward]}}}.
+They are in `rates.json` in this folder, in TFLOP/s of attended pairs: {device: {kind: {kernel: [forward,
+backward]}}}. `tools/gpu_first.py` writes such a file on a machine with the device; copy it here.
 """
 
 from __future__ import annotations

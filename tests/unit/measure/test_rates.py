@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.gpu import write_rates
 from benchmarks.gpu_rates import tile_kinds
 from benchmarks.measuring import ResultRow
+from gpu_rows import machine
 
 from ds_ring import Causal, Dilated, Documents, Full, MaskMod, SlidingWindow
 from ds_ring.kernels.select import KernelNeeds, get_kernel
@@ -67,13 +67,16 @@ def test_one_kernel_serves_all_patterns() -> None:
     assert first is second
 
 
-def test_measured_rates_are_written_beside_those_of_other_devices(tmp_path: Path) -> None:
-    path = tmp_path / "rates.json"
-    path.write_text(json.dumps({"another": {}}))
+def test_measured_rates_are_written_beside_those_of_other_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, known = tmp_path / "rates.json", tmp_path / "known.json"
+    known.write_text(json.dumps({"another": {}}))
+    monkeypatch.setattr(machine, "RATES", known)
     rows = [
         ResultRow({"tiles": "causal", "kernel": "flash"}, {"forward_tflops": 300, "backward_tflops": 2e2}),
         ResultRow({"tiles": "causal", "kernel": "torch SDPA"}, {"forward_tflops": 1, "backward_tflops": 1}),
         ResultRow({"tiles": "causal", "kernel": "flex"}, {"refused": "why"}),
     ]
-    write_rates("a device", rows, path)
+    machine.write_rates("a device", rows, path)
     assert json.loads(path.read_text()) == {"another": {}, "a device": {"causal": {"flash": [300.0, 200.0]}}}

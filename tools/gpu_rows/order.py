@@ -1,0 +1,89 @@
+"""The rows of tools/gpu_first.py in the order of what they are worth. Pure data: imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+PARTS = {
+    "versions": "Versions and implementations", "kernels": "Kernels: exactness and ten timed passes",
+    "overlap": "A ring that sends to itself", "trace": "One profiler trace", "host": "Host, merge, probes",
+    "pull": "Pull between processes on one GPU", "nccl": "NCCL between ranks on one GPU",
+    "rates": "Rates by kind of tile", "tests": "tests/gpu", "longest": "The longest sequence of one device",
+    "virtual": "A virtual ring against one device",
+}  # fmt: skip
+KERNELS = {"cuda": ("FA2", "cuDNN", "FA3", "flex", "FA4"), "cpu": ("flash", "cpu")}
+ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "0"}
+
+
+class Row(NamedTuple):
+    """Describe a row: one or more results, computed by one call.
+
+    Attributes:
+        part: a key of PARTS.
+        call: "module.function" of this package; it takes the device and `arguments`, and yields results.
+        seconds: a row that takes longer is ended, and costs no other row.
+        environment: of the process. Rows of one part with the same environment share a process.
+    """
+
+    part: str
+    name: str
+    call: str
+    arguments: Mapping[str, Any]
+    seconds: float
+    environment: Mapping[str, str]
+
+
+def rows(device: str) -> Iterator[Row]:
+    """Yield all rows, the most important ones first."""
+
+    def row(
+        part: str, name: str, call: str, seconds: float, environment: Any = None, **arguments: Any
+    ) -> Row:
+        return Row(part, name, call, arguments, seconds, environment or {})
+
+    yield row("versions", "packages", "kernels.packages", 30)
+    yield row("versions", "ceilings", "kernels.ceilings", 30)
+    for head_dim, value_dim in ((128, 128), (64, 64), (192, 128), (256, 256)):
+        name = f"implementation ({head_dim}, {value_dim})"
+        yield row("versions", name, "kernels.implementation", 60, head_dim=head_dim, value_dim=value_dim)
+    yield row("kernels", "float64 reference", "kernels.make_references", 60)
+    for step in ("exact", "timed"):
+        for kernel in KERNELS[device]:
+            yield row("kernels", f"{kernel} {step}", f"kernels.{step}", 90, kernel=kernel)
+    for kernel in ("flash", "flex") if device == "cuda" else KERNELS["cpu"]:
+        yield row("overlap", f"exact, {kernel}", "overlap.exact", 90, kernel=kernel)
+    for cluster in (None, "0", "4"):
+        environment = {} if cluster is None else {"NCCL_CGA_CLUSTER_SIZE": cluster}
+        for margin in (8, 0, 4, 16) if cluster is None else (8,):
+            name = f"sm_margin {margin}, cluster {cluster or 'unset'}"
+            yield row("overlap", name, "overlap.measure", 60, environment, sm_margin=margin, cluster=cluster)
+    yield row("trace", "trace", "overlap.trace", 60)
+    for kernel in ("flash", "flex") if device == "cuda" else KERNELS["cpu"]:
+        yield row("host", f"host, {kernel}", "probes.host", 60, kernel=kernel)
+    yield row("host", "merge", "probes.merge", 30)
+    for probe in ("idle", "launching", "capture"):
+        yield row("host", f"probe {probe}", "probes.probe", 30, what=probe)
+    overlapping = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+    for ranks in (2, 4):
+        yield row("pull", f"pull, {ranks} ranks", "ranks.pull", 60, overlapping, ranks=ranks)
+    for ranks in (2, 4):
+        yield row("nccl", f"ring, {ranks} ranks", "ranks.ring", 60, ONE_GPU, ranks=ranks)
+    yield row("nccl", "a rank is killed", "ranks.killed", 90, ONE_GPU, ranks=3)
+    yield row("nccl", "DeepSpeed, ZeRO 3", "ranks.deepspeed", 120, ONE_GPU, ranks=2)
+    yield row("rates", "rates", "machine.rates", 120)
+    for head_dim in (64, 128, 256):
+        yield row("rates", f"blocks of flex, {head_dim}", "machine.flex_blocks", 90, head_dim=head_dim)
+    yield row("rates", "hardware file", "machine.hardware", 120)
+    for name, most in {
+        "merge": 30.0,
+        "float8": 30.0,
+        "host_heads": 30.0,
+        "flash": 90.0,
+        "flex": 120.0,
+    }.items():
+        file = f"test_{name}.py"
+        yield row("tests", file, "machine.gpu_tests", most + 15, file=file, limit_s=most)
+    yield row("longest", "Qwen3-8B's layer", "machine.longest", 150)
+    for ring_size in (1, 8, 16):
+        yield row("virtual", f"ring {ring_size}", "machine.virtual", 60, ring_size=ring_size)
