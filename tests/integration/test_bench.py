@@ -37,7 +37,7 @@ SMALL = {
     "speeds": f"--tokens 256 {SIZES}",
     "trees": f"--prompt 32 --answers 2 --length 8 --heads 2 {SIZES}",
 }
-ELSEWHERE = {"gpu", "host", "dilated-peer"}  # test_bench_gpu.py, test_checkers.py; needs another's package
+ELSEWHERE = {"host", "dilated-peer"}  # test_checkers.py; needs another's package
 
 
 def test_every_benchmark_has_a_module_and_a_case_here() -> None:
