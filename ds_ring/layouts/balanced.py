@@ -44,20 +44,22 @@ def even_pieces(
     if not finest:
         return []
     shares = np.array(speeds or [1.0] * ring_size) / sum(speeds or [1.0] * ring_size)
-    cuts = _even_cuts(*sizes, np.sum(_works_of_pieces(mix, tokens, finest), axis=0), shares)
+    bounds, finest_works = _pieces(mix, tokens, finest)
+    cuts = _even_cuts(*sizes, bounds, np.sum(finest_works, axis=0), shares)
     if cuts is not None:
         found.append(rated(mix, cuts, speeds))
     for per_rank in PIECES_PER_RANK:
         pieces = ring_size * per_rank
         if finest % pieces:
             continue
-        bounds = tuple(tokens * i // pieces for i in range(pieces + 1))
-        works = _works_of_pieces(mix, tokens, pieces)
+        # coarser pieces are unions of the finest
+        works = [work.reshape(pieces, -1).sum(1) for work in finest_works]
+        borders = tuple(bounds[:: finest // pieces].tolist())
         for deal in (_snake, partial(_nearest, shares=shares)):
             owners = deal(np.sum(works, axis=0), ring_size)
             loads = [np.bincount(owners, weights=work, minlength=ring_size) for work in works]
             found.append(
-                Candidate(PieceLayout(*sizes, bounds, tuple(owners.tolist())), imbalance(loads, speeds))
+                Candidate(PieceLayout(*sizes, borders, tuple(owners.tolist())), imbalance(loads, speeds))
             )
         # Refine the pieces only until there are enough even layouts to compare.
         if sum(option.imbalance <= EVEN for option in found) >= COMPARED:
@@ -65,18 +67,17 @@ def even_pieces(
     return found
 
 
-def _works_of_pieces(mix: Mix, tokens: int, pieces: int) -> list[IntArray]:
-    """Return the pairs of each piece, for each pattern over all of its layers; int64 [pieces] each."""
+def _pieces(mix: Mix, tokens: int, pieces: int) -> tuple[IntArray, list[IntArray]]:
+    """Return the borders of equal pieces and, for each pattern over all of its layers, the pairs of each."""
     bounds = np.array([tokens * i // pieces for i in range(pieces + 1)])
     runs = np.stack([bounds[:-1], np.ones(pieces, dtype=np.int64), np.diff(bounds)], axis=1)
-    return [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
+    return bounds, [layers * work_of_runs(one, runs, tokens) for one, layers in mix]
 
 
 def _even_cuts(
-    tokens: int, ring_size: int, multiple_of: int, work: IntArray, shares: np.ndarray
+    tokens: int, ring_size: int, multiple_of: int, bounds: IntArray, work: IntArray, shares: np.ndarray
 ) -> Layout | None:
     """Return contiguous shards of these shares of the work; None if lengths differ by more than the slack."""
-    bounds = [tokens * i // len(work) for i in range(len(work) + 1)]
     total = np.concatenate([[0], np.cumsum(work)])
     # the work before each cut; interpolated linearly inside a piece
     goals = total[-1] * np.cumsum(shares)[:-1]
@@ -100,23 +101,28 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
 
     `shares` of the work are the goals of the ranks.
     """
-    per_rank = len(work) // ring_size
-    owners = np.arange(len(work)) // per_rank
-    load = np.bincount(owners, weights=work, minlength=ring_size) - shares * work.sum()  # beyond the goal
+    pieces = np.arange(len(work)).reshape(ring_size, -1)  # of each rank, ascending
+    works = work[pieces]
+    goals = shares * work.sum()
+    load = works.sum(1) - goals  # beyond the goal
     for _ in range(4 * ring_size):
         full, empty = int(load.argmax()), int(load.argmin())
         # the two ranks would be equally far from their goals after moving this much work
         excess = (load[full] - load[empty]) / 2
-        if load[full] <= (EVEN - 1) / 2 * shares[full] * work.sum():
+        if load[full] <= (EVEN - 1) / 2 * goals[full]:
             break
-        give, take = np.flatnonzero(owners == full), np.flatnonzero(owners == empty)
         # [pieces of the fullest, pieces of the emptiest]: work moved by each swap
-        gain = work[give][:, None] - work[take][None, :]
-        best = np.unravel_index(np.abs(gain - excess).argmin(), gain.shape)
+        gain = works[full][:, None] - works[empty]
+        give, take = divmod(int(np.abs(gain - excess).argmin()), gain.shape[1])
         # stop if no swap brings the two ranks closer together
-        if not 0 < gain[best] < 2 * excess:
+        if not 0 < gain[give, take] < 2 * excess:
             break
-        owners[give[best[0]]], owners[take[best[1]]] = empty, full
-        load[full] -= gain[best]
-        load[empty] += gain[best]
+        load[full] -= gain[give, take]
+        load[empty] += gain[give, take]
+        pieces[full, give], pieces[empty, take] = pieces[empty, take], pieces[full, give]
+        pieces[full].sort()
+        pieces[empty].sort()
+        works[full], works[empty] = work[pieces[full]], work[pieces[empty]]
+    owners = np.empty(len(work), dtype=np.int64)
+    owners[pieces] = np.arange(ring_size)[:, None]
     return owners

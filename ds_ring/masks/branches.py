@@ -64,7 +64,10 @@ class Primitive(ABC):
 
     @abstractmethod
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
-        """Return the least and the greatest label that may occur in each row of the axis."""
+        """Return the least and the greatest label that may occur in each row.
+
+        A row without any label may have a least one above the greatest.
+        """
 
     @abstractmethod
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
@@ -88,19 +91,8 @@ class Primitive(ABC):
         """
         return None
 
-    @classmethod
-    def near_pairs(
-        cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray
-    ) -> RunPairs | None:
-        """Return the pairs of runs (start, step, length) that some branch may join; None for all pairs.
-
-        `joined` are the labels that each branch compares.
-        """
-        return None
-
 
 Joined = tuple[Primitive, Primitive]  # of queries and of keys: their labels are compared
-RunPairs = tuple[IntArray, IntArray]  # indices of query runs and of key runs, in the order of both
 
 
 def each_number(first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:

@@ -9,6 +9,7 @@ the pair's score. A run is an arithmetic progression of positions (start, step, 
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +19,9 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError, whole_number
 from ds_ring.masks.branches import ALL, Branch, Primitive, counts_twice, product, union
-from ds_ring.masks.joins import tiles_by_head
+from ds_ring.masks.joins import near_rows, tiles_by_head
 from ds_ring.masks.slots import IntArray
-from ds_ring.masks.tiles import UNBOUNDED, PairMask, Tiles
+from ds_ring.masks.tiles import UNBOUNDED, Axis, PairMask, Tiles
 from ds_ring.registry import JsonKey
 
 MANY_PAIRS = 4096  # of runs; if there are more, `tiles` first leaves out those that no branch joins
@@ -244,10 +245,8 @@ class BoundPattern(Pattern):
         """Return the non-empty tiles of two shards, given by their runs in slot order, int64 [n, 3]."""
         near = None
         if len(q_runs) * len(k_runs) > MANY_PAIRS:
-            joined = {branch.labels_of for branches in self.branches_by_head for branch in branches}
-            one_each = {type(one): one for one in self.primitives}.values()
-            found = (one.near_pairs(joined, q_runs, k_runs) for one in one_each)
-            near = next((pairs for pairs in found if pairs is not None), None)
+            every = itertools.chain(*self.branches_by_head)
+            near = near_rows(every, Axis.from_runs(q_runs), Axis.from_runs(k_runs))
         return self.cut(Tiles.rectangles(q_runs, k_runs, near))
 
     def cut(self, rectangles: Tiles) -> Tiles:

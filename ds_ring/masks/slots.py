@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 
 IntArray = np.ndarray
@@ -44,11 +47,47 @@ def ranges_of_progressions(rows: IntArray) -> SlotRanges:
     return np.flatnonzero(member[1:] != member[:-1]).reshape(-1, 2) + first
 
 
+def ranges_by_set(rows: IntArray, numbers: IntArray) -> dict[int, SlotRanges]:
+    """Return the union of the progressions that have the same number: one set of slots for each number."""
+    if not len(rows):
+        return {}
+    order = np.argsort(numbers, kind="stable")
+    rows, numbers = rows[order], numbers[order]
+    firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+    names = numbers[firsts].tolist()
+    if ((rows[:, 1] == 1) | (rows[:, 2] == 1)).all():
+        which = np.repeat(np.arange(len(firsts)), np.diff(firsts, append=len(rows)))
+        width = int((rows[:, 0] + rows[:, 2]).max()) + 1
+        rows = np.stack([rows[:, 0] + which * width, rows[:, 1], rows[:, 2]], axis=1)
+        return dict(zip(names, split_sets(ranges_of_progressions(rows), width, len(firsts)), strict=True))
+    return dict(zip(names, map(ranges_of_progressions, np.split(rows, firsts[1:])), strict=True))
+
+
+def join_sets(sets: Sequence[SlotRanges], width: int) -> SlotRanges:
+    """Return several sets as one: slot s of set i becomes i * width + s. `width` is above every slot."""
+    lengths = [len(one) for one in sets]
+    return np.concatenate([no_slots(), *sets]) + width * np.repeat(np.arange(len(sets)), lengths)[:, None]
+
+
+def split_sets(ranges: SlotRanges, width: int, count: int) -> list[SlotRanges]:
+    """Return the sets that `join_sets` joined."""
+    number = ranges[:, 0] // width
+    own = ranges - (number * width)[:, None]
+    bounds = np.searchsorted(number, np.arange(count + 1)).tolist()
+    return [own[slice(*pair)] for pair in itertools.pairwise(bounds)]
+
+
+def count_sets(ranges: SlotRanges, width: int, count: int) -> IntArray:
+    """Return the number of slots of each of the sets that `join_sets` joined; int64 [count]."""
+    total = np.bincount(ranges[:, 0] // width, weights=ranges[:, 1] - ranges[:, 0], minlength=count)
+    return total.astype(np.int64)
+
+
 def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
     """Return the slots that are in both sets."""
     if not len(one) or not len(other):
         return no_slots()
-    if np.array_equal(one, other):
+    if one is other or np.array_equal(one, other):
         return one
     # ends first where edges are equal
     edges = np.concatenate([one[:, 1], other[:, 1], one[:, 0], other[:, 0]])
@@ -70,6 +109,8 @@ def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
 
 def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
     """Return part `number` of a set of slots that is cut into `parts` equal parts."""
+    if parts == 1:
+        return ranges
     lengths = ranges[:, 1] - ranges[:, 0]
     count = int(lengths.sum())
     first, end = count * number // parts, count * (number + 1) // parts

@@ -124,8 +124,8 @@ class Axis:
             length if isinstance(length, np.ndarray) else np.full(len(self.length), length),
         )
 
-    def rows(self, index: IntArray) -> Axis:
-        """Return a selection of rows (indices or a boolean mask)."""
+    def rows(self, index: IntArray | slice) -> Axis:
+        """Return a selection of rows (indices, a boolean mask or a slice)."""
         return Axis(
             self.slot[index],
             self.slot_step[index],
@@ -258,8 +258,8 @@ class Tiles:
         sides = self.q.length, self.k.length
         return _pairs_up_to(*sides, high) - _pairs_up_to(*sides, low - 1)
 
-    def rows(self, index: IntArray) -> Tiles:
-        """Return a selection of rows (indices or a boolean mask)."""
+    def rows(self, index: IntArray | slice) -> Tiles:
+        """Return a selection of rows (indices, a boolean mask or a slice)."""
         columns = {name: getattr(self, name)[index] for name in _COLUMNS}
         return replace(self, q=self.q.rows(index), k=self.k.rows(index), **columns)
 

@@ -93,7 +93,7 @@ def best_of(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Can
         for pattern, layers in mix:
             # as much in both directions
             travel = HeadClass(ReadsOfShards(pattern, option.layout), slice(0, 1), one_way(size))
-            sent += layers * sum(map(travel.tokens_sent, sampled_origins(size)))
+            sent += layers * travel.tokens_sent(sampled_origins(size))
         compared.append(option._replace(tokens_sent=sent))
     return min(compared, key=lambda c: c.tokens_sent), compared
 

@@ -27,9 +27,10 @@ one rank for every ring size. Only inside a node, where links are fast, sums are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -40,11 +41,14 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import (
     IntArray,
     SlotRanges,
+    count_sets,
     count_slots,
     intersect_slots,
+    join_sets,
     locate_slots,
     no_slots,
-    ranges_of_progressions,
+    ranges_by_set,
+    split_sets,
     subtract_slots,
 )
 from ds_ring.masks.tiles import Tiles
@@ -59,33 +63,33 @@ from ds_ring.schedule.rank_plan import (
     HopPlan,
 )
 
-
-class Reads(NamedTuple):
-    """Progressions of a shard's slots that other ranks read, and the distance up the ring to each reader."""
-
-    slots: IntArray  # [n, 3] of (slot, slot step, length); no row occurs twice for one distance
-    distances: IntArray  # [n], ascending; reader = origin + distance (mod P)
-
-    def at(self, distance: int) -> SlotRanges:
-        """Return the slots that the reader at one distance reads."""
-        first, end = np.searchsorted(self.distances, [distance, distance + 1])
-        return ranges_of_progressions(self.slots[first:end])
+OriginAndHop = tuple[int, int]
 
 
-def find_reads(pattern: Pattern, reader_runs: list[IntArray], origin_runs: IntArray) -> Reads:
-    """Return what every reader reads of a shard; readers are ordered by distance 1, 2, ... up the ring."""
-    if not reader_runs or not len(origin_runs):
-        return Reads(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))
-    runs = np.concatenate(reader_runs)
-    distance_of_run = np.repeat(np.arange(1, len(reader_runs) + 1), [len(r) for r in reader_runs])
-    # Make one table for all readers: their runs follow one another in its query slots.
-    table = pattern.tiles(runs, origin_runs)
-    first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
-    distances = distance_of_run[np.searchsorted(first_slots, table.q.slot, side="right") - 1]
-    rows = np.stack([distances, table.k.slot, table.k.slot_step, table.k.length], axis=1)
-    # Several queries of one reader often read the same keys. The sort is by distance first.
-    rows = np.unique(rows, axis=0)
-    return Reads(rows[:, 1:], rows[:, 0])
+def find_reads(
+    pattern: Pattern, reader_runs: Sequence[IntArray], origin_runs: Sequence[IntArray]
+) -> dict[tuple[int, int], SlotRanges]:
+    """Return the slots that readers read of shards, by (reader, origin): indices into both lists of runs.
+
+    Pairs that read nothing are left out.
+    """
+    # Make one table for all: the runs of the shards follow one another in its slots.
+    (q, q_ends), (k, k_ends) = (_one_after_another(runs) for runs in (reader_runs, origin_runs))
+    table = pattern.tiles(q, k)
+    reader, origin = (
+        np.searchsorted(ends, axis.slot, side="right")
+        for ends, axis in ((q_ends, table.q), (k_ends, table.k))
+    )
+    slot = table.k.slot - np.append(0, k_ends)[origin]
+    rows = np.stack([slot, table.k.slot_step, table.k.length], axis=1)
+    found = ranges_by_set(rows, reader * len(origin_runs) + origin)
+    return {divmod(pair, len(origin_runs)): slots for pair, slots in found.items()}
+
+
+def _one_after_another(shards: Sequence[IntArray]) -> tuple[IntArray, IntArray]:
+    """Return the runs of several shards as those of one, and the end of each shard in its slots."""
+    tokens = np.array([int(runs[:, 2].sum()) for runs in shards], dtype=np.int64)
+    return np.concatenate([np.empty((0, 3), dtype=np.int64), *shards]), np.cumsum(tokens)
 
 
 def tiles_of_payload(tiles: Tiles, held: SlotRanges) -> Tiles:
@@ -152,39 +156,74 @@ def _equal_strides(slots: IntArray) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class ReadsOfShards:
-    """The slots that every rank reads of every shard of a layout; computed on demand and cached."""
+    """The slots that every rank reads of every shard of a layout; computed on demand and cached.
+
+    One table has all that one rank reads, or all ranks that read one shard.
+    """
 
     pattern: Pattern  # bound to the query heads of one K/V head
     layout: Layout
-    _reads: dict[int, Reads] = field(default_factory=dict, repr=False, compare=False)
     _slots: dict[tuple[int, int], SlotRanges] = field(default_factory=dict, repr=False, compare=False)
+    _readers: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)  # by origin
+    _origins: dict[int, list[int]] = field(default_factory=dict, repr=False, compare=False)  # by reader
 
-    def slots(self, origin: int, distance: int) -> SlotRanges:
-        """Return the slots of a shard that the rank `distance` up the ring reads."""
-        key = origin, distance
-        if key not in self._slots:
-            # Computing a shard's reads makes tiles for all ranks; skip it if the band excludes this reader.
-            near = origin in self._reads or self._may_touch(origin, distance)
-            self._slots[key] = self._of_shard(origin).at(distance) if near else no_slots()
-        return self._slots[key]
+    @cached_property
+    def runs(self) -> tuple[IntArray, ...]:
+        """Return the runs of every rank."""
+        return tuple(self.layout.runs(rank) for rank in range(self.layout.ring_size))
 
-    def distances(self, origin: int) -> list[int]:
-        """Return the distances up the ring from a shard's origin to its readers, ascending."""
-        return np.unique(self._of_shard(origin).distances).tolist()
+    @cached_property
+    def shards(self) -> tuple[SlotRanges, ...]:
+        """Return all slots of every shard."""
+        valid = [int(runs[:, 2].sum()) for runs in self.runs]
+        return tuple(np.array([[0, tokens]]) if tokens else no_slots() for tokens in valid)
 
-    def _of_shard(self, origin: int) -> Reads:
-        if origin not in self._reads:
-            runs = _runs_of_all(self.layout)
-            readers = [*runs[origin + 1 :], *runs[:origin]]
-            self._reads[origin] = find_reads(self.pattern, readers, runs[origin])
-        return self._reads[origin]
+    def slots(self, origin: int, reader: int) -> SlotRanges:
+        """Return the slots of a shard that another rank reads."""
+        if origin not in self._readers:
+            self.origins(reader)
+        return self._slots.get((origin, reader), _NONE)
 
-    def _may_touch(self, origin: int, distance: int) -> bool:
-        """Return False if the band of distances alone shows that the rank reads nothing."""
-        least, most = self.pattern.distance
-        q_first, q_last = _hull(self.layout, (origin + distance) % self.layout.ring_size)
-        k_first, k_last = _hull(self.layout, origin)
-        return q_last - k_first >= least and q_first - k_last <= most
+    def origins(self, reader: int) -> list[int]:
+        """Return the other ranks of whose shards a rank reads something, ascending."""
+        if reader not in self._origins:
+            others = [rank for rank in range(self.layout.ring_size) if rank != reader]
+            found = find_reads(self.pattern, [self.runs[reader]], [self.runs[rank] for rank in others])
+            self._slots.update({(others[origin], reader): slots for (_, origin), slots in found.items()})
+            self._origins[reader] = [others[origin] for _, origin in found]
+        return self._origins[reader]
+
+    def readers(self, origin: int) -> list[int]:
+        """Return the other ranks that read something of a shard, ascending."""
+        self.find_readers([origin])
+        return self._readers[origin]
+
+    def find_readers(self, origins: Iterable[int]) -> None:
+        """Compute the readers of several shards with one table."""
+        new = [origin for origin in dict.fromkeys(origins) if origin not in self._readers]
+        if not new:
+            return
+        found = find_reads(self.pattern, self.runs, [self.runs[origin] for origin in new])
+        for origin in new:
+            self._readers[origin] = []
+        for (reader, number), slots in found.items():
+            origin = new[number]
+            if reader != origin:
+                self._slots[origin, reader] = slots
+                self._readers[origin].append(reader)
+
+
+_NONE = no_slots()
+_NONE.flags.writeable = False
+
+
+class Travel(NamedTuple):
+    """How some shards travel in one direction: a row for each shard and hop at which it is read."""
+
+    origin: IntArray
+    hop: IntArray
+    held: IntArray  # number of slots that the reader at the hop holds
+    relayed: IntArray  # number of them that the rank before it passes on
 
 
 @dataclass(frozen=True)
@@ -206,85 +245,108 @@ class HeadClass:
         """Return the pattern, bound to the query heads of one K/V head."""
         return self.reads.pattern
 
+    @property
+    def _size(self) -> int:
+        return self.reads.layout.ring_size
+
+    @cached_property
+    def _width(self) -> int:
+        """Return a number above every slot: sets of several hops are joined by it."""
+        return self.reads.layout.local_tokens + 1
+
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
         """Return the slots of a shard that its reader at `hop` holds: those it reads, at hop 0 all slots."""
         if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
-            valid = self.reads.layout.valid_tokens(origin)
-            return np.array([[0, valid]]) if valid else no_slots()
+            return self.reads.shards[origin]
         if hop > direction.limit:
-            return no_slots()
-        # Reads are indexed by the distance up the ring, hops by the direction of travel.
-        size = self.reads.layout.ring_size
-        return self.reads.slots(origin, (direction.reader(origin, hop, size) - origin) % size)
+            return _NONE
+        return self.reads.slots(origin, direction.reader(origin, hop, self._size))
 
-    def relayed(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the held slots that the rank before the reader also holds, and therefore passes on to it.
+    def _held_by_hop(self, origin: int, direction: Direction) -> dict[int, SlotRanges]:
+        """Return what is held of a shard at hop 0 and at each hop at which some rank reads tokens of it."""
+        shard = self.reads.shards[origin]
+        if not self.prune:
+            return dict.fromkeys(range(direction.limit + 1), shard)
+        readers = self.reads.readers(origin)
+        hops = direction.hop(origin, np.array(readers, dtype=np.int64), self._size).tolist()
+        pairs = sorted(zip(hops, readers, strict=True))
+        found = {hop: self.reads.slots(origin, reader) for hop, reader in pairs if hop <= direction.limit}
+        return {0: shard, **found}
 
-        In stages none are: [Note: stages] in `rank_plan.py`.
+    def _hops_in(self, reader: int, direction: Direction) -> list[int]:
+        """Return the hops of a direction at which a rank holds tokens, hop 0 always."""
+        if not self.prune:
+            later = range(1, direction.limit + 1)
+            every = self.reads.shards
+            return [0, *(hop for hop in later if len(every[direction.origin(reader, hop, self._size)]))]
+        origins = np.array(self.reads.origins(reader), dtype=np.int64)
+        hops = np.sort(direction.hop(origins, reader, self._size))
+        return [0, *hops[hops <= direction.limit].tolist()]
+
+    def _relayed(self, direction: Direction, held: SlotRanges, before: Sequence[SlotRanges]) -> SlotRanges:
+        """Return the held slots that the rank before each reader also holds, and therefore passes on to it.
+
+        `held` has the sets of several hops, joined; `before` those of the ranks before. In stages none are
+        relayed: [Note: stages] in `rank_plan.py`.
         """
-        if direction.stages:
-            return no_slots()
-        before = direction.before(hop)
-        return intersect_slots(self.held(origin, direction, hop), self.held(origin, direction, before))
+        return _NONE if direction.stages else intersect_slots(held, join_sets(before, self._width))
 
-    def sums(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
-        """Return the slots for which the rank at `hop` receives a sum of gradients.
+    def _has_sums(self, direction: Direction, hop: int) -> bool:
+        """Return whether the rank at `hop` receives sums of the gradients of what is relayed to it.
 
         See [Note: where gradients are added]. The owner itself sends no sum: its own part stays on it.
         """
         apart = direction.stages or (self.rounded and not direction.ranks_per_node)
-        if hop <= 1 or apart or not direction.is_next(hop):
-            return no_slots()
-        return self.relayed(origin, direction, hop)
+        return hop > 1 and not apart and direction.is_next(hop)
 
-    def _hops(self, origin: int, direction: Direction) -> Iterator[int]:
-        """Yield the hops of a direction, from 1 on, at which some rank reads tokens of the shard."""
-        if not self.prune:
-            yield from range(1, direction.limit + 1)
-            return
-        size = self.reads.layout.ring_size
-        distances = self.reads.distances(origin)
-        hops = (direction.hop(origin, (origin + distance) % size, size) for distance in distances)
-        yield from (hop for hop in hops if hop <= direction.limit)
-
-    def tokens_sent(self, origin: int) -> int:
-        """Return the tokens of one shard that are sent in a forward pass, over all hops, per K/V head."""
-        return sum(
-            count_slots(self.held(origin, direction, hop))
-            for direction in self.directions
-            for hop in self._hops(origin, direction)
+    def travel(self, origins: Sequence[int], direction: Direction) -> Travel:
+        """Return how some shards travel in one direction."""
+        if self.prune:
+            self.reads.find_readers(origins)
+        rows, sets, before = [], list[SlotRanges](), list[SlotRanges]()
+        for origin in origins:
+            by_hop = self._held_by_hop(origin, direction)
+            hops = list(by_hop)[1:]
+            rows += [(origin, hop) for hop in hops]
+            sets += [by_hop[hop] for hop in hops]
+            before += [by_hop.get(direction.before(hop), _NONE) for hop in hops]
+        held = join_sets(sets, self._width)
+        counts = (
+            count_sets(x, self._width, len(rows)) for x in (held, self._relayed(direction, held, before))
         )
+        return Travel(*np.array(rows, dtype=np.int64).reshape(-1, 2).T, *counts)
 
-    def links(self, origin: int) -> int:
+    def tokens_sent(self, origins: Sequence[int]) -> int:
+        """Return the tokens of some shards that are sent in a forward pass, per K/V head."""
+        return sum(int(self.travel(origins, direction).held.sum()) for direction in self.directions)
+
+    def links(self, origins: Sequence[int]) -> int:
         """Return the sum over tokens sent of the links that each crosses: 1 relayed, s sent directly."""
         total = 0
         for direction in self.directions:
-            for hop in self._hops(origin, direction):
-                relayed = count_slots(self.relayed(origin, direction, hop))
-                total += relayed + hop * (count_slots(self.held(origin, direction, hop)) - relayed)
+            _, hop, held, relayed = self.travel(origins, direction)
+            total += int((relayed + hop * (held - relayed)).sum())
         return total
 
-    def busiest_adapter(self, origins: Iterable[int], ranks_per_node: int) -> int:
+    def busiest_adapter(self, origins: Sequence[int], ranks_per_node: int) -> int:
         """Return the tokens of some shards that cross between nodes through the busiest network adapters.
 
         Each rank has one adapter. Those at the same place in every node are counted together.
         """
-        size, left = self.reads.layout.ring_size, [0] * ranks_per_node
-        ways = ((one, way, hop) for one in origins for way in self.directions for hop in self._hops(one, way))
-        for origin, direction, hop in ways:
-            node = direction.reader(origin, hop, size) // ranks_per_node
-            before = direction.reader(origin, direction.before(hop), size)
-            if node == before // ranks_per_node == origin // ranks_per_node:
-                continue
-            relayed = count_slots(self.relayed(origin, direction, hop))
-            left[before % ranks_per_node] += relayed if before // ranks_per_node != node else 0
-            if origin // ranks_per_node != node:
-                left[origin % ranks_per_node] += count_slots(self.held(origin, direction, hop)) - relayed
-        return max(left)
+        size, inner = self._size, ranks_per_node
+        left = np.zeros(inner, dtype=np.int64)
+        for direction in self.directions:
+            origin, hop, held, relayed = self.travel(origins, direction)
+            node = direction.reader(origin, hop, size) // inner
+            earlier = np.array([direction.before(one) for one in hop.tolist()], dtype=np.int64)
+            before = direction.reader(origin, earlier, size)
+            np.add.at(left, before % inner, np.where(before // inner != node, relayed, 0))
+            np.add.at(left, origin % inner, np.where(origin // inner != node, held - relayed, 0))
+        return int(left.max())
 
     def tokens_needed(self, origin: int) -> int:
         """Return the minimum traffic for one shard: the number of (token, other rank that reads it) pairs."""
-        return sum(count_slots(self.reads.slots(origin, d)) for d in self.reads.distances(origin))
+        return sum(count_slots(self.reads.slots(origin, reader)) for reader in self.reads.readers(origin))
 
     def rank(self, ring_rank: int) -> HeadClassPlan:
         """Return the plan of one rank."""
@@ -292,66 +354,87 @@ class HeadClass:
         return HeadClassPlan(self.kv_heads, directions, max(direction.steps for direction in self.directions))
 
     def _direction(self, ring_rank: int, direction: Direction) -> DirectionPlan:
-        hops = [self._hop_plan(ring_rank, direction, hop) for hop in range(direction.limit + 1)]
-        # Remove empty hops at the end only, because the index in the tuple is the hop's number.
-        while len(hops) > 1 and hops[-1] is None:
-            hops.pop()
+        incoming = self._hops_in(ring_rank, direction)
+        plans = self._hop_plans(ring_rank, direction, incoming)
+        hops: list[HopPlan | None] = [None] * (incoming[-1] + 1)  # the index is the hop's number
+        for plan in plans:
+            hops[plan.hop] = plan
+        # This rank is the owner: it sends the slots that the rank before each reader does not have. Gradients
+        # that the reader does not pass on as a sum return to this rank directly.
+        by_hop = self._held_by_hop(ring_rank, direction)
+        outgoing = list(by_hop)[1:]
+        held = join_sets([by_hop[hop] for hop in outgoing], self._width)
+        relayed = self._relayed(
+            direction, held, [by_hop.get(direction.before(hop), _NONE) for hop in outgoing]
+        )
+        after = [
+            by_hop.get(hop + 1, _NONE) if self._has_sums(direction, hop + 1) else _NONE for hop in outgoing
+        ]
+        sums = self._relayed(direction, held, after)
         direct_sends, gradient_returns = [], []
-        for hop in range(1, direction.limit + 1):
-            held = self.held(ring_rank, direction, hop)
-            if not len(held):
-                continue
-            reader = direction.reader(ring_rank, hop, self.reads.layout.ring_size)
-            # This rank is the owner: it sends the slots that the rank before the reader does not have.
-            leaving = subtract_slots(held, self.relayed(ring_rank, direction, hop))
+        left = (split_sets(subtract_slots(held, x), self._width, len(outgoing)) for x in (relayed, sums))
+        for hop, leaving, ending in zip(outgoing, *left, strict=True):
+            reader = direction.reader(ring_rank, hop, self._size)
             if len(leaving):
                 direct_sends.append(DirectSend(hop, reader, leaving))
-            # Gradients that the reader does not pass on as a sum return to this rank directly.
-            ending = subtract_slots(held, self.sums(ring_rank, direction, hop + 1))
             if len(ending):
                 gradient_returns.append(GradientReturn(hop, reader, ending))
         messages = tuple(direct_sends), tuple(gradient_returns)
         return DirectionPlan(tuple(hops), *messages, direction, self.rounded, self.codec)
 
-    def _hop_plan(self, ring_rank: int, direction: Direction, hop: int) -> HopPlan | None:
-        size, inner = self.reads.layout.ring_size, direction.ranks_per_node
-        origin = direction.origin(ring_rank, hop, size)
-        held = self.held(origin, direction, hop)
-        if hop and not len(held):
-            return None
-        runs = _runs_of_all(self.reads.layout)
-        tiles = self.pattern.tiles(runs[ring_rank], runs[origin])
-        # At hop 0 keys are used in place, so the tiles' key slots are slots of the shard already.
-        if hop and len(tiles):
-            tiles = tiles_of_payload(tiles, held)
-        enters = inner > 0 and hop % inner == 0  # the reader is the first rank of its node to get the shard
-        none = no_slots()
-        return HopPlan(
-            hop,
-            origin,
-            recv_rank=direction.reader(origin, direction.before(hop), size) if hop else ring_rank,
-            send_rank=direction.reader(origin, hop + 1, size),
-            held=held,
-            relayed=self.relayed(origin, direction, hop) if hop else none,
-            forward=self.relayed(origin, direction, hop + 1) if direction.is_next(hop + 1) else none,
-            inter_node=self.relayed(origin, direction, hop + inner) if enters else none,
-            inter_node_to=direction.reader(origin, hop + inner, size),
-            grad_recv=self.sums(origin, direction, hop),
-            grad_send=self.sums(origin, direction, hop + 1) if hop else none,
-            tiles=tiles,
-        )
+    def _hop_plans(self, ring_rank: int, direction: Direction, hops: list[int]) -> list[HopPlan]:
+        """Return the plans of all hops at which a rank holds tokens, computed together."""
+        size, inner, width = self._size, direction.ranks_per_node, self._width
+        keys = [(direction.origin(ring_rank, hop, size), hop) for hop in hops]
+        held = [self.held(origin, direction, hop) for origin, hop in keys]
+        joined = join_sets(held, width)
 
+        def shared(other: Callable[[int], int], needed: Callable[[int], bool]) -> list[SlotRanges]:
+            """Return the held slots that the reader at another hop also holds, at hops where needed."""
+            theirs = [
+                self.held(origin, direction, other(hop)) if needed(hop) else _NONE for origin, hop in keys
+            ]
+            return split_sets(self._relayed(direction, joined, theirs), width, len(keys))
 
-@lru_cache(maxsize=16)
-def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
-    return tuple(layout.runs(rank) for rank in range(layout.ring_size))
+        came = shared(direction.before, lambda hop: hop > 0)
+        forward = shared(lambda hop: hop + 1, lambda hop: direction.is_next(hop + 1))
+        # the reader is the first rank of its node to get the shard
+        inter_node = shared(lambda hop: hop + inner, lambda hop: inner > 0 and hop % inner == 0)
+        tables = self._tables(ring_rank, keys, held)
+        return [
+            HopPlan(
+                hop,
+                origin,
+                recv_rank=direction.reader(origin, direction.before(hop), size) if hop else ring_rank,
+                send_rank=direction.reader(origin, hop + 1, size),
+                held=held[index],
+                relayed=came[index],
+                forward=forward[index],
+                inter_node=inter_node[index],
+                inter_node_to=direction.reader(origin, hop + inner, size),
+                grad_recv=came[index] if self._has_sums(direction, hop) else _NONE,
+                grad_send=forward[index] if hop and self._has_sums(direction, hop + 1) else _NONE,
+                tiles=tables[index],
+            )
+            for index, (origin, hop) in enumerate(keys)
+        ]
 
-
-@lru_cache(maxsize=1 << 14)
-def _hull(layout: Layout, ring_rank: int) -> tuple[int, int]:
-    """Return the first and last position of a shard; first > last if the shard is empty."""
-    runs = _runs_of_all(layout)[ring_rank]
-    if not len(runs):
-        # beyond UNBOUNDED, so that no band reaches an empty shard
-        return 1 << 62, -(1 << 62)
-    return int(runs[:, 0].min()), int((runs[:, 0] + (runs[:, 2] - 1) * runs[:, 1]).max())
+    def _tables(self, ring_rank: int, keys: Sequence[OriginAndHop], held: list[SlotRanges]) -> list[Tiles]:
+        """Return the tiles of a rank with the shard of every hop; key slots index the hop's payload."""
+        runs, ends = _one_after_another([self.reads.runs[origin] for origin, _ in keys])
+        tiles = self.pattern.tiles(self.reads.runs[ring_rank], runs)
+        hop = np.searchsorted(ends, tiles.k.slot, side="right")
+        # At hop 0 keys are used in place: the tiles' key slots are slots of the shard already.
+        own, tiles, hop = tiles.rows(hop == 0), tiles.rows(hop > 0), hop[hop > 0]
+        if not len(tiles):
+            return [own, *([tiles] * (len(keys) - 1))]
+        # Payloads follow one another as the shards do.
+        begins, counts = [0, *ends.tolist()], [count_slots(slots) for slots in held]
+        every = [slots + begin for slots, begin in zip(held, begins, strict=False)]
+        tiles = tiles_of_payload(tiles, np.concatenate(every))
+        ends = np.cumsum(counts)
+        hop = np.searchsorted(ends, tiles.k.slot, side="right")
+        tiles = replace(tiles, k=replace(tiles.k, slot=tiles.k.slot - (ends - counts)[hop]))
+        order = np.argsort(hop, kind="stable")
+        tiles, bounds = tiles.rows(order), np.searchsorted(hop[order], np.arange(1, len(keys) + 1)).tolist()
+        return [own, *(tiles.rows(slice(*pair)) for pair in itertools.pairwise(bounds))]

@@ -12,6 +12,7 @@ al. 2023, Striped Attention).
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -106,13 +107,19 @@ def expand_runs(runs: IntArray) -> IntArray:
     return runs[row, 0] + runs[row, 1] * within
 
 
-def _runs_of_pieces(starts: IntArray, ends: IntArray) -> IntArray:
-    """Return runs for ascending, disjoint pieces start .. end - 1; adjacent pieces become one run."""
-    keep = ends > starts
-    starts, ends = starts[keep], ends[keep]
-    begins = np.append(True, starts[1:] != ends[:-1])[: len(starts)]
-    starts, ends = starts[begins], ends[np.append(begins[1:], True)[: len(ends)]]
-    return np.stack([starts, np.ones_like(starts), ends - starts], axis=1)
+def _runs_of_pieces(starts: IntArray, ends: IntArray, owners: IntArray, ring_size: int) -> list[IntArray]:
+    """Return the runs of every rank for ascending, disjoint pieces start .. end - 1; pieces may be empty.
+
+    Adjacent pieces of a rank become one run.
+    """
+    order = np.argsort(owners, kind="stable")
+    order = order[ends[order] > starts[order]]
+    starts, ends, owners = starts[order], ends[order], owners[order]
+    begins = np.append(True, (starts[1:] != ends[:-1]) | (owners[1:] != owners[:-1]))[: len(starts)]
+    starts, ends, owners = starts[begins], ends[np.append(begins[1:], True)[: len(ends)]], owners[begins]
+    runs = np.stack([starts, np.ones_like(starts), ends - starts], axis=1)
+    cuts = np.searchsorted(owners, np.arange(ring_size + 1)).tolist()
+    return [runs[first:end] for first, end in itertools.pairwise(cuts)]
 
 
 @dataclass(frozen=True)
@@ -151,8 +158,14 @@ class ChunkLayout(Layout):
         return [ring_rank, self.chunks - 1 - ring_rank]
 
     def runs(self, ring_rank: int) -> IntArray:
-        edges = [[self.tokens * (c + i) // self.chunks for c in self.chunks_of(ring_rank)] for i in (0, 1)]
-        return _runs_of_pieces(np.array(edges[0]), np.array(edges[1]))
+        return self._runs[ring_rank]
+
+    @cached_property
+    def _runs(self) -> list[IntArray]:
+        edges = np.array([self.tokens * i // self.chunks for i in range(self.chunks + 1)], dtype=np.int64)
+        chunk = np.arange(self.chunks)
+        owners = np.minimum(chunk, self.chunks - 1 - chunk) if self.chunks_per_rank == 2 else chunk
+        return _runs_of_pieces(edges[:-1], edges[1:], owners, self.ring_size)
 
 
 @dataclass(frozen=True)
@@ -176,9 +189,12 @@ class PieceLayout(Layout):
     name = "balanced"
 
     def runs(self, ring_rank: int) -> IntArray:
-        bounds = np.array(self.boundaries, dtype=np.int64)
-        mine = np.flatnonzero(np.array(self.owners) == ring_rank)
-        return _runs_of_pieces(bounds[mine], bounds[mine + 1])
+        return self._runs[ring_rank]
+
+    @cached_property
+    def _runs(self) -> list[IntArray]:
+        bounds, owners = np.array(self.boundaries, dtype=np.int64), np.array(self.owners, dtype=np.int64)
+        return _runs_of_pieces(bounds[:-1], bounds[1:], owners, self.ring_size)
 
     @cached_property
     def longest_shard(self) -> int:

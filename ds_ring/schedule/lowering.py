@@ -56,7 +56,15 @@ import numpy as np
 
 from ds_ring.masks.joins import cut_queries, middle_slot
 from ds_ring.masks.slots import SlotRanges, count_slots, locate_ranges, part_of
-from ds_ring.schedule.rank_plan import DirectionPlan, HeadClassPlan, HopPlan, RankPlan, StagePlan
+from ds_ring.schedule.rank_plan import (
+    DirectionPlan,
+    DirectSend,
+    GradientReturn,
+    HeadClassPlan,
+    HopPlan,
+    RankPlan,
+    StagePlan,
+)
 from ds_ring.schedule.steps import (
     RESULTS,
     SHARD,
@@ -243,6 +251,15 @@ class _Way:
         assert own is not None, "a rank always has its own shard"
         self.own = own
         self.payload = Payload.KEYS if plan.codec is None else Payload.ENCODED  # of keys that travel
+        # by the batch in which a message is posted: keys sent directly, and gradients that return here
+        self.direct_sends: dict[int, list[DirectSend]] = {}
+        for direct in plan.direct_sends:
+            self.direct_sends.setdefault(plan.direction.stage(direct.hop) - 1, []).append(direct)
+        self.gradient_returns: dict[int, list[GradientReturn]] = {}
+        for back in plan.gradient_returns:
+            first = plan.direction.stage(back.hop) + 1
+            for batch in range(first, first + plan.direction.batches(back.hop)):
+                self.gradient_returns.setdefault(batch, []).append(back)
         self.returns: list[tuple[int, SlotRanges]] = []  # gradients of the own shard that this rank receives
         self.leaving: list[int] = []  # buffers that are being sent: freed after the batch
 
@@ -303,10 +320,8 @@ class _Direction(_Way):
         if here is not None and len(here.forward):
             steps.append(self._send(self.keys, here, here.send_rank, here.forward))
         steps += self._post_across(hop)
-        for direct in self.plan.direct_sends:
-            # sent in the batch before the hop that reads it
-            if direct.hop == hop + 1:
-                steps.append(self._send(SHARD, self.own, direct.receiver, direct.slots))
+        for direct in self.direct_sends.get(hop, ()):
+            steps.append(self._send(SHARD, self.own, direct.receiver, direct.slots))
         if coming is not None:
             # At hop 1 the neighbour is the origin, so everything counts as relayed.
             if len(coming.relayed) and not self.plan.direction.crosses(coming.hop):
@@ -367,9 +382,9 @@ class _Direction(_Way):
                 self.returning.append((one, found))
             else:
                 self.leaving.append(found)
-        for back in self.plan.gradient_returns:
+        for back in self.gradient_returns.get(hop, ()):
             number, parts = hop - 1 - back.hop, self.plan.direction.batches(back.hop)
-            if 0 <= number < parts and len(part := part_of(back.slots, number, parts)):
+            if len(part := part_of(back.slots, number, parts)):
                 buffer = self.new(payload, count_slots(part))
                 self.returns.append((buffer, part))
                 steps.append(Recv(payload, buffer, back.sender, self.own.origin, part))
@@ -455,7 +470,7 @@ class _Stages(_Way):
     def __init__(self, plan: DirectionPlan, buffers: list[Buffer], backward: bool) -> None:
         super().__init__(plan, buffers, backward)
         self.shard = SHARD  # the own keys as they are sent
-        self.sent_until = max((plan.direction.stage(one.hop) for one in plan.direct_sends), default=0) - 1
+        self.sent_until = max(self.direct_sends, default=-1)
         self.keys: int | None = SHARD  # buffer of the keys of the present stage; None for no keys
         self.coming: int | None = None  # of the next stage
         self.done: int | None = None  # gradients of the stage before
@@ -480,10 +495,8 @@ class _Stages(_Way):
         They are keys for the next stage and then gradients of the last one, on both sides of a connection.
         """
         steps: list[Send | Recv] = []
-        stage = self.plan.direction.stage
-        for direct in self.plan.direct_sends:
-            if stage(direct.hop) == number + 1:
-                steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
+        for direct in self.direct_sends.get(number, ()):
+            steps.append(self._send(self.shard, -1, direct.receiver, self.own.origin, direct.slots))
         coming = self._stage(number + 1)
         if coming is not None:
             self.coming = self.new(self.payload, coming.slots)
@@ -501,11 +514,10 @@ class _Stages(_Way):
                 # they depend on the keys, which arrived two batches ago
                 steps.append(self._send(self.done, number - 2, hop.origin, hop.origin, hop.held, at))
             self.leaving.append(self.done)
-        for back in self.plan.gradient_returns:
-            if self.plan.direction.stage(back.hop) == number - 1:
-                buffer = self.new(self._payload, count_slots(back.slots))
-                self.returns.append((buffer, back.slots))
-                steps.append(Recv(self._payload, buffer, back.sender, self.own.origin, back.slots))
+        for back in self.gradient_returns.get(number, ()):
+            buffer = self.new(self._payload, count_slots(back.slots))
+            self.returns.append((buffer, back.slots))
+            steps.append(Recv(self._payload, buffer, back.sender, self.own.origin, back.slots))
         return steps
 
     def compute(self, number: int) -> list[Compute]:

@@ -65,7 +65,7 @@ class Plan:
     def tokens_sent(self) -> int:
         """Return tokens sent in a forward pass, summed over ranks, hops and K/V heads."""
         origins = range(self.ring_size)
-        return over_heads(self.classes, self.kv_heads, lambda one: sum(map(one.tokens_sent, origins)))
+        return over_heads(self.classes, self.kv_heads, lambda one: sum(one.tokens_sent([x]) for x in origins))
 
     @property
     def tokens_needed(self) -> int:
@@ -178,7 +178,7 @@ def choose_directions(reads: ReadsOfShards, ranks_per_node: int = 0) -> tuple[Di
     def cost(way: tuple[Direction, ...]) -> tuple[int, int]:
         travel = HeadClass(reads, slice(0, 1), way)
         crossing = travel.busiest_adapter(of_nodes, ranks_per_node) if ranks_per_node else 0
-        return crossing, sum(map(travel.links, origins))
+        return crossing, travel.links(origins)
 
     # `min` returns the first of equal costs.
     return min(ways, key=cost)

@@ -265,8 +265,8 @@ def _selected(kind: Selection, place: LayerSetting, rank: int) -> Iterator[Sent]
     """Yield both passes of attention over chosen keys; rows are the most that may be chosen."""
     layout, size, batch, element = place.layout, place.layout.ring_size, place.batch, place.element_bytes
     reads, hops = _reads(place.pattern, layout), range(1, size)
-    out = [count_slots(reads.slots(rank, hop)) for hop in hops]
-    into = [count_slots(reads.slots((rank - hop) % size, hop)) for hop in hops]
+    out = [count_slots(reads.slots(rank, (rank + hop) % size)) for hop in hops]
+    into = [count_slots(reads.slots((rank - hop) % size, rank)) for hop in hops]
     if kind.finds:
         key = batch * kind.key_dim * element
         yield Sent("indexer keys", key * sum(out), 0, tuple(key * n for n in into), (), True)

@@ -186,7 +186,7 @@ def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, contex
     reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
 
     def leaving(hop: int) -> Tensor | None:
-        ranges = reads.slots(rank, hop)
+        ranges = reads.slots(rank, (rank + hop) % layout.ring_size)
         return on_device(expand_ranges(ranges), keys.device) if len(ranges) else None
 
     def arriving(hop: int) -> int:

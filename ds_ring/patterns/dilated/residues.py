@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring.masks.branches import NO_LABEL, Joined, Pieces, Primitive, RunPairs, Segment
+from ds_ring.masks.branches import NO_LABEL, Pieces, Primitive, Segment
 from ds_ring.masks.slots import IntArray, repeat_rows
 from ds_ring.masks.tiles import Axis, Tiles, Weights
 
@@ -58,7 +58,13 @@ class Residue(Primitive):
 
     def bounds(self, axis: Axis) -> tuple[IntArray, IntArray]:
         # These bounds may be too wide: not every segment of the row has a token with this residue.
-        return Segment(self.length).bounds(axis)
+        first, last = Segment(self.length).bounds(axis)
+        if self.length % self.rate and axis.last_position.max(initial=0) >= self.length:
+            return first, last
+        # The offset is a residue of the position. In the residue layout a shard has one run for every residue
+        # of every window: nearly all of them have no token of this dilation.
+        none = (self.offset - axis.position) % np.gcd(axis.position_step, self.rate) != 0
+        return first, np.where(none, first - 1, last)
 
     def split(self, axis: Axis, least: IntArray, greatest: IntArray) -> Pieces:
         row, inside, label = Segment(self.length).split(axis, least, greatest)
@@ -69,12 +75,6 @@ class Residue(Primitive):
     def refine_sum(cls, tiles: Tiles, alternatives: list[Residue], causal: bool) -> Tiles:
         nothing = tiles.rows(np.zeros(len(tiles), dtype=bool))
         return Tiles.concat([nothing, *_refined(tiles, alternatives, causal)])
-
-    @classmethod
-    def near_pairs(
-        cls, joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray
-    ) -> RunPairs | None:
-        return _near_pairs(joined, q_runs, k_runs)
 
 
 class Progression(NamedTuple):
@@ -259,44 +259,3 @@ def _progressions(residues: Iterable[int], period: int) -> tuple[Progression, ..
         if not left:
             break
     return tuple(found)
-
-
-def _near_pairs(joined: set[tuple[Joined, ...]], q_runs: IntArray, k_runs: IntArray) -> RunPairs | None:
-    """Return the pairs of runs that some branch may join; see `Primitive.near_pairs`.
-
-    A pair is left out only if every branch has a dilation that gives no two of its tokens the same label. In
-    the residue layout a shard has one run for every residue of every window, and nearly all pairs of runs
-    differ in residue or segment: without this filter, the number of rectangles of two shards, and the time to
-    plan, would grow with the square of the number of runs.
-    """
-    count = len(q_runs) * len(k_runs)
-    found: list[IntArray] = []
-    dilated = ([a for a, b in labels if isinstance(a, Residue) and a == b] for labels in joined)
-    for dilation in {one[0] if one else None for one in dilated}:
-        if dilation is None:
-            return None
-        (q, q_segment), (k, k_segment) = (_reached(dilation, runs) for runs in (q_runs, k_runs))
-        order = np.argsort(k_segment, kind="stable")
-        bounds = [np.searchsorted(k_segment[order], q_segment, side=side) for side in ("left", "right")]
-        matches = bounds[1] - bounds[0]
-        if sum(map(len, found)) + int(matches.sum()) > count:
-            return None
-        row, within = repeat_rows(matches)
-        found.append(q[row] * len(k_runs) + k[order[bounds[0][row] + within]])
-    pairs = np.unique(np.concatenate(found))
-    return pairs // len(k_runs), pairs % len(k_runs)
-
-
-def _reached(dilation: Residue, runs: IntArray) -> RunPairs:
-    """Return (run, segment) rows for the segments in which a run may have tokens of a dilation."""
-    start, step, length = runs.T
-    last = start + (length - 1) * step
-    w, rate = dilation.length, dilation.rate
-    # The offset inside a segment is a residue of the position in this case only.
-    if w % rate == 0 or (len(last) and w > last.max()):
-        rows = np.flatnonzero((dilation.offset - start) % np.gcd(step, rate) == 0)
-    else:
-        rows = np.arange(len(runs))
-    first = start[rows] // w
-    row, within = repeat_rows(last[rows] // w - first + 1)
-    return rows[row], first[row] + within

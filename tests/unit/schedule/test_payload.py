@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ds_ring import Causal, Full, RingPatternError, SlidingWindow
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.slots import no_slots
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.head_class import find_reads, tiles_of_payload
 from ds_ring.schedule.layout import expand_runs
@@ -77,11 +78,12 @@ def test_a_tile_of_keys_that_do_not_travel_is_refused(
 def test_reads_are_those_of_the_mask(pattern: Pattern) -> None:
     origin = np.array([[3, 2, 20], [60, 1, 25]])
     readers = [np.array([[50 * hop, 1, 30], [50 * hop + 31, 3, 6]]) for hop in range(4)]
+    no_runs = np.empty((0, 3), dtype=np.int64)
     valid = len(expand_runs(origin))
     for _, bound in head_classes(pattern, 2, 2):
-        reads = find_reads(bound, readers, origin)
-        for distance, reader in enumerate(readers, start=1):
+        reads = find_reads(bound, readers, [no_runs, origin])
+        for number, reader in enumerate(readers):
             seen = paint(bound.tiles(reader, origin), len(expand_runs(reader)), valid)
             read = set(np.flatnonzero(seen.any(0)).tolist())
-            np.testing.assert_array_equal(reads.at(distance), as_ranges(read))
-        assert len(reads.at(5)) == 0
+            np.testing.assert_array_equal(reads.get((number, 1), no_slots()), as_ranges(read))
+        assert all(shard == 1 for _, shard in reads)
