@@ -214,7 +214,6 @@ class ReadsOfShards:
 
 
 _NONE = no_slots()
-_NONE.flags.writeable = False
 
 
 class Travel(NamedTuple):

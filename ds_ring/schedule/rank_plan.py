@@ -52,8 +52,11 @@ class Direction(NamedTuple):
     ranks_per_node: int = 0  # R, a divisor of the ring size; 0 for one ring of all ranks
     stages: tuple[int, ...] = ()  # number of hops of each stage after hop 0; [Note: stages]; () for none
 
-    def reader(self, origin: int, hop: int, size: int) -> int:
-        """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks."""
+    def reader(self, origin: Any, hop: Any, size: int) -> Any:
+        """Return the rank that computes with the shard of `origin` at a hop, in a ring of `size` ranks.
+
+        Ranks and hops are ints or arrays of them, here and in `hop`.
+        """
         inner = self.ranks_per_node or size
         nodes, places = divmod(hop, inner)
         node, place = divmod(origin, inner)
@@ -61,9 +64,10 @@ class Direction(NamedTuple):
 
     def origin(self, ring_rank: int, hop: int, size: int) -> int:
         """Return the rank whose shard `ring_rank` computes with at a hop."""
-        return self._replace(sign=-self.sign).reader(ring_rank, hop, size)
+        origin: int = self._replace(sign=-self.sign).reader(ring_rank, hop, size)
+        return origin
 
-    def hop(self, origin: int, reader: int, size: int) -> int:
+    def hop(self, origin: Any, reader: Any, size: int) -> Any:
         """Return the hop at which `reader` computes with the shard of `origin`."""
         inner = self.ranks_per_node or size
         nodes = reader // inner - origin // inner
