@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_ring.layers.scan.scan import scan_messages
+from ds_ring.layers.scan.scan import gradient_messages, scan_messages
 from ds_ring.layers.scan.sequence_runs import halo_messages, sequence_runs
 from ds_ring.masks.slots import IntArray
 from ds_ring.schedule.layout import Layout
@@ -37,10 +37,11 @@ def virtual_scan(
         layout: of the tokens.
         transitions, increments: of each rank, as `ring_scan` takes them.
         matrix: see `ring_scan`.
-        reverse: scan from the last run to the first, as the backward pass does.
+        reverse: as the backward pass does, of gradients of the states in place of the increments.
     """
     runs, ranks = sequence_runs(layout), range(layout.ring_size)
-    jobs = [scan_messages(runs, rank, transitions[rank], increments[rank], matrix, reverse) for rank in ranks]
+    messages = gradient_messages if reverse else scan_messages
+    jobs = [messages(runs, rank, transitions[rank], increments[rank], matrix) for rank in ranks]
     states: dict[int, Tensor] = {}
     sent = [0] * layout.ring_size
     while len(states) < layout.ring_size:

@@ -21,7 +21,7 @@ from ds_ring.layers.scan.sequence_runs import Piece, SequenceRuns, pieces, seque
 from ds_ring.ops.checks import check_layout
 from ds_ring.ops.context import cached_context
 from ds_ring.ops.handles import constant_in_graphs, new_handle, number_of
-from ds_ring.patterns.documents.pattern import Documents
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
 ByRank = dict[int, Tensor]  # by rank of the sequence
@@ -32,7 +32,8 @@ class ScanContext:
     """The runs of a layout, and which of them this rank has.
 
     Attributes:
-        layout, documents, mesh: of a call; without documents a state passes through the whole sequence.
+        layout, documents, mesh: of a call; without documents a state passes through the whole sequence, and
+            with a tree along its paths.
         hop_timeout_s: seconds that the messages of one round may take.
         in_a_graph: True if a compiled graph carries the handle.
         handle: the integer by which the operators find this object.
@@ -42,7 +43,7 @@ class ScanContext:
     """
 
     layout: Layout
-    documents: Documents | None
+    documents: Documents | Tree | None
     mesh: RingMesh
     hop_timeout_s: float = 60.0
     in_a_graph: bool = False
@@ -66,7 +67,12 @@ class ScanContext:
     @property
     def runs(self) -> SequenceRuns:
         """Return the runs of all ranks of the sequence."""
-        return sequence_runs(self.layout, self.mesh.ulysses_size)
+        return sequence_runs(self.layout, self.mesh.ulysses_size, self.tree)
+
+    @property
+    def tree(self) -> Tree | None:
+        """Return the tree, if there is one."""
+        return self.documents if isinstance(self.documents, Tree) else None
 
     def masks(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 for runs in which no document begins, and 1 for runs whose first token begins none.
@@ -91,7 +97,7 @@ class ScanContext:
 
     @outside_inference_mode
     def exists(self, offset: int, device: torch.device) -> Tensor:
-        """Return for each slot whether its document has a token at position + offset, [S]."""
+        """Return for each slot whether its document, or path, has a token at position + offset, [S]."""
         if (offset, device) in self._exists:
             return self._exists[offset, device]
         parts, rank = self.mesh.ulysses_size, self.mesh.sequence_rank
@@ -100,7 +106,10 @@ class ScanContext:
         mine = self.layout.positions(rank // parts)[first : first + slots]
         other = mine + offset
         found = (mine >= 0) & (other >= 0) & (other < self.layout.tokens)
-        if self.documents is not None:
+        if self.tree is not None:
+            # Only tokens in front: `halo` refuses others.
+            found = (mine >= 0) & (mine < self.tree.starts[-1]) & (self.tree.depths[mine] + offset >= 0)
+        elif isinstance(self.documents, Documents):
             a, b = (np.searchsorted(self.documents.starts, where, side="right") for where in (mine, other))
             found &= a == b
         return self._exists.setdefault((offset, device), on_device(found, device))
@@ -116,7 +125,7 @@ class ScanContext:
 
 
 def scan_context(
-    layout: Layout, mesh: RingMesh, documents: Documents | None = None, hop_timeout_s: float = 60.0
+    layout: Layout, mesh: RingMesh, documents: Documents | Tree | None = None, hop_timeout_s: float = 60.0
 ) -> ScanContext:
     """Return the context of a call; made on first use, and dropped with its mesh.
 
@@ -140,7 +149,7 @@ def scan_context(
 
 
 @constant_in_graphs
-def handle_of(layout: Layout, mesh: RingMesh, documents: Documents | None, hop_timeout_s: Any) -> int:
+def handle_of(layout: Layout, mesh: RingMesh, documents: Documents | Tree | None, hop_timeout_s: Any) -> int:
     """Return the integer by which the operators find the context of a call."""
     found = scan_context(layout, mesh, documents, number_of(hop_timeout_s))
     found.in_a_graph = True

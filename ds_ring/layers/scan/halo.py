@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingShapeError, whole_number
+from ds_ring.errors import RingPatternError, RingShapeError, whole_number
 from ds_ring.layers.scan.context import ScanContext, handle_of, scan_context
 from ds_ring.layers.scan.sequence_runs import halo_messages, other_documents
 from ds_ring.masks.slots import IntArray
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import constant, never_traced, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
-from ds_ring.patterns.documents.pattern import Documents
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
 Indices = dict[int, IntArray]  # by rank of the sequence
@@ -27,7 +27,7 @@ Indices = dict[int, IntArray]  # by rank of the sequence
 
 def halo(
     x: Tensor, before: int, after: int = 0, *, dim: int, layout: Layout, mesh: RingMesh,
-    documents: Documents | None = None, hop_timeout_s: float = 60.0,
+    documents: Documents | Tree | None = None, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Return the tokens before and after each run of this rank's shard. Differentiable.
 
@@ -37,18 +37,20 @@ def halo(
         dim: the token dimension.
         layout: the rank and slot of each token; its runs have no gaps (zigzag, contiguous, balanced).
         mesh: this process's place; every rank of the sequence must call.
-        documents: tokens of another document are zeros, as are those outside the sequence.
+        documents: tokens of another document are zeros, as are those outside the sequence. With a `Tree`
+            the tokens before a run are those of its path; `after` must be 0, as a path may go on in several.
         hop_timeout_s: seconds after which a message that has not arrived raises.
 
     Returns:
         The shape of x with [R, before + after] in place of S, for the R runs of this rank in slot order
-        (`layout.runs`, cut where Ulysses ranks share a shard). The gradient of a copy is added at its owner.
-        Use the copies on every rank, even where they are zeros: each rank takes part in the backward pass.
+        (`layout.runs`, cut where Ulysses ranks share a shard, and where nodes of a tree begin). The gradient
+        of a copy is added at its owner. Use the copies on every rank, even where they are zeros: each rank
+        takes part in the backward pass.
 
     Raises:
         RingShapeError: a length that is not the layout's, or `before` and `after` are not whole numbers.
         RingLayoutError: a layout whose runs have gaps (striped, residue), or for another ring.
-        RingPatternError: documents of another length.
+        RingPatternError: documents of another length, or `after` with a tree.
         RingMismatchError: ranks that call with different arguments; nothing was sent.
         RingPeerError: another rank failed or was too late.
     """
@@ -60,8 +62,8 @@ def halo(
 
 @never_traced
 def shift_sequence(
-    x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh, documents: Documents | None = None,
-    fill: float = 0, hop_timeout_s: float = 60.0,
+    x: Tensor, offset: int, *, dim: int, layout: Layout, mesh: RingMesh,
+    documents: Documents | Tree | None = None, fill: float = 0, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Return x[position + offset] for each local token. Differentiable.
 
@@ -102,7 +104,7 @@ def shift_sequence(
 
 def _clear_other_documents(context: ScanContext, before: int, after: int, copies: Tensor) -> None:
     """Set the copies [R * (before + after), ...] of tokens of another document to 0."""
-    if context.documents is not None:
+    if isinstance(context.documents, Documents):
         parts, rank = context.mesh.ulysses_size, context.mesh.sequence_rank
         index = other_documents(context.layout, parts, rank, before, after, context.documents)
         copies.index_fill_(0, context.tables.array(index, copies.device), 0)
@@ -130,7 +132,7 @@ def halo_op(x: Tensor, dim: int, before: int, after: int, handle: int) -> Tensor
         shape = tuple(x.shape)
         context.agree(call, before=before, after=after, shape=shape, dim=dim, dtype=x.dtype)
         count_forward_pass()
-        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after)
+        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
         rows = x.movedim(dim, 0)
         count = context.own_runs
         copies = x.new_zeros((count * (before + after), *rows.shape[1:]))
@@ -149,6 +151,8 @@ def _check_halo(x: Tensor, dim: int, before: int, after: int, context: ScanConte
             whole_number(value, f"halo: {name}", RingShapeError)
     if not before and not after:
         raise RingShapeError("halo: expected before or after above 0, got 0 for both; leave the call out")
+    if after and context.tree is not None:
+        raise RingPatternError.wrong("halo: after", "0 with a tree", after, "take the tokens before each run")
     slots = context.runs.local_tokens
     if not 0 <= dim < x.dim() or x.shape[dim] != slots:
         raise RingShapeError.wrong(
@@ -164,7 +168,7 @@ def halo_backward_op(grad: Tensor, dim: int, before: int, after: int, slots: int
     shape = (*grad.shape[:dim], *grad.shape[dim + 1 :])  # the number of runs may differ by rank
     with collective(mesh, "halo backward", context.exchange) as call:
         context.agree(call, shape=shape, dtype=grad.dtype)
-        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after)
+        messages = halo_messages(context.layout, mesh.ulysses_size, rank, before, after, context.tree)
         rows = grad.movedim((dim, dim + 1), (0, 1)).flatten(0, 1).clone()
         _clear_other_documents(context, before, after, rows)
         dx = grad.new_zeros((slots, *rows.shape[1:]))

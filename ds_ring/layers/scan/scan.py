@@ -5,13 +5,18 @@ Such maps compose associatively, so the states of all runs are an exclusive scan
 (Blelloch 1990, "Prefix sums and their applications"; Martin and Cundy 2018, "Parallelizing linear recurrent
 neural nets over sequence length"). Its messages do not depend on the length of the sequence.
 
-Owns the operator `ds_ring::scan`. Its gradient is the scan of the transposed maps in reverse order.
+Owns the operator `ds_ring::scan`. Its gradient is the scan of the transposed maps from last to first.
+
+[Note: the paths of a tree]
+In a tree of rollouts the state at the start of a node is the one at the end of the node above, so the runs
+are a forest instead of a list. Pointers double as on a list: in round i a run composes its map with that of
+the run 2^i above it. In the gradient a run adds up what all runs 2^i below it make of its final state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +25,17 @@ from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.scan.context import ByRank, ScanContext, handle_of
-from ds_ring.layers.scan.sequence_runs import ScanStep, SequenceRuns
+from ds_ring.layers.scan.sequence_runs import SequenceRuns
 from ds_ring.ops.checks import check_operand
 from ds_ring.ops.handles import constant, object_of, operator
 from ds_ring.ops.passes import count_forward_pass
-from ds_ring.patterns.documents.pattern import Documents
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout
 
 
 def ring_scan(
     transition: Tensor, increment: Tensor, *, layout: Layout, mesh: RingMesh, matrix: bool = False,
-    documents: Documents | None = None, hop_timeout_s: float = 60.0,
+    documents: Documents | Tree | None = None, hop_timeout_s: float = 60.0,
 ) -> Tensor:  # fmt: skip
     """Return the state with which each run of this rank begins. Differentiable.
 
@@ -45,6 +50,8 @@ def ring_scan(
         mesh: this process's place; every rank of the sequence must call, also in the backward pass.
         matrix: multiply states by the transition as matrices.
         documents: the state is zero where a document begins. `increment` is then of the run's last document.
+            With a `Tree` each run of a node begins with the state at the end of the run before it on its
+            path; the runs are cut where nodes begin.
         hop_timeout_s: seconds after which a message that has not arrived raises.
 
     Returns:
@@ -68,7 +75,7 @@ def scan_op(transition: Tensor, increment: Tensor, matrix: bool, handle: int) ->
         context.agree(call, **_fields(transition, increment, matrix))
         count_forward_pass()
         passes, continues = context.masks(increment)
-        states = _exclusive_scan(context, transition * passes, increment, matrix, reverse=False)
+        states = _run(context, scan_messages, transition * passes, increment, matrix)
         return states if context.documents is None else states * continues
 
 
@@ -81,9 +88,8 @@ def scan_backward_op(
     with collective(context.mesh, "scan backward", context.exchange) as call:
         context.agree(call, **_fields(transition, grad, matrix))
         passes, continues = context.masks(grad)
-        transposed = (transition.mT if matrix else transition) * passes
         # The gradient of a run's final state is what all later runs make of it.
-        of_increment = _exclusive_scan(context, transposed, grad * continues, matrix, reverse=True)
+        of_increment = _run(context, gradient_messages, transition * passes, grad * continues, matrix)
         if matrix:
             return (of_increment @ states.mT) * passes, of_increment
         return (of_increment * states).sum_to_size(transition.shape) * passes, of_increment
@@ -127,9 +133,57 @@ def compose(
     return None if before is None else transition * before, transition * state + increment
 
 
+class Letter(NamedTuple):
+    """Tensors that one run has for another one.
+
+    Attributes:
+        of, to: the runs.
+        shapes: of the tensors.
+        tensors: on the rank of the first run; () elsewhere.
+    """
+
+    of: int
+    to: int
+    shapes: tuple[torch.Size, ...]
+    tensors: Sequence[Tensor]
+
+
+Messages = Generator[tuple[ByRank, ByRank], None, Tensor]
+
+
+def _deliver(
+    letters: Sequence[Letter], ranks: Sequence[int], rank: int, like: Tensor
+) -> Generator[tuple[ByRank, ByRank], None, list[tuple[Letter, list[Tensor]]]]:
+    """Yield what a rank sends and receives of letters; return those to its own runs with their tensors."""
+    sends: dict[int, list[Tensor]] = {}
+    due: dict[int, list[Letter]] = {}
+    arrived: list[tuple[Letter, list[Tensor]]] = []
+    for letter in letters:
+        of, to = ranks[letter.of], ranks[letter.to]
+        if of == rank == to:
+            arrived.append((letter, list(letter.tensors)))
+        elif of == rank:
+            sends.setdefault(to, []).extend(x.reshape(-1) for x in letter.tensors)
+        elif to == rank:
+            due.setdefault(of, []).append(letter)
+    receives = {
+        peer: like.new_empty(sum(shape.numel() for letter in some for shape in letter.shapes))
+        for peer, some in due.items()
+    }
+    yield {peer: torch.cat(parts) for peer, parts in sends.items()}, receives
+    for peer, some in due.items():
+        rest = receives[peer]
+        for letter in some:
+            *parts, rest = rest.split(
+                [*(n := [shape.numel() for shape in letter.shapes]), len(rest) - sum(n)]
+            )
+            arrived.append((letter, [x.view(shape) for x, shape in zip(parts, letter.shapes, strict=True)]))
+    return arrived
+
+
 def scan_messages(
-    runs: SequenceRuns, rank: int, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
-) -> Generator[tuple[ByRank, ByRank], None, Tensor]:
+    runs: SequenceRuns, rank: int, transition: Tensor, increment: Tensor, matrix: bool
+) -> Messages:
     """Compute the state before each run of a rank: `SequenceRuns.rounds`, then one shift by a run.
 
     Yields the tensors that the rank sends and receives in each round, by the other rank; continues once the
@@ -139,66 +193,85 @@ def scan_messages(
     Returns:
         The states, like `increment`.
     """
-    count, ranks = len(runs.starts), runs.ranks.tolist()
-    if reverse:
-        ranks.reverse()
-    numbers = [count - 1 - run if reverse else run for run in runs.of_rank(rank).tolist()]
+    place = {run: place for place, run in enumerate(runs.of_rank(rank).tolist())}
+    ranks, state_shape = runs.ranks.tolist(), increment.shape[1:]
     found: dict[int, tuple[Tensor | None, Tensor]] = {
-        number: (transition[place], increment[place]) for place, number in enumerate(numbers)
+        run: (transition[at], increment[at]) for run, at in place.items()
     }
-    shapes = transition.shape[1:], increment.shape[1:]
-    sizes = shapes[0].numel(), shapes[1].numel()
-    states = torch.zeros_like(increment)
-    shift = [ScanStep(number - 1, number, True) for number in range(1, count)]
-    for steps in [*runs.rounds(), shift]:
-        arrived: dict[int, tuple[Tensor | None, Tensor]] = {}
-        sends: dict[int, list[Tensor]] = {}
-        due: dict[int, list[ScanStep]] = {}
-        for step in steps:
-            of, to = ranks[step.of], ranks[step.to]
-            if of == rank:
-                before, state = found[step.of]
-                if to == rank:
-                    arrived[step.to] = None if step.is_complete else before, state
-                else:
-                    parts = [state] if step.is_complete or before is None else [before, state]
-                    sends.setdefault(to, []).extend(part.reshape(-1) for part in parts)
-            elif to == rank:
-                due.setdefault(of, []).append(step)
-        receives = {
-            peer: increment.new_empty(sum(sizes[1] + (not step.is_complete) * sizes[0] for step in due_steps))
-            for peer, due_steps in due.items()
-        }
-        yield {peer: torch.cat(parts) for peer, parts in sends.items()}, receives
-        for peer, due_steps in due.items():
-            rest = receives[peer]
-            for step in due_steps:
-                before = None
-                if not step.is_complete:
-                    before, rest = rest[: sizes[0]].view(shapes[0]), rest[sizes[0] :]
-                arrived[step.to] = before, rest[: sizes[1]].view(shapes[1])
-                rest = rest[sizes[1] :]
-        for number, (before, state) in arrived.items():
-            if steps is shift:
-                states[numbers.index(number)] = state
-                continue
-            own, increment_ = found[number]
+
+    def letter(of: int, to: int, done: bool) -> Letter:
+        parts = tuple(x for x in found[of][done:] if x is not None) if of in found else ()
+        return Letter(of, to, (transition.shape[1:], state_shape)[done:], parts)
+
+    for steps in runs.rounds():
+        letters = [letter(*step) for step in steps]
+        arrived = yield from _deliver(letters, ranks, rank, increment)
+        composed = {}
+        for one, parts in arrived:
+            own, increment_ = found[one.to]
             assert own is not None  # a run that has the whole state gets nothing more
-            found[number] = compose((own, increment_), (before, state), matrix)
+            before = parts[0] if len(parts) == 2 else None
+            composed[one.to] = compose((own, increment_), (before, parts[-1]), matrix)
+        found |= composed
+    letters = [letter(*step) for step in runs.shift()]
+    states = torch.zeros_like(increment)
+    for one, (state,) in (yield from _deliver(letters, ranks, rank, increment)):
+        states[place[one.to]] = state
     return states
 
 
-def _exclusive_scan(
-    context: ScanContext, transition: Tensor, increment: Tensor, matrix: bool, reverse: bool
+def gradient_messages(
+    runs: SequenceRuns, rank: int, transition: Tensor, grad: Tensor, matrix: bool
+) -> Messages:
+    """Compute the gradient of the final state of each run of a rank, from the gradients of the states.
+
+    The transpose of `scan_messages`, and yields as it does: a shift, then the same rounds. In a round a run
+    gets what the runs below it make of its final state, and they get its transition.
+    """
+    place = {run: place for place, run in enumerate(runs.of_rank(rank).tolist())}
+    ranks, found = runs.ranks.tolist(), torch.zeros_like(grad)
+    move = {run: transition[at] for run, at in place.items()}
+    letters = [
+        Letter(to, of, (grad.shape[1:],), (grad[place[to]],) if to in place else ())
+        for of, to, _ in runs.shift()
+    ]
+    for letter, (part,) in (yield from _deliver(letters, ranks, rank, grad)):
+        found[place[letter.to]] += part
+
+    def made(run: int) -> tuple[Tensor, ...]:
+        if run not in place:
+            return ()
+        return (move[run].mT @ found[place[run]] if matrix else move[run] * found[place[run]],)
+
+    for steps in runs.rounds():
+        up = [Letter(to, of, (grad.shape[1:],), made(to)) for of, to, _ in steps]
+        down = [
+            Letter(of, to, (transition.shape[1:],), (move[of],) if of in move else ())
+            for of, to, done in steps
+            if not done
+        ]
+        arrived = yield from _deliver([*up, *down], ranks, rank, grad)
+        moves = dict(move)
+        for letter, (part,) in arrived:
+            if letter.of > letter.to:  # from a run below: numbers rise along each path
+                found[place[letter.to]] += part
+            else:
+                moves[letter.to] = move[letter.to] @ part if matrix else move[letter.to] * part
+        move = moves
+    return found
+
+
+def _run(
+    context: ScanContext, messages: Callable[..., Messages], transition: Tensor, given: Tensor, matrix: bool
 ) -> Tensor:
-    """Run `scan_messages` over the exchange."""
-    rounds = scan_messages(context.runs, context.mesh.sequence_rank, transition, increment, matrix, reverse)
+    """Return what a generator of messages returns, run over the exchange."""
+    rounds = messages(context.runs, context.mesh.sequence_rank, transition, given, matrix)
     while True:
         try:
             sends, receives = next(rounds)
         except StopIteration as end:
-            states: Tensor = end.value
-            return states
+            found: Tensor = end.value
+            return found
         context.swap(sends, receives)
 
 

@@ -11,6 +11,7 @@ layout, and `in_blocks` returns the layout of the entries.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -20,7 +21,7 @@ import numpy as np
 
 from ds_ring.errors import RingLayoutError
 from ds_ring.masks.slots import IntArray
-from ds_ring.patterns.documents.pattern import Documents
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.schedule.layout import Layout, PieceLayout
 
 
@@ -44,7 +45,7 @@ class ScanStep(NamedTuple):
 
     of: int
     to: int
-    is_complete: bool  # `of` has the state from the start of the sequence: its transition is not needed
+    is_complete: bool  # `of` has the state from where its sequence begins: its transition is not needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +56,8 @@ class SequenceRuns:
         starts, lengths: positions.
         ranks: the rank of the sequence (ring rank * parts + part) that has the run.
         slots: first local slot of the run on that rank.
+        previous: the run that each one continues: the one before it, or in a tree the last one of the node
+            above, of which several runs may be the next; -1 for none.
         local_tokens: slots of every rank.
         tokens: length T of the sequence.
     """
@@ -63,6 +66,7 @@ class SequenceRuns:
     lengths: IntArray
     ranks: IntArray
     slots: IntArray
+    previous: IntArray
     local_tokens: int
     tokens: int
 
@@ -74,19 +78,31 @@ class SequenceRuns:
     def rounds(self) -> list[list[ScanStep]]:
         """Return the messages of an inclusive scan over all runs, round by round.
 
-        Hillis and Steele (1986), "Data parallel algorithms": in round i run j gets what run j - 2^i has, so
-        ceil(log2 N) rounds suffice.
+        Hillis and Steele (1986), "Data parallel algorithms": in round i a run gets what the run 2^i before it
+        has, so ceil(log2) of the longest path rounds suffice. Their list ranking by pointers does the same on
+        the paths of a tree.
         """
-        count, rounds, apart = len(self.starts), [], 1
-        while apart < count:
-            rounds.append([ScanStep(to - apart, to, to < 2 * apart) for to in range(apart, count)])
-            apart *= 2
+        above, rounds = self.previous.copy(), []
+        while len(to := np.flatnonzero(above >= 0)):
+            of = above[to]
+            steps = zip(of.tolist(), to.tolist(), (above[of] < 0).tolist(), strict=True)
+            rounds.append([ScanStep(*step) for step in steps])
+            above[to] = above[of]
         return rounds
+
+    def shift(self) -> list[ScanStep]:
+        """Return the messages by which each run gets what the run before it has."""
+        to = np.flatnonzero(self.previous >= 0)
+        return [
+            ScanStep(of, one, True) for of, one in zip(self.previous[to].tolist(), to.tolist(), strict=True)
+        ]
 
 
 @lru_cache(maxsize=64)
-def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
+def sequence_runs(layout: Layout, parts: int = 1, tree: Tree | None = None) -> SequenceRuns:
     """Return the runs of a layout whose shards are cut into equal parts (for Ulysses).
+
+    With a tree they are cut where its nodes begin.
 
     Raises:
         RingLayoutError: a run has gaps.
@@ -110,47 +126,73 @@ def sequence_runs(layout: Layout, parts: int = 1) -> SequenceRuns:
             first += length
     table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 4)
     starts, lengths, ranks, slots = np.ascontiguousarray(table.T)
-    return SequenceRuns(starts, lengths, ranks, slots, part_slots, layout.tokens)
+    if tree is None:
+        return SequenceRuns(
+            starts, lengths, ranks, slots, np.arange(len(starts)) - 1, part_slots, layout.tokens
+        )
+    cut = np.unique(np.concatenate([starts, tree.starts[tree.starts < layout.tokens]]))
+    row: IntArray = np.searchsorted(starts, cut, side="right") - 1
+    previous: IntArray = np.arange(len(cut)) - 1
+    # The last run of a node is before the first one of the next node. Padding is a node of its own.
+    of_node: IntArray = np.searchsorted(cut, tree.starts)
+    parents = np.array(tree.parents)
+    previous[of_node[:-1]] = np.where(parents >= 0, of_node[parents + 1] - 1, -1)
+    previous[of_node[-1] :][:1] = -1
+    return SequenceRuns(
+        cut, np.diff(cut, append=layout.tokens), ranks[row], slots[row] + cut - starts[row], previous,
+        part_slots, layout.tokens,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def halo_messages(layout: Layout, parts: int, rank: int, before: int, after: int) -> HaloMessages:
+def halo_messages(
+    layout: Layout, parts: int, rank: int, before: int, after: int, tree: Tree | None = None
+) -> HaloMessages:
     """Return what a rank of the sequence copies, sends and receives for its halos.
 
-    The halo of a run is the `before` positions before it and the `after` positions after it; a halo may cover
-    several short runs. Places before the start and after the end of the sequence stay empty.
+    The halo of a run is the `before` tokens before it, in a tree those of its path, and the `after` tokens
+    after it; a halo may cover several short runs. Places outside the sequence stay empty.
     """
-    runs, width = sequence_runs(layout, parts), before + after
+    runs, width = sequence_runs(layout, parts, tree), before + after
     own: tuple[list[IntArray], list[IntArray]] = ([], [])
     sends: dict[int, list[IntArray]] = defaultdict(list)
     receives: dict[int, list[IntArray]] = defaultdict(list)
     number_of = {int(run): number for number, run in enumerate(runs.of_rank(rank))}
-    for reader, (start, length) in enumerate(zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True)):
-        end = start + length
-        reading = int(runs.ranks[reader])
-        for low, high, place in ((start - before, start, 0), (end, end + after, before)):
-            position, last = max(low, 0), min(high, runs.tokens)
-            run = int(np.searchsorted(runs.starts, position, side="right")) - 1
-            while position < last:
-                owner, until = int(runs.ranks[run]), int(runs.starts[run] + runs.lengths[run])
-                count = min(until, last) - position
-                slots = runs.slots[run] + position - runs.starts[run] + np.arange(count)
-                if reading == rank:
-                    places = number_of[reader] * width + place + position - low + np.arange(count)
-                    if owner == rank:
-                        own[0].append(slots)
-                        own[1].append(places)
-                    else:
-                        receives[owner].append(places)
-                elif owner == rank:
-                    sends[reading].append(slots)
-                position, run = position + count, run + 1
+    ranks = runs.ranks.tolist()
+    for reader, reading in enumerate(ranks):
+        for run, first, count, place in _beside(runs, reader, before, after):
+            owner, slots = ranks[run], runs.slots[run] + first + np.arange(count)
+            if reading == rank:
+                places = number_of[reader] * width + place + np.arange(count)
+                if owner == rank:
+                    own[0].append(slots)
+                    own[1].append(places)
+                else:
+                    receives[owner].append(places)
+            elif owner == rank:
+                sends[reading].append(slots)
     joined = tuple(np.concatenate([np.empty(0, dtype=np.int64), *part]) for part in own)
     return HaloMessages(
         (joined[0], joined[1]),
         {reader: np.concatenate(parts_) for reader, parts_ in sorted(sends.items())},
         {owner: np.concatenate(parts_) for owner, parts_ in sorted(receives.items())},
     )
+
+
+def _beside(runs: SequenceRuns, reader: int, before: int, after: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the tokens of a run's halo: their run, the first one in it, their number and the first place."""
+    run, left = int(runs.previous[reader]), before
+    while left and run >= 0:
+        length = int(runs.lengths[run])
+        count = min(length, left)
+        left -= count
+        yield run, length - count, count, left
+        run = int(runs.previous[run])
+    run, done = reader + 1, 0
+    while done < after and run < len(runs.starts):
+        count = min(int(runs.lengths[run]), after - done)
+        yield run, 0, count, before + done
+        run, done = run + 1, done + count
 
 
 @lru_cache(maxsize=256)
@@ -214,7 +256,7 @@ class Piece(NamedTuple):
         slot, length: first slot, and number of slots.
         run: number of its run among the rank's runs.
         is_first, is_last: the piece begins, or ends, where the run does.
-        continues: the piece is the first, and its document has tokens before it.
+        continues: the piece is the first, and its document, or its path in a tree, has tokens before it.
     """
 
     slot: int
@@ -226,8 +268,21 @@ class Piece(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def pieces(layout: Layout, parts: int, rank: int, documents: Documents | None) -> tuple[Piece, ...]:
+def pieces(layout: Layout, parts: int, rank: int, documents: Documents | Tree | None) -> tuple[Piece, ...]:
     """Return the pieces of a rank of the sequence, in slot order; without documents these are its runs."""
+    if isinstance(documents, Tree):
+        runs = sequence_runs(layout, parts, documents)
+        return tuple(
+            Piece(
+                int(runs.slots[run]),
+                int(runs.lengths[run]),
+                number,
+                True,
+                True,
+                bool(runs.previous[run] >= 0),
+            )
+            for number, run in enumerate(runs.of_rank(rank).tolist())
+        )
     runs = sequence_runs(layout, parts)
     breaks = np.array([0] if documents is None else documents.starts, dtype=np.int64)
     found = []
