@@ -35,7 +35,7 @@ from ds_ring.integrations.deepspeed.batch import (
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.layer_patterns import LayerPatterns
 from ds_ring.layers.scores import Alibi
-from ds_ring.masks.catalog import Causal, Chunked
+from ds_ring.masks.catalog import Chunked
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
@@ -108,8 +108,8 @@ class BatchSharding:
                 f' "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
             )
         found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
-        if found != Causal() and any(isinstance(group.pattern, Tree) for group in self.groups):
-            raise RingPatternError.wrong("a layer", "Causal() with a tree of rollouts", str(found), _ROLLOUTS)
+        for group in self.groups:
+            group.narrowed(found)  # refuses what a tree of rollouts cannot have
         return found
 
     def attention(
@@ -129,7 +129,7 @@ class BatchSharding:
             raise RingPatternError.wrong("a layer", "no ALiBi with a tree of rollouts", "it", _ROLLOUTS)
         key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
-            patterns = [asked & group.pattern for group in self.groups] or [asked]
+            patterns = [group.narrowed(asked) for group in self.groups] or [asked]
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
                 module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)

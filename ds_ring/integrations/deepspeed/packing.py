@@ -40,16 +40,24 @@ class RowGroup(NamedTuple):
     pattern: Documents | Tree  # narrows the pattern of every layer
     rows: tuple[int, ...]  # of the local batch, ascending
 
+    def narrowed(self, asked: Pattern) -> Pattern:
+        """Return the pattern of these rows where a layer asks for one.
+
+        Raises:
+            RingPatternError: a pattern that trees of rollouts do not have along their paths.
+        """
+        return self.pattern.narrowed(asked) if isinstance(self.pattern, Tree) else asked & self.pattern
+
     @property
     def documents(self) -> Documents:
-        """Return the documents, for layers that pass from token to token of a row.
+        """Return the documents, for layers that read blocks of a row.
 
         Raises:
             RingPatternError: the rows are trees.
         """
         if isinstance(self.pattern, Tree):
             raise RingPatternError.wrong(
-                "a layer", "only attention with a tree", "recurrence or blocks", "pass rollouts as rows"
+                "a layer", "no blocks of tokens with a tree", "them", "pass rollouts as rows"
             )
         return self.pattern
 

@@ -36,7 +36,7 @@ def selected(sharding: BatchSharding, pattern: Pattern, scores: Computation, k: 
     for group in sharding.groups:
         rows = list(group.rows)
         of_rows = partial(scores, rows)
-        found.append(ring_select(of_rows, k, keys[rows], pattern=pattern & group.pattern, **place))
+        found.append(ring_select(of_rows, k, keys[rows], pattern=group.narrowed(pattern), **place))
     return joined(sharding, found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,10 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, whole_number
 from ds_ring.masks.branches import Branch, equal_labels, labelled
-from ds_ring.masks.pattern import Pattern, QueryHead
+from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.slots import IntArray
+from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.patterns.documents.table import Table
 
 
@@ -92,23 +94,25 @@ class Tree(Pattern):
 
     For rollouts that share prefixes: the tokens of each path from a root to a leaf attend as in a causal
     sequence of their own, and a shared prefix is stored once. Nodes are consecutive, each after its parent. A
-    forest has several roots. Distances along a path differ from distances in the sequence, so do not combine
-    a tree with windows.
+    forest has several roots. Distances along a path differ from distances in the sequence: give a window here
+    instead of combining a tree with one.
 
     Attributes:
         parents: the number of each node's parent, below the node's own; -1 for a root.
         lengths: tokens of each node.
         tokens: length T of the sequence; None is the sum of the lengths. Tokens after the last node are
             padding, which attends to nothing.
+        window: tokens of its path that a token sees, its own included; None for all.
 
     Raises:
         RingPatternError: no node, other numbers of parents and lengths, a parent that does not come before
-            its node, a length below 1, or fewer tokens than the nodes have.
+            its node, a length or window below 1, or fewer tokens than the nodes have.
     """
 
     parents: tuple[int, ...]
     lengths: tuple[int, ...]
     tokens: int | None = None
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("parents", "lengths"):
@@ -130,6 +134,23 @@ class Tree(Pattern):
         if tokens < total:
             raise RingPatternError(f"Tree: expected at least the {total} tokens of the nodes, got {tokens}")
         object.__setattr__(self, "tokens", tokens)
+        if self.window is not None:
+            check_numbers(self, "window")
+
+    def narrowed(self, asked: Pattern) -> Tree:
+        """Return the tree with the pattern that a layer asks for along each path: causal, or a window.
+
+        Raises:
+            RingPatternError: another pattern.
+        """
+        windows = [self.window] if self.window is not None else []
+        for part in asked.conjuncts:
+            if isinstance(part, SlidingWindow) and part.causal:
+                windows.append(part.window)
+            elif part != Causal():
+                expected = "Causal() or a causal SlidingWindow with a tree of rollouts"
+                raise RingPatternError.wrong("a layer", expected, str(asked), "pass the rollouts as rows")
+        return replace(self, window=min(windows)) if windows else self
 
     @cached_property
     def starts(self) -> IntArray:
@@ -165,18 +186,28 @@ class Tree(Pattern):
             else:
                 level.append(level[parent] + 1)
                 nodes_above.append((*nodes_above[parent], node))
+        # Distances along a path differ from those in the sequence by a shift for each pair of nodes. With a
+        # window a level has a branch for each shift, with a band that is moved by it.
+        first = self.depths[self.starts[:-1]]
+        shifts = (first - self.starts[:-1]).tolist() if self.window is not None else [0] * len(level)
+        labels: dict[tuple[int, int], list[int]] = {}  # of queries by level and shift
+        for node, path in enumerate(nodes_above):
+            for number, above in enumerate(path):
+                # the distance of the node's first token from the last one of that level
+                nearest = int(first[node] - first[path[number + 1]]) + 1 if number + 1 < len(path) else 0
+                if self.window is None or nearest < self.window:
+                    key = number, shifts[node] - shifts[above]
+                    labels.setdefault(key, [-1] * len(level))[node] = above
         starts = tuple(self.starts[: -1 if self.starts[-1] == self.tokens else None].tolist())
         padding = (-1,) * (len(starts) - len(level))
         found = []
-        for number in range(max(level) + 1):
-            queries = tuple(path[number] if len(path) > number else -1 for path in nodes_above)
-            keys = tuple(
-                path[-1] if one == number else -1 for path, one in zip(nodes_above, level, strict=True)
-            )
+        for (number, shift), queries in sorted(labels.items()):
+            keys = [path[-1] if one == number else -1 for path, one in zip(nodes_above, level, strict=True)]
             of_queries, of_keys = (
-                labelled(Table(starts, ids + padding, self.tokens or 0)) for ids in (queries, keys)
+                labelled(Table(starts, (*ids, *padding), self.tokens or 0)) for ids in (queries, keys)
             )
-            found.append(Branch(of_queries, of_keys, least=0))
+            most = UNBOUNDED if self.window is None else self.window - 1 - shift
+            found.append(Branch(of_queries, of_keys, least=0, most=most))
         return tuple(found)
 
     def branches(self, head: QueryHead) -> tuple[Branch, ...]:
@@ -184,6 +215,6 @@ class Tree(Pattern):
 
     def __str__(self) -> str:
         # tuples of ints have the same hash in every process, and ranks compare this text
-        return (
-            f"Tree({len(self.parents)} nodes of {self.tokens} tokens, {hash((self.parents, self.lengths))})"
-        )
+        digest = hash((self.parents, self.lengths, self.window or 0))
+        window = "" if self.window is None else f", windows of {self.window}"
+        return f"Tree({len(self.parents)} nodes of {self.tokens} tokens{window}, {digest})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ds_ring import RingMesh, RingPatternError, RingShapeError, Tree, make_layout, ring_attention, simulate
+from ds_ring import (
+    Causal,
+    Chunked,
+    Full,
+    RingMesh,
+    RingPatternError,
+    RingShapeError,
+    SlidingWindow,
+    Tree,
+    make_layout,
+    ring_attention,
+    simulate,
+)
 from ds_ring.contrib.policies.trees import TREE_ENDS, TreeBatch, ends_of, tree_of
 from ds_ring.integrations.deepspeed.batch import LOSS_WEIGHTS
 from tests.dist.deepspeed_ranks import (
@@ -78,14 +91,19 @@ def operands(tree: Tree) -> list[Tensor]:
 
 
 def one_by_one(tree: Tree) -> Passed:
-    """Each rollout as a causal sequence of its own. The gradient of a shared token belongs to one of them."""
+    """Each rollout as a causal sequence of its own, with the tree's window.
+
+    The gradient of a shared token belongs to one of them.
+    """
     q, k, v, grad = operands(tree)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     whole, taken = torch.zeros_like(grad), torch.zeros(tree.tokens, dtype=torch.bool)
     for path in rollouts_of(tree):
+        gap = torch.arange(len(path))[:, None] - torch.arange(len(path))
         part = torch.nn.functional.scaled_dot_product_attention(
-            *(x[:, :, path] for x in leaves), is_causal=True, enable_gqa=True
-        )
+            *(x[:, :, path] for x in leaves), enable_gqa=True,
+            attn_mask=(gap >= 0) & (gap < (tree.window or len(path))),
+        )  # fmt: skip
         new = ~taken[path]
         if taken[path].any():
             torch.testing.assert_close(part[:, :, ~new], whole[:, :, path[~new]].detach(), rtol=0, atol=1e-14)
@@ -111,6 +129,35 @@ def test_simulated_rings_compute_each_rollout(seeds: range) -> None:
         found = simulate(*given, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
         passed = Passed(found.out, found.dq, found.dk, found.dv)
         assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 9, 40])
+def test_windows_are_those_of_each_path(window: int) -> None:
+    for seed in range(window, window + 6):
+        tree = replace(random_tree(seed), window=window)
+        layout = make_layout(
+            LAYOUTS[seed % 4], tokens=tree.tokens, ring_size=(1, 2, 3, 4)[seed % 4], pattern=tree
+        )
+        *given, grad = operands(tree)
+        found = simulate(*given, pattern=tree, layout=layout, grad_out=grad, measure_memory=False)
+        passed = Passed(found.out, found.dq, found.dk, found.dv)
+        assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
+
+
+def test_a_layer_of_windows_narrows_a_tree_and_other_patterns_are_refused() -> None:
+    tree = Tree((-1, 0, 0), (5, 3, 4))
+    assert tree.narrowed(Causal()) is tree
+    narrow = tree.narrowed(Causal() & SlidingWindow(4))
+    assert narrow == replace(tree, window=4) and narrow.narrowed(SlidingWindow(9)) == narrow
+    assert str(narrow) != str(tree)
+    for pattern in (SlidingWindow(4, causal=False), Full(), Causal() & Chunked(4)):
+        with pytest.raises(
+            RingPatternError, match=r"a layer: expected Causal.* with a tree of rollouts, got"
+        ):
+            tree.narrowed(pattern)
+    for window in (0, -1, 2.5):
+        with pytest.raises(RingPatternError, match="Tree: window"):
+            Tree((-1,), (3,), window=window)  # type: ignore[arg-type]
 
 
 def attend(rank: int, world_size: int, seeds: range) -> list[Passed]:
@@ -300,18 +347,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     llama, ids = transformers.LlamaConfig(**sizes), tree.batch["input_ids"]
     return {
-        "a window": message(transformers.MistralConfig(**sizes, sliding_window=8)),
+        "chunks": message(transformers.Llama4TextConfig(**sizes, attention_chunk_size=8, head_dim=8)),
         "another pattern": message(llama, {"pattern": {"window": 8}}),
         "documents": message(llama, {"pattern": {"documents": True}}),
         "ALiBi": message(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=VOCABULARY)),
-        "a recurrence": message(
-            transformers.Qwen3NextConfig(
-                **sizes, layer_types=["linear_attention", "full_attention"], num_experts=2, head_dim=8,
-                linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8,
-                linear_value_head_dim=8, moe_intermediate_size=8, shared_expert_intermediate_size=8,
-                num_experts_per_tok=1,
-            )
-        ),
         "labels": message(llama, labels=ids),
         "a mask": message(llama, attention_mask=torch.ones_like(ids)),
         "no labels": message(llama, shift_labels=None),
@@ -319,11 +358,10 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "a window": "expected Causal\\(\\) with a tree",
+    "chunks": "expected no documents with Chunked",
     "another pattern": "expected Causal\\(\\) and no documents",
     "documents": "no documents or attention_mask with trees",
     "ALiBi": "expected no ALiBi with a tree",
-    "a recurrence": "expected only attention with a tree",
     "labels": "expected shift_labels with a tree",
     "a mask": "no documents or attention_mask with trees",
     "no labels": "logprobs: expected shift_labels",

@@ -63,7 +63,7 @@ def rows_of(sharding: BatchSharding) -> list[tuple[ScanContext, list[int]]]:
     if not sharding.groups or sharding.masks_padding:
         return [(scan_context(layout, mesh, None, timeout), [])]
     return [
-        (scan_context(layout, mesh, group.documents, timeout), list(group.rows)) for group in sharding.groups
+        (scan_context(layout, mesh, group.pattern, timeout), list(group.rows)) for group in sharding.groups
     ]
 
 
