@@ -19,6 +19,7 @@ examples:
   ds-ring plan --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 14336 --vocab 128256 \\
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
+  ds-ring plan --published                                    what others measured, and the model beside it
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -72,6 +73,7 @@ def add(commands: Commands) -> None:
     how.add_argument("--offload-param", action="store_true", help="ZeRO 3's parameters are on the host")
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
+    plan.add_argument("--published", action="store_true", help="the model beside published measurements")
     add_json(plan)
 
 
@@ -88,6 +90,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.transports import transports
 
     refuse_extra("plan", extra_args)
+    if options.published:
+        return _published(options.json)
     # On terminals only, once it has taken two seconds.
     with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
 
@@ -114,4 +118,31 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         print(as_json(found, advice, rows, orders, ways))
     else:
         print_report(found, advice, rows, orders, ways)
+    return 0
+
+
+def _published(json: bool) -> int:
+    from tqdm import tqdm
+
+    from ..published.evaluate import evaluate, predict
+    from ..published.packed import packed_rows
+    from ..published.report import as_json, print_report
+    from ..published.table import published
+
+    with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
+
+        def say(what: str) -> None:
+            line.set_description_str(what, refresh=False)
+            line.update()
+
+        say("published passes and steps")
+        table = published()
+        results = evaluate(table)
+        say("ds_ring beside them")
+        own = predict(table, results)
+        packed = packed_rows(table, say=say)
+    if json:
+        print(as_json(table, results, own, packed))
+    else:
+        print_report(table, results, own, packed)
     return 0
