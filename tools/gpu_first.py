@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -53,6 +54,27 @@ def is_healthy(device: str) -> bool:
         return bool((torch.ones(8, device="cuda") + 1).sum() == 16)
     except Exception:  # an illegal access spoils all that follows in a process
         return False
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU: a process of its own looks, see `preload`."""
+    child = os.fork()
+    if child == 0:
+        import torch
+
+        os._exit(int(not torch.cuda.is_available()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def name_of_gpu() -> str:
+    """Return name, driver and memory of the first GPU, as nvidia-smi has them; "" without it."""
+    ask = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False).stdout.partition(
+            "\n"
+        )[0]
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def preload(device: str) -> None:
@@ -125,11 +147,11 @@ def main(arguments: list[str] | None = None) -> int:
         conductor.START_S = 1.0
         with tempfile.TemporaryDirectory() as temporary:
             return int(dry_run(chosen, Path(temporary)) > 0)
-    if options.device == "cuda" and not Path("/dev/nvidiactl").exists():
-        parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
-    where = provenance() | {"of": options.device}
-    book = Book(Path(options.output), where, options.again)
     preload(options.device)
+    if options.device == "cuda" and not has_gpu():
+        parser.error("no CUDA device here; --device cpu runs the same code on small CPU tensors")
+    where = provenance() | {"of": options.device, "gpu": name_of_gpu()}
+    book = Book(Path(options.output), where, options.again)
     with tempfile.TemporaryDirectory() as references:
         os.environ |= {
             "GPU_FIRST_FOLDER": references,

@@ -81,8 +81,9 @@ def reference(device: str, mask: str) -> Dense:
     path = Path(os.environ[FOLDER], f"{mask}.pt")
     if not path.is_file():
         found = dense_attention(*operands(device), tile_kinds(exact_tokens(device))[mask])
-        torch.save(tuple(x.float() for x in found), path.with_suffix(".new"))
-        path.with_suffix(".new").replace(path)
+        own = path.with_suffix(f".{os.getpid()}")  # ranks may compute it at the same time
+        torch.save(tuple(x.float() for x in found), own)
+        own.replace(path)
     return Dense(*torch.load(path, map_location=device))
 
 
