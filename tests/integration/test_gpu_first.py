@@ -21,9 +21,13 @@ import gpu_first
 import psutil
 import pytest
 import torch
-from gpu_rows import conductor, machine, self_ring
+from benchmarks import gpu_rates
+from gpu_rows import conductor, kernels, machine, probes, self_ring
 from gpu_rows.conductor import Book, conduct
 from gpu_rows.order import KERNELS, PARTS, Row, rows
+
+from ds_ring.kernels.interface import PartialGrads
+from tests.fake_cuda import cuda_guard, fake_gpu, fake_tensors
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "tools" / "README.md").read_text()
@@ -60,6 +64,20 @@ def test_each_row_calls_a_function_with_its_arguments(device: str) -> None:
         found = inspect.signature(getattr(importlib.import_module(f"gpu_rows.{module}"), function))
         assert found.bind(device, **row.arguments), row
         assert json.loads(json.dumps(row))
+
+
+def test_rows_of_a_gpu_on_fake_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of FlashAttention's and cuDNN's operators are torch's; merges and autograd are not."""
+    for owner in (kernels, gpu_rates):
+        monkeypatch.setattr(owner, "sdpa", lambda *_: (lambda: None, lambda: None))
+    monkeypatch.setattr(gpu_rates, "merge_", lambda *_: None)
+    monkeypatch.setattr(PartialGrads, "add_to", lambda *_: None)
+    with fake_gpu(synchronize=None, current_device=0), cuda_guard(), fake_tensors():
+        for kernel in ("FA2", "cuDNN"):
+            (row,) = kernels.timed("cuda", kernel)
+            assert row.case["tokens"] == 16_384 and row.results["backward_tflops"] > 0
+        (row,) = probes.host("cuda", "flash")
+        assert row.results["backward_us"] > 0
 
 
 @pytest.mark.parametrize("way", [*gpu_first.CRASHES[:3], pytest.param("hang", marks=pytest.mark.night)])
