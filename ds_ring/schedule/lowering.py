@@ -86,7 +86,7 @@ CHUNK_BYTES_CPU = 1 << 20  # in rings of at most two ranks
 LEAST_BYTES_CPU = 128 << 10
 CHUNK_BYTES_GPU = 64 << 20  # fewer heads would not fill the device
 STAGE_BYTES_GPU = 128 << 20  # K and V of four shards of 8 Ki tokens, 8 heads and D 128: longer ones gain less
-LEAST_KEPT = 1024  # queries of a part for the end: a smaller one takes less time than its call
+LEAST_KEPT = 2048  # queries of a part for the end: a smaller one takes less time than its call
 LONG_SHARD = 131_072  # tokens; from here on copies to the host and back take less time than the pass
 
 

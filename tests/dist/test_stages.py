@@ -83,7 +83,7 @@ def with_a_part_for_the_end(rank: int, world_size: int) -> list[dict[str, float]
 
 
 def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool) -> None:
-    """[Note: a part for the end] of lowering.py, which real shards have from 2 Ki tokens on."""
+    """[Note: a part for the end] of lowering.py, which real shards have from 4 Ki tokens on."""
     for number, found in enumerate(rank_pool(4).run(with_a_part_for_the_end, timeout_s=120)[0]):
         found.pop("stages")
         assert max(found.values()) < 1e-12, (PARTED[number % len(PARTED)], found)

@@ -85,7 +85,8 @@ class FlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Iterator[PartialOut]:
         of_values = v.shape[-1]
-        executors, views = self._executors(q, of_values), self.views or Views()
+        views = self.views or Views()
+        executors = views.once(self._executors, (q,), of_values)  # looked up once a pass, not at each hop
         wide, wide_v = _padded(executors, q.shape[-1], of_values)
         q, k, v = views.once(_usable_queries, (q,), wide, scale), _usable(k, wide), _usable(v, wide_v)
         group = q.shape[1] // k.shape[1]
@@ -104,7 +105,8 @@ class FlashKernel:
     ) -> Iterator[PartialGrads]:  # fmt: skip
         width, of_values = q.shape[-1], v.shape[-1]
         more = 0 if grad_lse is None else 1
-        executors, views = self._executors(q, of_values + more), self.views or Views()
+        views = self.views or Views()
+        executors = views.once(self._executors, (q,), of_values + more)
         wide, wide_v = _padded(executors, width, of_values + more, bool(more))
         if more:
             v = pad(v, (0, 1), value=1.0)

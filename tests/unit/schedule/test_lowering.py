@@ -69,7 +69,7 @@ def test_relays_direct_sends_and_returns_are_proven(
 @pytest.mark.parametrize("way", [{}, {"stage_shards": 4}, {"ranks_per_node": 2}], ids=str)
 def test_every_batch_of_a_causal_pass_computes(way: dict[str, int]) -> None:
     """Those after the last hop, when gradients return, have parts of the own shard, unless it is short."""
-    for tokens, few in ((8 * 4096, False), (8 * 512, True)):
+    for tokens, few in ((8 * 8192, False), (8 * 2048, True)):
         layout = make_layout("zigzag", tokens=tokens, ring_size=8)
         plan = build_plan(Causal(), layout, **way)
         for rank in range(8):
