@@ -143,8 +143,9 @@ def killed(device: str, ranks: int) -> Iterator[ResultRow]:
     yield ResultRow({"ranks": ranks}, {"named_by": named, "slowest_s": round(slowest, 2)}, wrong)
 
 
-def _train(job: OnNccl, steps: int) -> list[float]:
-    """Train a small model with ZeRO 3 on a ring of all ranks; return the losses."""
+def _train(job: OnNccl, steps: int) -> tuple[list[float], list[float]]:
+    """Train a small model with ZeRO 3 on a ring of all ranks; return the losses, and those of one process."""
+    alone = _alone(job, steps)
     dtype = shape_of(job.device).dtype
     model = llama(512, **MODEL, dtype=dtype).to(job.device)
     more: dict[str, Any] = {"gradient_clipping": 0.0, "bf16": {"enabled": dtype == torch.bfloat16}}
@@ -155,7 +156,7 @@ def _train(job: OnNccl, steps: int) -> list[float]:
         engine.backward(loss)
         engine.step()
         losses.append(float(engine.ring.mean_loss(loss)))
-    return losses
+    return losses, alone
 
 
 def _alone(job: OnNccl, steps: int) -> list[float]:
@@ -183,9 +184,8 @@ def deepspeed(device: str, ranks: int) -> Iterator[ResultRow]:
         return
     if not is_cuda(device):
         os.environ["DS_ACCELERATOR"] = "cpu"
-    given: dict[str, Any] = {"threads": 1, "deadline_s": 2 * DEADLINE_S, "imported": True}
-    (want,) = run_ranks(_alone, 1, (OnNccl(device), 4), **given)
-    got = run_ranks(_train, ranks, (OnNccl(device), 4), **given)[0]
+    job = (OnNccl(device), 4)
+    got, want = run_ranks(_train, ranks, job, threads=1, deadline_s=2 * DEADLINE_S, imported=True)[0]
     worst = max(abs(ours - exact) / exact for ours, exact in zip(got, want, strict=True))
     limit = 1e-2 if is_cuda(device) else 1e-5
     wrong = "" if worst < limit else f"expected losses within {limit:g}"
