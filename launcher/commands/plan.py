@@ -20,6 +20,7 @@ examples:
       --devices 8 --hardware h200 --fit                                      the longest sequence that fits
   ds-ring plan --hf-config config.json --tokens 131072 --config ds_config.json --hardware cpu --json
   ds-ring plan --published                                    what others measured, and the model beside it
+  ds-ring plan --hf-config config.json --tokens 131072 --devices 64 --goodput     how often to save
   ds-ring plan --hf-config config.json --tokens 8388608 --devices 64 --hardware a100 \\
       --pattern '{"segment_lengths": [2048, 16384], "dilation_rates": [1, 8]}'
 """
@@ -74,6 +75,8 @@ def add(commands: Commands) -> None:
     how.add_argument("--fit", action="store_true", help="turn on the cheapest of these that make it fit")
     plan.add_argument("--compare", action="store_true", help="beside DeepSpeed Ulysses, ALST, torch's ring")
     plan.add_argument("--published", action="store_true", help="the model beside published measurements")
+    says = 'useful share of months with faults; JSON, say {"gpu_mtbf_hours": 20000}'
+    plan.add_argument("--goodput", nargs="?", const="{}", metavar="JSON", help=says)
     add_json(plan)
 
 
@@ -84,6 +87,8 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     from ..plan.advice import advise
     from ..plan.compare import compare
     from ..plan.estimate import estimate
+    from ..plan.goodput import jobs
+    from ..plan.goodput import report as months
     from ..plan.inputs import settings_of
     from ..plan.node_orders import node_orders
     from ..plan.report import as_json, print_report
@@ -92,6 +97,7 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
     refuse_extra("plan", extra_args)
     if options.published:
         return _published(options.json)
+    faults = None if options.goodput is None else jobs.options_from(options.goodput)
     # On terminals only, once it has taken two seconds.
     with tqdm(bar_format="ds-ring plan: {desc} ...", delay=2, leave=False, disable=None) as line:
 
@@ -114,10 +120,15 @@ def run(options: argparse.Namespace, extra_args: tuple[str, ...]) -> int:
         orders = node_orders(found)
         say("how to move keys and values inside a node")
         ways = transports(found)
+        say("months with faults")
+        goodput = None if faults is None else months.goodput(found, faults)
     if options.json:
-        print(as_json(found, advice, rows, orders, ways))
+        more = {} if goodput is None else {"goodput": months.as_dict(goodput)}
+        print(as_json(found, advice, rows, orders, ways, more))
     else:
         print_report(found, advice, rows, orders, ways)
+        if goodput is not None:
+            months.print_goodput(goodput)
     return 0
 
 

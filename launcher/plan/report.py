@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -26,10 +27,10 @@ GIB = 2**30
 
 def as_json(
     found: Estimate, advice: Advice, rows: Sequence[ComparisonRow] = (), orders: NodeOrders | None = None,
-    ways: Transports | None = None,
+    ways: Transports | None = None, others: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:  # fmt: skip
-    """Return one object; sizes in bytes, times in seconds."""
-    more: dict[str, Any] = {"compared": [row._asdict() for row in rows]} if rows else {}
+    """Return one object; sizes in bytes, times in seconds; `others` are further keys of it."""
+    more: dict[str, Any] = {**others} | ({"compared": [row._asdict() for row in rows]} if rows else {})
     if orders is not None:
         listed = []
         for row in orders.rows:

@@ -37,6 +37,10 @@ class SimulationError(Exception):
     """Report that a job did not get as far as it should have; the message has its last state and output."""
 
 
+class FalseAlarmError(SimulationError):
+    """Report that the monitor found a fault before there was one."""
+
+
 @dataclass(frozen=True)
 class ClusterSetting:
     """Describe the simulation: `slots` ranks on each host, a heartbeat timeout and a deadline in seconds."""
@@ -45,6 +49,8 @@ class ClusterSetting:
     hosts: int
     heartbeat_s: float
     deadline_s: float
+    quiet_s: float = _SETTLE_SECONDS  # of work before the fault, and after the ranks have started again
+    busy: int = 0  # processes that do nothing but compute, beside the job
 
     @property
     def slots(self) -> int:
@@ -64,6 +70,7 @@ class Story:
     culprits: tuple[int, ...] = ()
     attempts: list[Figures] = field(default_factory=list)  # the numbers of the ranks of each
     events: list[dict[str, Any]] = field(default_factory=list)  # lines of attempts.jsonl
+    quiet_s: float = 0.0  # all ranks worked and nothing was wrong
     status: int | None = None  # of the launcher
     # command lines of processes that were there ten seconds after its end
     left: list[str] = field(default_factory=list)
@@ -100,11 +107,34 @@ class _Job:
         path = self.folder / f"attempt-{attempt}.figures"
         self.await_(f"ranks of attempt {attempt}", path.exists)
         figures = Figures(path)
-        self.await_(
-            f"all {figures.ranks} ranks of attempt {attempt} to join",
-            lambda: len(figures.known(Of.JOINED)) == figures.ranks,
-        )
+
+        def all_joined() -> bool:
+            if figures.known(Of.TOLD) or self.ended(attempt):
+                raise FalseAlarmError(f"while the ranks of attempt {attempt} join: {self.run.events()[-2:]}")
+            return len(figures.known(Of.JOINED)) == figures.ranks
+
+        self.await_(f"all {figures.ranks} ranks of attempt {attempt} to join", all_joined)
         return figures
+
+    def ended(self, attempt: int) -> bool:
+        """Return whether an attempt has failed or ended."""
+        return any(one["attempt"] == attempt and one["event"] != "start" for one in self.run.events())
+
+    def quiet(self, attempt: int, figures: Figures) -> float:
+        """Let the ranks work; return for how long.
+
+        Raises:
+            FalseAlarmError: a rank was told of a fault, or the attempt has ended.
+        """
+        since = time.monotonic()
+        while (lasted := time.monotonic() - since) < self.setting.quiet_s:
+            if self.ended(attempt) or figures.known(Of.TOLD):
+                blamed = figures.known(Of.BLAMED)
+                raise FalseAlarmError(
+                    f"attempt {attempt}: {blamed or self.run.events()[-1]} after {lasted:.1f} s"
+                )
+            time.sleep(min(10 * _LOOK_SECONDS, self.setting.quiet_s))
+        return lasted
 
     def said(self) -> str:
         """Return the end of what the launcher and the ranks printed, and the end of rank 0."""
@@ -132,7 +162,7 @@ def play(folder: Path, setting: ClusterSetting, fault: str, store_port: int) -> 
     environment = {**os.environ, MARK: mark, "PYTHONPATH": str(TOOLS)}
     environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
     try:
-        with helper("hosts", str(folder), environment=environment):
+        with helper("hosts", str(folder), environment=environment), _busy(setting.busy):
             ranks = tuple(range(setting.ranks))
             culprits = ranks[-setting.slots :] if fault == "host" else ranks[-setting.ranks // 3 :][:1]
             _write(folder, setting, store_port, culprits[0])
@@ -160,16 +190,16 @@ def _follow(job: _Job, story: Story, fault: str) -> None:
     for attempt in (1, 2):
         figures = job.joined(attempt)
         story.attempts.append(figures)
+        story.quiet_s += job.quiet(attempt, figures)
         if attempt == 2 and fault != "bug":
             figures.order = "finish"
             break
-        time.sleep(_SETTLE_SECONDS)
         _strike(job, story, fault, figures)
         job.await_(
             f"the end of attempt {attempt}",
             lambda: any((one["event"], one["attempt"]) == ("end", attempt) for one in job.run.events()),  # noqa: B023
         )
-    job.launcher.wait(timeout=max(job.deadline - time.monotonic(), 1.0))
+    job.await_("the launcher's end", lambda: job.launcher.poll() is not None)
 
 
 def _strike(job: _Job, story: Story, fault: str, figures: Figures) -> None:
@@ -222,6 +252,19 @@ def helper(module: str, *arguments: str, environment: Mapping[str, str] | None =
         process.wait()
         process.stdout.close()
         process.stdin.close()
+
+
+@contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """Keep so many processes computing."""
+    command = [sys.executable, "-IS", "-c", "while True: pass"]
+    processes = [subprocess.Popen(command, preexec_fn=end_with_parent) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:

@@ -94,7 +94,7 @@ class Waits:
 
 CALLS_LOOK_S = 0.2  # between two looks at the numbers of collectives
 LEFT_S = 1.0  # a rank has left too early if another one still waits for it this long after its goodbye
-JOIN_S = 2.0  # all ranks join within this or the heartbeat timeout of the first one: they wait to be let in
+JOIN_S = 2.0  # a rank joins within this or the heartbeat timeout of the one before: they wait to be let in
 TEXT_CHARACTERS = 1000  # of a cause, or of the name of a place
 
 
@@ -125,7 +125,6 @@ class FailureDetector:
     heartbeat_timeout_s: float
     heard: dict[int, float] = field(default_factory=dict)  # when, of every rank that has joined
     fault: Fault | None = None
-    _first_join: float = 0.0
     _last_join: float = 0.0
     _waits: Waits = field(default_factory=Waits)
     _accusations: dict[int, Accusation] = field(default_factory=dict)  # the first one of each rank
@@ -137,8 +136,7 @@ class FailureDetector:
 
     def join(self, rank: int, now: float) -> None:
         """Note that a rank is here from now on."""
-        self._first_join, self._last_join = self._first_join if self.heard else now, now
-        self.heard[rank] = now
+        self.heard[rank] = self._last_join = now
 
     def hear(self, rank: int, message: Any, now: float) -> None:
         """Take one message of a rank that has joined."""
@@ -182,7 +180,7 @@ class FailureDetector:
 
     def forgive(self, seconds: float) -> None:
         """Excuse all ranks for a time in which the monitor itself was not running."""
-        self._first_join, self._last_join = self._first_join + seconds, self._last_join + seconds
+        self._last_join += seconds
         for rank in self.heard:
             self.heard[rank] += seconds
         self._left = {rank: at + seconds for rank, at in self._left.items()}
@@ -310,9 +308,9 @@ class FailureDetector:
             silent = now - heard
             if silent > self.heartbeat_timeout_s and rank not in self._left:
                 self.blame(rank, f"no heartbeat for {silent:.1f} s: it is stopped, or cut off")
-        # Ranks join together, once all are known to be there: a late one has failed.
+        # Ranks join together, once all are known to be there: one that others do not follow is late.
         limit = max(JOIN_S, self.heartbeat_timeout_s)
-        if self.heard and now - self._first_join > limit and (missing := self._missing()) is not None:
+        if self.heard and now - self._last_join > limit and (missing := self._missing()) is not None:
             self.blame(missing, f"it did not join the monitor within {limit:g} s: it is stopped, or cut off")
 
     def _look_for_early_leavers(self, now: float) -> None:

@@ -194,8 +194,19 @@ def test_who_never_joins_is_blamed() -> None:
     detector.join(2, 6.0)
     for rank in (0, 2):
         detector.hear(rank, {"kind": "beat"}, 15.0)
-    assert detector.look(5.0 + TIMEOUT_S) is None
-    assert culprit(detector, 5.1 + TIMEOUT_S) == 1
+    assert detector.look(6.0 + TIMEOUT_S) is None
+    assert culprit(detector, 6.1 + TIMEOUT_S) == 1
+
+
+def test_a_rank_is_not_late_while_others_still_join() -> None:
+    """(1,024 ranks on two busy cores took longer than the timeout from the first to the last.)"""
+    detector = FailureDetector(4, TIMEOUT_S)
+    for rank in range(3):
+        at = rank * 0.9 * TIMEOUT_S
+        detector.join(rank, at)
+        for other in range(rank):
+            detector.hear(other, {"kind": "beat"}, at)
+        assert detector.look(at) is None
 
 
 def test_a_short_heartbeat_leaves_time_to_join() -> None:

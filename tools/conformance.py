@@ -1,0 +1,127 @@
+"""Compare what packages of this field compute with one dense computation, ds_ring by the same harness.
+
+Each peer answers each cell on gloo ranks: a mask, grouped heads, packed documents, a length that ranks do
+not divide, large scores, bfloat16. out, dq, dk and dv are compared by themselves with float64. A cell is
+exact (to 2e-5 of the largest value; bfloat16 3e-2), wrong (by how much of it), refused (an error on every
+rank), not run (why), or not offered. Whole trainers follow: evaluation loss, and the gradients of a step.
+
+Install what is to be compared into an environment of its own:
+
+    pip install --no-deps yunchang ring-attention-pytorch ring-flash-attn beartype jaxtyping wadler-lindig
+
+A package that is missing has rows "not installed". FlashAttention's functions are a stand-in where peers call
+them, so that a row shows a peer's exchange and merging.
+
+Example:
+    python tools/conformance.py --ranks 2 4 --output tools/results/conformance.md
+    python tools/conformance.py --ranks 2 --peers ds_ring "DeepSpeed Ulysses" --cells causal --seeded
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from common import parser_of, provenance
+from field import ranks, training
+from field.cells import CELLS
+from field.peers import PEERS, SEEDED, Peer
+from field.ranks import Verdict
+
+FINE, BAD = ("exact",), ("wrong",)
+OURS = ("ds_ring", "ds_ring, bfloat16")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table; return 1 if ds_ring has a cell that is not exact, or a seeded fault is not found."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--as-rank"]:
+        rank, size, name, folder, seconds, *numbers = words[1:]
+        cells = [CELLS[int(number)] for number in numbers]
+        ranks.be_rank(int(rank), int(size), ranks.peer_of(name), cells, Path(folder), float(seconds))
+    if words[:1] == ["--as-trainer"]:
+        training.be_rank(words[1], Path(words[2]))
+        return 0
+    parser = parser_of(
+        __doc__, ranks=([2], "numbers of ranks"), seconds=(60.0, "for a cell"),
+        peers=([one.name for one in PEERS], "which"), cells=([one.name for one in CELLS], "which"),
+        trainers=(list(training.TRAINERS), "which; --trainers alone is none"),
+        seeded=(False, "also a peer with a fault, which must be found"),
+    )  # fmt: skip
+    parser.add_argument("--output", type=Path, help="a file for the table; default: stdout")
+    options = parser.parse_args(words)
+    peers = [ranks.peer_of(name) for name in options.peers] + [SEEDED] * options.seeded
+    cells = [one for one in CELLS if one.name in options.cells]
+    found: dict[str, list[list[Verdict]]] = {}
+    for peer in peers:
+        found[peer.name] = [ranks.verdicts_of(peer, size, cells, options.seconds) for size in options.ranks]
+        for size, row in zip(options.ranks, found[peer.name], strict=True):
+            said = ", ".join(f"{cell.name} {one}" for cell, one in zip(cells, row, strict=True))
+            print(f"{peer.name}, {size} ranks: {said}", file=sys.stderr, flush=True)
+    text = table(peers, [one.name for one in cells], options.ranks, found)
+    if options.trainers:
+        expected = training.trained("one process", 1)
+        if isinstance(expected, str):
+            raise SystemExit(f"one process does not train: {expected}")
+        text += "\n" + training_table(
+            {way: training.verdicts(training.trained(way, 2), expected) for way in options.trainers}
+        )
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text)
+    own = all(one.word in FINE for name, rows in found.items() if name in OURS for row in rows for one in row)
+    seeded = all(one.word in BAD for row in found.get(SEEDED.name, []) for one in row)
+    return int(not own or not seeded)
+
+
+def table(
+    peers: list[Peer], cells: list[str], sizes: list[int], found: dict[str, list[list[Verdict]]]
+) -> str:
+    """Return the table in markdown, with a list of reasons below it."""
+    about = provenance()
+    where = f"{about['date']}, Python {about['versions']['python']}, torch {about['versions']['torch']}"
+    lines = [f"{' and '.join(map(str, sizes))} gloo ranks, {where}.", ""]
+    lines += [f"| peer | {' | '.join(cells)} |", f"|---|{'---|' * len(cells)}"]
+    reasons: dict[str, int] = {}
+    for peer in peers:
+        version = peer.version()
+        row = [f"{peer.name} {version or ''}".strip()]
+        for number in range(len(cells)):
+            verdicts = [verdicts[number] for verdicts in found[peer.name]]
+            row.append(_shown(sizes, verdicts, reasons))
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", *(f"{number}. {why}" for why, number in reasons.items())]
+    notes = {peer.name: peer.note for peer in peers if peer.note}
+    lines += ["", *(f"- {name}: {note}." for name, note in notes.items())]
+    return "\n".join(lines) + "\n"
+
+
+def training_table(found: dict[str, dict[str, Verdict]]) -> str:
+    """Return a table of whole trainers in markdown."""
+    lines = ["| two ranks, one step, beside one process | " + " | ".join(training.BOUNDS) + " |"]
+    lines += [f"|---|{'---|' * len(training.BOUNDS)}"]
+    for way, row in found.items():
+        words = [str(one).replace("|", "/").replace("wrong:", "**wrong**") for one in row.values()]
+        lines.append(f"| {way} | {' | '.join(words)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(sizes: list[int], verdicts: list[Verdict], reasons: dict[str, int]) -> str:
+    """Return a cell of the table: one verdict, or one for each number of ranks."""
+    words = []
+    for verdict in verdicts:
+        if verdict.word == "wrong":
+            words.append(f"**wrong** {verdict.why}")
+        elif verdict.why:
+            number = reasons.setdefault(verdict.why.replace("|", "/"), len(reasons) + 1)
+            words.append(f"{verdict.word} ({number})")
+        else:
+            words.append(verdict.word)
+    if len(set(words)) == 1:
+        return words[0]
+    return "; ".join(f"{size}: {word}" for size, word in zip(sizes, words, strict=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
