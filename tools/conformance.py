@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(
         __doc__, ranks=([2], "numbers of ranks"), seconds=(60.0, "for a cell"),
         peers=([one.name for one in PEERS], "which"), cells=([one.name for one in CELLS], "which"),
-        trainers=(list(training.TRAINERS), "which; --trainers alone is none"),
+        no_trainers=(False, "leave whole trainers out"),
         seeded=(False, "also a peer with a fault, which must be found"),
     )  # fmt: skip
     parser.add_argument("--output", type=Path, help="a file for the table; default: stdout")
@@ -59,12 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
             said = ", ".join(f"{cell.name} {one}" for cell, one in zip(cells, row, strict=True))
             print(f"{peer.name}, {size} ranks: {said}", file=sys.stderr, flush=True)
     text = table(peers, [one.name for one in cells], options.ranks, found)
-    if options.trainers:
+    if not options.no_trainers:
         expected = training.trained("one process", 1)
         if isinstance(expected, str):
             raise SystemExit(f"one process does not train: {expected}")
         text += "\n" + training_table(
-            {way: training.verdicts(training.trained(way, 2), expected) for way in options.trainers}
+            {way: training.verdicts(training.trained(way, 2), expected) for way in training.TRAINERS}
         )
     if options.output is None:
         print(text)

@@ -21,7 +21,8 @@ CAUSAL = next(cell for cell in CELLS if cell.name == "causal")
 def test_a_short_round_finds_the_seeded_fault(tmp_path: Path) -> None:
     path = tmp_path / "table.md"
     peers = ["ds_ring", "torch context parallel", "DeepSpeed Ulysses"]
-    assert main(["--peers", *peers, "--cells", "causal", "--seeded", "--output", str(path)]) == 0
+    arguments = ["--cells", "causal", "--seeded", "--no-trainers", "--output", str(path)]
+    assert main(["--peers", *peers, *arguments]) == 0
     rows = {line.split(" |")[0]: line for line in path.read_text().splitlines() if line.startswith("| ")}
     found = {name: line for name, line in rows.items() if not name.startswith("| peer")}
     assert len(found) == 4
@@ -29,8 +30,8 @@ def test_a_short_round_finds_the_seeded_fault(tmp_path: Path) -> None:
         verdict_shown = line.split("|")[2].strip()
         if "swapped" in name:
             assert verdict_shown.startswith("**wrong** dk") and ", dv" in verdict_shown, line
-        else:
-            assert verdict_shown == "exact", line
+        else:  # torch's has no kernel on the CPU
+            assert verdict_shown == ("does not run (1)" if "torch" in name else "exact"), line
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
