@@ -281,12 +281,6 @@ def attention_alone(place: Place, text: str) -> None:
     assert place.python(4, TENSORS, text, after) < 1e-5
 
 
-def attention_of_two(place: Place, text: str) -> None:
-    whole = "whole = ds_ring.gather_sequence(out, layout, mesh=mesh, dim=2)\n"
-    after = "result = float((whole - sdpa(q_BHTD, k_BHTD, v_BHTD, is_causal=True)).abs().max())"
-    assert place.python(2, TENSORS, text, whole + after) < 1e-5
-
-
 def simulate_in_python(place: Place, text: str) -> None:
     before = 'layout, rank = ds_ring.make_layout("zigzag", tokens=T, ring_size=4), 3'
     after = "result = float((result.out - sdpa(q, k, v, is_causal=True)).abs().max())"
@@ -532,7 +526,6 @@ BLOCKS: dict[str, Callable[[Place, str], None]] = {
     "python3 -m venv .venv && . .venv/bin/activate && pip": quick_start,
     "python3 -m venv .venv && .venv/bin/pip": pass_the_tests,
     "-import deepspeed": minimal_change,
-    "mesh = ds_ring.RingMesh.from_world(ring_size=2)": attention_of_two,
     # ds_ring/TUTORIAL.md
     "{": parse,  # README's, too
     "import torch": own_script,
