@@ -164,26 +164,25 @@ def _covered(tiles: Tiles, side: str) -> int:
 
 def reads_of(layout: Layout, lengths: tuple[int, ...], node: int) -> Reads:
     """Return what the ranks of a layout read of others, documents being causal."""
-    starts, ranks = np.concatenate([[0], np.cumsum(lengths)]), layout.ring_size
-    owner = layout.slots_by_position() // layout.local_tokens
+    starts, ranks = np.concatenate([[0], np.cumsum(lengths)[:-1]]), layout.ring_size
+    owner = layout.slots_by_position() // layout.local_tokens // node
     total, near, far = 0, 0, 0.0
     for first in range(0, ranks, node):
         group = range(first, min(first + node, ranks))
-        crossing = np.zeros(len(owner), dtype=bool)
+        # how many of the first n tokens are in the node
+        inside = np.concatenate([[0], np.cumsum(owner == first // node)])
+        furthest = starts - 1  # the last token that the node reads of each document
         for rank in group:
             positions = layout.positions(rank)
             positions = np.sort(positions[positions >= 0])
             document = np.searchsorted(starts, positions, side="right") - 1
-            first_of = np.flatnonzero(np.diff(document, prepend=-1))
-            read = np.zeros(len(owner) + 1, dtype=np.int64)
-            np.add.at(read, starts[document[first_of]], 1)
-            np.add.at(read, np.maximum.reduceat(positions, first_of) + 1, -1)
-            wanted = np.cumsum(read[:-1]) > 0
-            others = wanted & (owner != rank)
-            total += int(others.sum())
-            inside = others & (owner // node == first // node)
-            near = max(near, int(inside.sum()))
-            crossing |= others & ~inside
+            ends = np.flatnonzero(np.diff(document, append=len(starts)))
+            read, last = document[ends], positions[ends]
+            begins = starts[read]
+            total += int((last - begins + 1).sum()) - len(positions)
+            near = max(near, int((inside[last + 1] - inside[begins]).sum()) - len(positions))
+            furthest[read] = np.maximum(furthest[read], last)
+        crossing = (furthest + 1 - starts) - (inside[furthest + 1] - inside[starts])
         far = max(far, int(crossing.sum()) / len(group))
     return Reads(total / ranks, near, far)
 
