@@ -41,6 +41,8 @@ class LayoutRow(NamedTuple):
         home: returns the layout.
         takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
         if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
+        for_labels: returns layouts that keep tokens of equal labels on few ranks; "auto" compares them, too,
+            where contiguous and zigzag are uneven, and takes the one whose modelled time is least.
         for_blocks: returns layouts that "auto" compares for a kernel in blocks; None: not for these patterns.
     """
 
@@ -48,6 +50,7 @@ class LayoutRow(NamedTuple):
     takes_speeds: bool = False
     if_uneven: str | None = None
     for_blocks: str | None = None
+    for_labels: str | None = None
 
 
 LAYOUTS = {
@@ -64,7 +67,10 @@ LAYOUTS = {
         takes_speeds=True,
         if_uneven="ds_ring.layouts.balanced.even_pieces",
     ),
-    "document_zigzag": LayoutRow("ds_ring.patterns.documents.layout.make_document_zigzag"),
+    "document_zigzag": LayoutRow(
+        "ds_ring.patterns.documents.layout.make_document_zigzag",
+        for_labels="ds_ring.patterns.documents.shared.whole_and_shared",
+    ),
 }
 
 

@@ -14,7 +14,15 @@ minimum.
 
 [Note: what auto compares]
 Contiguous and zigzag shards; where both are uneven, those of rows with `if_uneven`. A kernel in blocks rates
-them by its own count, and adds layouts that are made for blocks.
+them by its own count, and adds layouts that are made for blocks. If rows with `for_labels` have layouts, too,
+the least modelled time decides among them and the even ones.
+
+[Note: modelled time]
+Messages travel while a rank computes, so a rank takes the longer of both: its pairs, or the tokens that it
+receives, each of which costs as much as some pairs. A twentieth of the messages is not hidden. The slowest
+rank decides. For grouped heads of H:G a token is 4 D G bytes and a pair 4 D H operations, so at 600 TFLOPS
+and 45 GB/s (one adapter of 400 Gbit/s a GPU) a token costs 13,333 G / H pairs: 1,667 at 8:1. Over the links
+inside a node (360 GB/s) it costs 208. A ring of at most `NODE` ranks counts as inside one.
 """
 
 from __future__ import annotations
@@ -25,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_ring.masks.pattern import BoundPattern, Pattern
-from ds_ring.masks.slots import IntArray
+from ds_ring.masks.slots import IntArray, count_sets, intersect_slots, ranges_of_progressions
+from ds_ring.masks.tiles import UNBOUNDED
 from ds_ring.registry import KERNELS, LAYOUTS, load
 from ds_ring.schedule.head_class import HeadClass, ReadsOfShards
 from ds_ring.schedule.layout import ChunkLayout, Layout, Mix
@@ -33,6 +42,9 @@ from ds_ring.schedule.plan import one_way, sampled_origins
 
 Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; empty for equal ones
 EVEN = 1.05  # an imbalance up to this value counts as even
+TOKEN_PAIRS, TOKEN_PAIRS_IN_NODE = 1600.0, 200.0  # cost of a token that is received; [Note: modelled time]
+NODE = 8  # ranks
+NOT_HIDDEN = 0.05  # of the time of messages
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 _log = logging.getLogger(__name__)
 
@@ -43,6 +55,7 @@ class Candidate(NamedTuple):
     layout: Layout
     imbalance: float  # pairs that the fullest rank computes, over the mean of the attended pairs
     tokens_sent: int = 0  # per K/V head and forward pass, over the sampled shards; for the best ones only
+    time: float = 0.0  # of the slowest rank, over the time of the mean work; [Note: modelled time]
 
     def __str__(self) -> str:
         return f"{self.layout.name} (work max/mean {self.imbalance:.3f}, {self.tokens_sent} tokens sent)"
@@ -70,6 +83,42 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
+def costs_of_ranks(pattern: Pattern, layout: Layout) -> tuple[IntArray, IntArray]:
+    """Return the attended pairs of each rank and the tokens that it receives; forward pass, one head.
+
+    Tokens received are 0 where they are not known: if the keys of a tile are not consecutive.
+    """
+    size, width = layout.ring_size, layout.tokens + 1
+    shards = [layout.runs(rank) for rank in range(size)]
+    runs, ranks = np.concatenate(shards), np.repeat(np.arange(size), [len(r) for r in shards])
+    tiles = pattern.tiles(runs, np.array([[0, 1, layout.tokens]]))
+    first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
+    reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
+    work = np.bincount(reader, weights=tiles.pairs, minlength=size).astype(np.int64)
+    strided = (tiles.k.position_step != 1) & (tiles.k.length > 1)
+    if strided.any() or (runs[:, 1] != 1).any() or size * width >= UNBOUNDED:
+        return work, np.zeros_like(work)
+    # one set of positions for each rank, as in `join_sets`
+    rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
+    read = ranges_of_progressions(rows)
+    own = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
+    counts = [count_sets(one, width, size) for one in (read, intersect_slots(read, own))]
+    return work, counts[0] - counts[1]
+
+
+def timed(mix: Mix, layout: Layout) -> Candidate:
+    """Return a layout with all of its costs; [Note: modelled time]."""
+    works, sent, total = [], 0, 0.0
+    for pattern, layers in mix:
+        work, received = costs_of_ranks(pattern, layout)
+        messages = (TOKEN_PAIRS if layout.ring_size > NODE else TOKEN_PAIRS_IN_NODE) * received
+        total += layers * float((np.maximum(work, messages) + NOT_HIDDEN * messages).max())
+        works.append(layers * work)
+        sent += layers * int(received.sum())
+    mean = sum(float(work.mean()) for work in works)
+    return Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0)
+
+
 def imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
     """Return the imbalance of the ranks' work, given for each pattern over all its layers."""
     mean = sum(work.mean() for work in works)
@@ -83,12 +132,17 @@ def rated(mix: Mix, layout: Layout, speeds: Speeds = ()) -> Candidate:
     return Candidate(layout, imbalance(works, speeds))
 
 
-def best_of(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
-    """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
+def to_compare(options: list[Candidate], least: float = 1.0) -> list[Candidate]:
+    """Return the even options with the fewest runs; the most even one if none is even."""
     even = [o for o in options if o.imbalance <= EVEN * least]
     even.sort(key=lambda o: len(o.layout.runs(0)))
+    return even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]
+
+
+def best_of(mix: Mix, options: list[Candidate], least: float = 1.0) -> tuple[Candidate, list[Candidate]]:
+    """Return the best option, and all options compared by traffic; [Note: the cost of a layout]."""
     compared = []
-    for option in even[:COMPARED] or [min(options, key=lambda o: o.imbalance)]:
+    for option in to_compare(options, least):
         size, sent = option.layout.ring_size, 0
         for pattern, layers in mix:
             # as much in both directions
@@ -109,16 +163,24 @@ def make_auto(
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     options = [rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
+    labels: list[Layout] = []
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
+        for make in [load(row.for_labels) for row in LAYOUTS.values() if row.for_labels and not speeds]:
+            labels += make(tokens, ring_size, multiple_of, bound)
         makers = [load(row.if_uneven) for row in LAYOUTS.values() if row.if_uneven]
         options += [one for make in makers for one in make(tokens, ring_size, multiple_of, bound, speeds)]
     least = 1.0
     for row in KERNELS.values() if block > 1 and not speeds else ():
         in_blocks = load(row.rates_layouts)(options, bound, block) if row.rates_layouts else None
         if in_blocks is not None:
-            options, least = in_blocks, min(o.imbalance for o in in_blocks)
-    best, compared = best_of(bound, options, least)
+            labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
+    if labels:
+        layouts = [one.layout for one in to_compare(options)]
+        compared = [timed(bound, layout) for layout in (*layouts, *labels)]
+        best = min(compared, key=lambda one: (one.time, one.tokens_sent))
+    else:
+        best, compared = best_of(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
     blocks = f" in blocks of {block}" if block > 1 else ""
     _log.info("ds_ring: layout auto took %s for %s%s; compared with: %s", best, in_words(mix), blocks, others)
