@@ -66,7 +66,8 @@ def _dealt(
     heapq.heapify(ranks_by_load)
     room_of = free.tolist()
     for index in order[parts[order] <= 1].tolist():
-        start, length, asked = int(starts[index]), int(lengths[index]), []
+        start, length = int(starts[index]), int(lengths[index])
+        asked: list[tuple[float, int]] = []
         while ranks_by_load and len(asked) < TRIES:
             asked.append(heapq.heappop(ranks_by_load))
             if room_of[asked[-1][1]] >= length:
