@@ -43,7 +43,7 @@ class OwnPass(NamedTuple):
 
     layout: str
     imbalance: float  # work, maximum over mean
-    sent: float  # K/V that a rank sends forward, over those of an all-gather
+    sent: float  # the most K/V that a rank looked at sends forward, over those of an all-gather
     reads: Reads  # of other ranks' tokens
     exposed: float  # part of both directions in which the rank waits for messages
     fixed: float  # part of both that posts messages and starts kernels

@@ -10,15 +10,18 @@ from .own import direct_s, own_pass
 from .packs import PACKS
 from .table import PassGroup, Table
 
-RANKS = (8, 16, 32, 64)
-FEW_PACKS = 6  # of the packs; a plan of the ring takes up to a second each
+# by number of devices: of how many packs the mean is taken; plans of large rings take seconds
+PACKS_OF = {8: 6, 16: 6, 32: 6, 64: 6, 256: 2, 1024: 1}
+
+
+Pair = tuple[float, float]  # TFLOPS a GPU, forward and backward
 
 
 class PackedRow(NamedTuple):
     """Hold the means over packs at one number of devices."""
 
     devices: int
-    published: tuple[float, float]  # MagiAttention's TFLOPS a GPU, forward and backward
+    published: Pair | None  # MagiAttention's TFLOPS a GPU, forward and backward
     layout: str
     imbalance: float  # work, maximum over mean
     needed: float  # K/V of others that a rank reads, over those of an all-gather
@@ -27,28 +30,26 @@ class PackedRow(NamedTuple):
     exposed: float
     fixed: float
     merging: float
-    ring: tuple[float, float]  # modelled TFLOPS a GPU
-    direct: tuple[float, float]  # the same if what is read came from its owner; not built
-    kernel: tuple[float, float]  # the same of the kernel alone
+    ring: Pair  # modelled TFLOPS a GPU
+    direct: Pair  # the same if what is read came from its owner; not built
+    kernel: Pair  # the same of the kernel alone
 
 
 def packed_rows(
-    table: Table, ranks: tuple[int, ...] = RANKS, packs: int = FEW_PACKS,
-    say: Callable[[str], None] = lambda what: None,
-) -> list[PackedRow]:  # fmt: skip
+    table: Table, packs: dict[int, int] = PACKS_OF, say: Callable[[str], None] = lambda what: None
+) -> list[PackedRow]:
     """Return a row for each number of devices.
 
     Args:
         table: of published rows.
-        ranks: numbers of devices.
-        packs: over which a row is the mean, of those that MagiAttention's figures are the means of.
+        packs: by number of devices, over how many a row is the mean.
         say: told what is computed.
     """
     peer, own = (
         next(one for one in table.passes if (one.method, one.machine, one.mask) == (method, "h100", "packed"))
         for method in ("Magi", "Ulysses")
     )
-    return [_row(table, peer, own, count, min(packs, PACKS), say) for count in ranks]
+    return [_row(table, peer, own, ranks, min(count, PACKS), say) for ranks, count in packs.items()]
 
 
 def _row(
@@ -73,7 +74,7 @@ def _row(
     mean = [total / packs for total in sums]
     imbalance, needed, sent, exposed, fixed, merging = mean[:6]
     ring, direct, kernel = ((mean[at], mean[at + 1]) for at in (6, 8, 10))
-    published = (peer.forward[ranks], peer.backward[ranks])
+    published = (peer.forward[ranks], peer.backward[ranks]) if ranks in peer.forward else None
     return PackedRow(
         ranks, published, layout, imbalance, needed, sent, exposed, fixed, merging, ring, direct, kernel
     )

@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 
 from ..tables import console
 from .evaluate import CLOSE, Prediction, Result, share
-from .packed import PackedRow
+from .packed import PackedRow, Pair
 from .table import Table
 
 
@@ -75,22 +75,25 @@ def print_report(
 
 
 def _packed_table(packed: Sequence[PackedRow]) -> RichTable:
-    made = RichTable("packed documents, H100", *(str(one.devices) for one in packed), title_justify="left")
-    made.title = "64:8 heads, head_dim 128, bf16, 8 Ki tokens a GPU; forward / backward, TFLOPS a GPU"
-    both = {
-        "MagiAttention, published": [one.published for one in packed],
-        "ds_ring's ring, computed": [one.ring for one in packed],
-        "direct exchange, not built": [one.direct for one in packed],
+    made = RichTable("packed, H100", *(f"{one.devices:,}" for one in packed), title_justify="left")
+    made.title = (
+        "64:8 heads, head_dim 128, bf16, 8 Ki tokens a GPU; forward/backward, TFLOPS a GPU;"
+        " K/V of an all-gather's"
+    )
+    both: dict[str, Sequence[Pair | None]] = {
+        "Magi, published": [one.published for one in packed],
+        "ring, computed": [one.ring for one in packed],
+        "direct, not built": [one.direct for one in packed],
         "kernel alone": [one.kernel for one in packed],
     }
     for name, pairs in both.items():
-        made.add_row(name, *(f"{forward:.0f} / {backward:.0f}" for forward, backward in pairs))
-    made.add_row("work, max / mean", *(f"{one.imbalance:.3f}" for one in packed))
+        made.add_row(name, *("" if pair is None else f"{pair[0]:.0f}/{pair[1]:.0f}" for pair in pairs))
+    made.add_row("work, max/mean", *(f"{one.imbalance:.3f}" for one in packed))
     parts = {
-        "K/V read, of an all-gather": "needed",
-        "K/V sent by the ring": "sent",
-        "waiting for messages": "exposed",
-        "posting, starting kernels": "fixed",
+        "K/V read": "needed",
+        "K/V sent": "sent",
+        "waiting": "exposed",
+        "hops' fixed cost": "fixed",
         "merging": "merging",
     }
     for name, field in parts.items():
@@ -99,17 +102,23 @@ def _packed_table(packed: Sequence[PackedRow]) -> RichTable:
 
 
 def limits(packed: Sequence[PackedRow]) -> str:
-    """Return what a larger ring keeps of the smallest one's TFLOPS, and what it loses it to."""
-    first, last = packed[0], packed[-1]
-    kept = [f"{last.ring[way] / first.ring[way]:.0%}" for way in (0, 1)]
-    direct = [f"{last.direct[way] / first.direct[way]:.0%}" for way in (0, 1)]
-    magi = [f"{last.published[way] / first.published[way]:.0%}" for way in (0, 1)]
-    return (
-        f"at {last.devices} GPUs the ring keeps {kept[0]} forward and {kept[1]} backward of its figure at"
-        f" {first.devices} (MagiAttention {magi[0]} and {magi[1]}): {last.exposed:.0%} of its time it waits"
-        f" for messages, {last.fixed:.0%} goes to {last.devices} hops' fixed costs, {last.merging:.0%} to"
-        f" merges; a direct exchange of the same tokens would keep {direct[0]} and {direct[1]}"
-    )
+    """Return what larger rings keep of the smallest one's TFLOPS, and what they lose it to."""
+    first, lines = packed[0], []
+    for one in packed[1:] or packed:
+        ring, direct = (
+            " and ".join(f"{now / then:.0%}" for now, then in zip(each, before, strict=True))
+            for each, before in ((one.ring, first.ring), (one.direct, first.direct))
+        )
+        magi = ""
+        if one.published is not None and first.published is not None:
+            kept = (f"{now / then:.0%}" for now, then in zip(one.published, first.published, strict=True))
+            magi = f" (MagiAttention {' and '.join(kept)})"
+        lines.append(
+            f"{one.devices:,} GPUs: the ring keeps {ring} of its figures at {first.devices}{magi}:"
+            f" {one.exposed:.0%} of its time it waits, {one.fixed:.0%} goes to hops' fixed costs,"
+            f" {one.merging:.0%} to merges; a direct exchange of the same tokens would keep {direct}"
+        )
+    return "\n".join(lines)
 
 
 def _figure(value: float) -> str:

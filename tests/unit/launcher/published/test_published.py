@@ -245,13 +245,14 @@ def test_what_is_printed(capsys):
         table, passes=[one for one in table.passes if one.source == "zhuzilin"], lengths=table.lengths[:1]
     )
     found = evaluate(few)
-    packed = packed_rows(table, (8,), 1)
+    packed = packed_rows(table, {8: 1, 16: 1})
     print_report(table, found, [], packed)
     text = " ".join(capsys.readouterr().out.split())
     assert "ring-flash-attention" in text
     assert "off: ALST, llama-8b: Unexplained" in text
     assert "86% within 10%" in text
-    assert limits(packed) in text
+    assert " ".join(limits(packed).split()) in text
+    assert "16 GPUs: the ring keeps" in text
     read = yaml.safe_load(as_json(table, found, [], packed))
     assert read["share_within_a_tenth"] == share(found)
     assert {one["source"] for one in read["published"]} <= set(read["sources"])
@@ -260,7 +261,7 @@ def test_what_is_printed(capsys):
 def test_the_command(capsys, monkeypatch):
     table = published()
     few = only(table, passes=[one for one in table.passes if one.source == "zhuzilin"])
-    rows = partial(packed_rows, ranks=(8,), packs=1)
+    rows = partial(packed_rows, packs={8: 1})
     monkeypatch.setattr("ds_ring_launcher.published.table.published", lambda: few)
     monkeypatch.setattr("ds_ring_launcher.published.packed.packed_rows", lambda _, say: rows(table, say=say))
     assert main(["plan", "--published", "--json"]) == 0
