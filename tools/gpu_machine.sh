@@ -8,7 +8,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3} wheels=${WHEELS:-.whl}
 # Without dependencies: torch, numpy, triton and pytest are there, and pip would bring torch again.
-pure=(deepspeed==0.19.8 hjson py-cpuinfo shtab filelock annotated-types typing-inspection transformers==5.23.0)
+pure=(
+  deepspeed==0.19.8 transformers==5.23.0 hjson py-cpuinfo shtab filelock annotated-types typing-inspection
+  typing-extensions
+)
 binary=(pydantic==2.14.4 pydantic-core==2.50.5)
 pip=("$python" -m pip --disable-pip-version-check)
 
