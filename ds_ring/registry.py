@@ -268,6 +268,12 @@ PASSES = {
         no_hop_sums="adds the gradients of blocks in an order of its own",
         whole_blocks=True,
     ),
+    "tiles": PassRow(
+        "ds_ring.transports.tiles.tile_pass.make_pass",
+        no_hops="goes by tiles of its own",
+        no_offload="takes all of them at once",
+        no_hop_sums="adds gradients of other ranks' queries, too",
+    ),
     "all_gather": PassRow(
         "ds_ring.transports.all_gather.make_pass",
         no_hops="has no hops",

@@ -70,6 +70,7 @@ CAPABILITIES = {
     "kernel cpu": Capability(("kernels.cpu",), words=r"\bCpuKernel|kernels\.cpu|\bcpu_bytes"),
     "transport pull": Capability(("transports.pull",), words=r"\btransports\.pull|\bPullExchange"),
     "transport reproducible": Capability(("transports.reproducible",), words=r"\breproducible"),
+    "transport tiles": Capability(("transports.tiles",), words=r"\btransports\.tiles|\bTilePass|\bTileGrid"),
     "transport all_gather": Capability(("transports.all_gather",),
         words=r"\bGatherPass|transports\.all_gather"),
     "cross attention": Capability(("layers.cross",), ("dist/layers/test_cross_attention.py",), ("diffusers",),

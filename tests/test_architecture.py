@@ -60,6 +60,7 @@ IMPORTERS = {
     "transports.owner_walk": {"comm.exchange"},  # a way to exchange
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
     "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
+    "transports.tiles.tile_pass": {"comm.exchange", "kernels", "ring.merge"},
     "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
     "ops.passes": {"kernels"},  # in annotations
     "comm.collective": {"comm.exchange"},  # compares headers
@@ -88,7 +89,10 @@ IMPORTERS = {
     "simulation.rank": {"comm.exchange", "kernels"},  # the tokens of what stays at home
 }
 ON_THE_CPU = {"simulation.scans", "contrib.policies.trees"}  # index tensors of the CPU
-PASSES = {"ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible"}
+PASSES = {
+    "ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible",
+    "transports.tiles.tile_pass",
+}  # fmt: skip
 MAY_IMPORT_A_PASS = {
     "ops.ring_op",
     "decode.replicated_op",

@@ -27,6 +27,7 @@ from ds_ring.memory.tiles.deferred_logits import DeferredLogits
 from ds_ring.ops.checks import check_not_captured
 from ds_ring.ops.options import Options
 from ds_ring.patterns.captured.score_mod import ScoreMod
+from ds_ring.registry import KV_PAYLOADS
 from ds_ring.schedule.plan import build_plan
 from tests import calls
 from tests.fake_cuda import fake_gpu, fake_tensors
@@ -97,6 +98,14 @@ ROWS: dict[str, tuple[Callable[[], Any], type[RingError], str]] = {
     ),
     "stages without hops": (
         lambda: Options(transport="reproducible", stage_bytes=1 << 20), RingConfigError, "passes nothing on"
+    ),
+    "payloads of tiles": (
+        lambda: Options(transport="tiles", kv_payload=list(KV_PAYLOADS)[-1]), RingConfigError, "by tiles"
+    ),
+    "offload of tiles": (
+        lambda: Options(transport="tiles", offload_attention=True),
+        RingConfigError,
+        "takes all of them at once",
     ),
     "offload of all heads": (
         lambda: Options(transport="all_gather", offload_attention=True),
