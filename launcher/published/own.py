@@ -99,14 +99,17 @@ def own_pass(one: Pass) -> OwnPass:
     ((plan, _),), shape = plans_of(setting, layout), pass_shape(setting, layout)
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s)
     found = []
-    for rank in sampled_ranks(one.ranks):
+    works = work_of_ranks(bound_to_one_head(setting.mix[0][0]), layout)
+    for rank in {
+        *sampled_ranks(one.ranks),
+        int(works.argmax()),
+    }:  # packed, few ranks may have most of the work
         parts = parts_of(plan, rank)
         cost = pass_cost(parts, shape, *rates)
         merges = [one.copies_s(moved) for moved in merged_bytes(parts, shape)]
         found.append((cost.seconds + sum(merges), cost, merges))
     _, cost, merges = max(found, key=lambda each: each[0])
     whole = one.kv_bytes * (one.ranks - 1)
-    works = work_of_ranks(bound_to_one_head(setting.mix[0][0]), layout)
     imbalance = float(works.max() / works.mean())
     efficiency, peak = setting.hardware.attention_efficiency, setting.hardware.flops(setting.dtype)
     rates_of = {"forward": efficiency.forward * peak, "backward": efficiency.backward * peak}

@@ -101,6 +101,12 @@ def _packed_table(packed: Sequence[PackedRow]) -> RichTable:
     return made
 
 
+def _together(pair: Pair) -> float:
+    """Return the TFLOPS of both passes, of which the backward one has 2.5 times the FLOPs."""
+    forward, backward = pair
+    return 3.5 / (1 / forward + 2.5 / backward)
+
+
 def limits(packed: Sequence[PackedRow]) -> str:
     """Return what larger rings keep of the smallest one's TFLOPS, and what they lose it to."""
     first, lines = packed[0], []
@@ -109,12 +115,14 @@ def limits(packed: Sequence[PackedRow]) -> str:
             " and ".join(f"{now / then:.0%}" for now, then in zip(each, before, strict=True))
             for each, before in ((one.ring, first.ring), (one.direct, first.direct))
         )
+        together = f"{_together(one.ring) / _together(first.ring):.0%}"
         magi = ""
         if one.published is not None and first.published is not None:
             kept = (f"{now / then:.0%}" for now, then in zip(one.published, first.published, strict=True))
             magi = f" (MagiAttention {' and '.join(kept)})"
         lines.append(
-            f"{one.devices:,} GPUs: the ring keeps {ring} of its figures at {first.devices}{magi}:"
+            f"{one.devices:,} GPUs: the ring keeps {ring} of its figures at {first.devices}, {together}"
+            f" of both passes together{magi}:"
             f" {one.exposed:.0%} of its time it waits, {one.fixed:.0%} goes to hops' fixed costs,"
             f" {one.merging:.0%} to merges; a direct exchange of the same tokens would keep {direct}"
         )
