@@ -44,6 +44,7 @@ Speeds = tuple[float, ...]  # of the ranks of a ring, relative to each other; em
 EVEN = 1.05  # an imbalance up to this value counts as even
 TOKEN_PAIRS, TOKEN_PAIRS_IN_NODE = 1600.0, 200.0  # cost of a token that is received; [Note: modelled time]
 NODE = 8  # ranks
+AS_FAST = 1.01  # times up to this ratio count as equal: the tokens sent decide
 NOT_HIDDEN = 0.05  # of the time of messages
 COMPARED = 4  # how many even layouts, starting with the fewest runs, are compared by traffic
 _log = logging.getLogger(__name__)
@@ -176,9 +177,11 @@ def make_auto(
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
     if labels:
-        layouts = [one.layout for one in to_compare(options)]
-        compared = [timed(bound, layout) for layout in (*layouts, *labels)]
-        best = min(compared, key=lambda one: (one.time, one.tokens_sent))
+        compared = [timed(bound, one.layout) for one in to_compare(options)]
+        slowest = min(one.time for one in compared)  # never slower than an even layout
+        compared += [timed(bound, layout) for layout in labels]
+        slowest = min(slowest, AS_FAST * min(one.time for one in compared))
+        best = min((one for one in compared if one.time <= slowest), key=lambda one: one.tokens_sent)
     else:
         best, compared = best_of(bound, options, least)
     others = "; ".join(str(c) for c in compared if c is not best) or "no other was even enough"
