@@ -50,6 +50,7 @@ BENCHMARKS = {
     "monitor": Benchmark("joining and verdicts of many ranks", "monitor", warm_up=0),
     "overlap": Benchmark("exposed communication over a slow link", "overlap"),
     "patterns": Benchmark("sparse patterns against the dense pass", "patterns"),
+    "planning": Benchmark("processor time to plan packed documents", "planning", warm_up=0),
     "save": Benchmark("the cost of a checkpoint for training", "save"),
     "scan-bytes": Benchmark("bytes of a layer with a recurrent state", "scan_virtual", "count_bytes", 0),
     "scan-memory": Benchmark("peak memory of a layer with a recurrent state", "scan", "memory", 0),
