@@ -29,6 +29,7 @@ SMALL = {
     "monitor": "--ranks 8 --rounds 1",
     "overlap": "--tokens 256 --heads 2 --rounds 1",
     "patterns": "--tokens 2048 --heads 1 --rounds 1",
+    "planning": "--ranks 8 --draws 2 --shard 512",
     "save": f"--tokens 128 --layers 1 {SIZES}",
     "scan-bytes": "--ranks 2 --lengths 1024",
     "scan-memory": "--tokens 256 --hidden 64 --heads 2 --head-dim 16",
