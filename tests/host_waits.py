@@ -100,8 +100,11 @@ class HostWaits(TorchDispatchMode):
             return mock.patch.object(owner, name, noting)
 
         with ExitStack() as stack:
-            works = mock.patch.object(exchange, "start_batch", side_effect=lambda *_: [DeviceWork(self)])
-            stack.enter_context(works)
+
+            def start_batch(_: Any, sent: Any, received: Any) -> list[DeviceWork]:
+                return [DeviceWork(self)] if sent or received else []
+
+            stack.enter_context(mock.patch.object(exchange, "start_batch", start_batch))
             for owner, name in (
                 (time, "sleep"), (threading.Event, "wait"), (torch.Tensor, "item"), (torch.Tensor, "tolist"),
                 (torch.Tensor, "cpu"), (torch.Tensor, "numpy"), (torch.Tensor, "cuda"),

@@ -1,4 +1,4 @@
-"""Copy small tables to a device without a wait of the host, and cache them there.
+"""Copy small tables to a device without a wait of the host, and cache them there; read numbers with one.
 
 Owns the copy through pinned memory, the cache (`ByteLRU`) with its bound in bytes, and indices of slots.
 """
@@ -71,10 +71,15 @@ def on_device(table: np.ndarray, device: torch.device) -> Tensor:
     return to_device(torch.from_numpy(table), device)
 
 
-def _stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
+def stream_key(device: torch.device) -> tuple[torch.device, int, Any]:
     """Return device, stream and fake mode: a copy is ordered before later work of its own stream only."""
     mode = active_fake_mode()
     return device, stream_of(device) if mode is None else 0, mode
+
+
+def to_host(numbers: Tensor) -> np.ndarray:
+    """Return the numbers of a tensor on a device. The host waits for the device."""
+    return numbers.cpu().numpy()
 
 
 class DeviceTables:
@@ -86,7 +91,7 @@ class DeviceTables:
     @outside_inference_mode
     def slot_index(self, ranges: SlotRanges, device: torch.device) -> Tensor:
         """Return the slots of some ranges as an index, int64 [n]."""
-        key = (ranges.tobytes(), *_stream_key(device))
+        key = (ranges.tobytes(), *stream_key(device))
         found = self._tables.get(key)
         if found is None:
             index = to_device(torch.from_numpy(expand_ranges(ranges)), device)
@@ -96,7 +101,7 @@ class DeviceTables:
     @outside_inference_mode
     def array(self, table: np.ndarray, device: torch.device) -> Tensor:
         """Return a small array as a tensor on a device."""
-        key = (table.tobytes(), table.shape, table.dtype.str, *_stream_key(device))
+        key = (table.tobytes(), table.shape, table.dtype.str, *stream_key(device))
         found = self._tables.get(key)
         if found is None:
             found = self._tables.add(key, on_device(table, device), table.nbytes)
@@ -107,7 +112,7 @@ class DeviceTables:
         self, numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.int64
     ) -> Tensor:
         """Return numbers (or rows of numbers) as a tensor on a device."""
-        key = (numbers, dtype, *_stream_key(device))
+        key = (numbers, dtype, *stream_key(device))
         found = self._tables.get(key)
         if found is None:
             tensor = to_device(torch.tensor(numbers, dtype=dtype), device)

@@ -130,7 +130,9 @@ def training_step(setting: TrainingSetting, slots: int, ring: PassMemory) -> Tra
     tokens = LocalTokens(inside // ulysses, inside, model.heads // ulysses, model.kv_heads // ulysses)
     element = ELEMENT_BYTES[setting.dtype]
     others = {
-        kind: layer_memory(kind, setting.batch, slots // ulysses, setting.tokens, element)
+        kind: layer_memory(
+            kind, setting.batch, slots // ulysses, setting.tokens, element, setting.hardware.kind
+        )
         for kind in set(model.other_layers)
     }
     return TrainingStep(

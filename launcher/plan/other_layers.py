@@ -32,6 +32,8 @@ from .hardware import Hardware
 FLOAT = 4  # bytes of an element of a state, and of a gradient that travels
 STATE_FLOPS = 6
 RUNS = 2  # of a rank, for memory: zigzag's
+# By device, as in layers/selection: bytes of a batch of blocks, and pairs whose scores exist at a time.
+BATCH_BYTES, SCORED_PAIRS = {"cpu": 4 << 20, "cuda": 2 << 30}, {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 class Recurrence(NamedTuple):
@@ -347,7 +349,9 @@ class LayerMemory(NamedTuple):
     messages: int  # while it exchanges
 
 
-def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes: int) -> LayerMemory:
+def layer_memory(
+    kind: Kind, batch: int, slots: int, tokens: int, element_bytes: int, device: str
+) -> LayerMemory:
     """Return the needs of a layer without the tensors of attention.
 
     Args:
@@ -356,6 +360,7 @@ def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes:
         slots: local tokens, of this rank of the sequence.
         tokens: T.
         element_bytes: of activations.
+        device: "cpu" or "cuda".
     """
     if isinstance(kind, Recurrence):
         kept = batch * slots * kind.kept * element_bytes
@@ -365,8 +370,12 @@ def layer_memory(kind: Kind, batch: int, slots: int, tokens: int, element_bytes:
         scan = 7 * FLOAT * RUNS * batch * (kind.transition + kind.state)
         return LayerMemory(kept + 2 * FLOAT * RUNS * batch * (kind.transition + kind.state), scan)
     chosen = 8 * batch * slots * min(kind.top_k, tokens)  # int64
-    # Of rows: a copy of the own ones, those in use and those that arrive; in the backward pass gradients of
-    # the own ones, of those in use, that leave and that arrive. Bits of what this rank and others chose, and
-    # the places of what was chosen.
-    rows = batch * slots * kind.row * (3 * element_bytes + 4 * FLOAT)
-    return LayerMemory(chosen, rows + 2 * batch * tokens // 8 + chosen)
+    # Of rows: those in use and those that arrive, and of several samples a copy of the own ones; in the
+    # backward pass gradients of those in use, that leave and that arrive, and sums for narrower results.
+    elements = (2 + (batch > 1)) * element_bytes + (3 + (element_bytes < FLOAT)) * FLOAT
+    rows = batch * slots * kind.row * elements
+    # Which rows this rank and others chose, as bits and before that as bytes; three tables of positions.
+    tables = batch * tokens + 2 * batch * tokens // 8 + 3 * 8 * tokens
+    # Before that, the indexer's product and what it makes of it.
+    scores = 2 * FLOAT * kind.finds * kind.heads * min(SCORED_PAIRS[device], batch * slots * tokens)
+    return LayerMemory(chosen, max(rows + tables + BATCH_BYTES[device], scores))

@@ -26,10 +26,12 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.transformers.variants.recurrent.layers import FUNCTIONS, METHODS
 from ds_ring.layers.scan.context import scan_context
 from ds_ring.layers.scan.sequence_runs import SequenceRuns, sequence_runs
+from ds_ring.layers.selection import select, selected_pass
 from ds_ring.measure.memory import measure_cpu_memory
 from ds_ring.simulation.scans import virtual_halo, virtual_scan
 from ds_ring_launcher import cli
 from ds_ring_launcher.check.small_model import SAMPLES, build, make_batch, read_config, shrink
+from ds_ring_launcher.plan import other_layers
 from ds_ring_launcher.plan.advice import latents_on_the_wire
 from ds_ring_launcher.plan.estimate import estimate
 from ds_ring_launcher.plan.inputs import settings_of
@@ -283,7 +285,7 @@ def peaks(rank: int, world_size: int) -> list[float]:
     with measure_cpu_memory() as memory:
         torch.autograd.grad(out, (q, key, value), grad)
     kind = Selection("", 0, k, 1, 4, 2 * heads * dim)
-    sizes = [layer_memory(one, 1, slots, 1024, 4) for one in (delta, kind)]
+    sizes = [layer_memory(one, 1, slots, 1024, 4, "cpu") for one in (delta, kind)]
     pass_bytes = memory.peak_bytes - 3 * q.nbytes  # without its results
     mesh.close()
     found = [scan.peak_bytes / sizes[0].messages, chosen.nbytes / sizes[1].kept]
@@ -297,6 +299,8 @@ def test_memory_is_planned(rank_pool: Pool, size: int) -> None:
         assert (0.25 if rank == size - 1 else 0.5) < scan <= 1
         assert chosen == 1
         assert 0.4 < attention <= 1  # the most that there may be
+    assert other_layers.BATCH_BYTES == selected_pass.WORKSPACE
+    assert {name: n * select.HEADS for name, n in other_layers.SCORED_PAIRS.items()} == select.SCORES
 
 
 # --- what is not known -----------------------------------------------------------------------------

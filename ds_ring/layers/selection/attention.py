@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
+from ds_ring.comm.device_tables import to_host
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.errors import RingShapeError
 from ds_ring.layers.selection.context import selection_context
@@ -83,7 +84,7 @@ def _group(q: Tensor, k: Tensor, chosen: Tensor) -> int:
     return q.shape[1] // k.shape[1] if chosen.shape[1] == q.shape[1] else 1
 
 
-def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int) -> None:
+def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: int, is_known: bool) -> None:
     """Raise RingShapeError for chosen positions that do not fit q and k, or a wrong size of blocks."""
     tokens = layout.tokens
     if block < 1 or (block > 1 and q.shape[2] % layout.local_tokens):
@@ -103,7 +104,9 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: i
         raise RingShapeError(
             f"chosen: expected int64 or int32 on {q.device}, got {chosen.dtype} on {chosen.device}"
         )
-    least, most = int(chosen.min()), int(chosen.max())
+    if is_known:  # the host would wait for them again
+        return
+    least, most = to_host(torch.stack(chosen.aminmax())).tolist()
     if least < -1 or most >= tokens:
         raise RingShapeError.wrong(
             "chosen", f"positions -1 to {tokens - 1}", f"{least} to {most}", "pass ring_select's result"
@@ -112,15 +115,15 @@ def _check_chosen(chosen: Tensor, q: Tensor, k: Tensor, layout: Layout, block: i
 
 def _agree(
     call: collective, context: RingContext, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor,
-    sinks: Tensor | None, block: int,
+    sinks: Tensor | None, block: int, is_known: bool = False,
 ) -> None:  # fmt: skip
-    """Check the tensors, and agree with the other ranks on the pass."""
+    """Check the tensors, without the positions in `chosen` if they are known; agree with the other ranks."""
     check_tensors(q, k, v)
     check_heads(q.shape[1], k.shape[1], 1)
     layout = context.layout_for(k.shape[2], k.device.type)
     check_tokens(k.shape[2], layout.local_tokens)
     check_sinks(sinks, q, q.shape[1])
-    _check_chosen(chosen, q, k, layout, block)
+    _check_chosen(chosen, q, k, layout, block, is_known)
     more = {
         "head_dim of v": v.shape[-1],
         "shape of chosen": (*chosen.shape[1:-2], chosen.shape[-1]),
@@ -150,8 +153,8 @@ def selected_attention_backward_op(
     """Return (dq, dk, dv) of `selected_attention`."""
     context = context_of(handle)
     with context.call("attention over chosen keys backward", q) as call:
-        _agree(call, context, q, k, v, chosen, None, block)
-        return SelectedPass(context, q, k, v, chosen, block).backward(grad_out, out, lse, grad_lse)
+        _agree(call, context, q, k, v, chosen, None, block, is_known=True)
+        return SelectedPass(context, q, k, v, chosen, block, True).backward(grad_out, out, lse, grad_lse)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,25 +8,27 @@ Shapes: B samples, C choices (heads that choose for themselves), S local tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ds_ring.comm.collective import collective
-from ds_ring.comm.device_tables import on_device, to_device
+from ds_ring.comm.device_tables import DeviceTables
 from ds_ring.comm.mesh import RingMesh, check_mesh
 from ds_ring.comm.messages import Message
 from ds_ring.errors import RingConfigError, RingShapeError, whole_number
-from ds_ring.kernels.interface import each_tile
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.layers.selection.context import selection_context
 from ds_ring.layers.selection.total_order import BestKeys, in_order, merge_best, none_so_far
-from ds_ring.masks.catalog import Causal, Full
-from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.branches import Branch
+from ds_ring.masks.catalog import Before, Causal, Full
+from ds_ring.masks.pattern import Pattern, QueryHead
 from ds_ring.masks.slots import IntArray, expand_ranges
-from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.checks import DTYPES, check_operand
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.handles import never_traced
@@ -37,8 +39,10 @@ from ds_ring.schedule.rank_plan import HopPlan
 
 ScoresFunction = Callable[..., Tensor]  # of a slice of queries and keys, perhaps also their positions
 
-# Sides of a tile: scores [queries, keys] of all heads of an indexer exist for one tile at a time.
-QUERIES, KEYS = 128, 2048
+# Scores that exist at a time, by device: those of a tile, [B, C, queries, at most KEYS]. One choice counts as
+# HEADS, since an indexer makes its score from several heads' scores.
+SCORES = {"cpu": 1 << 21, "cuda": 1 << 25}
+HEADS, KEYS = 8, 8192
 
 
 @never_traced
@@ -184,23 +188,22 @@ def _walk(
 def _walk_tokens(best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, context: RingContext) -> None:
     layout, rank = context.layout_for(0, keys.device.type), context.mesh.ring_rank
     reads, hops = _head_class(context.pattern, layout).reads, _hops(context.pattern, layout, rank)
+    tables, queries = context.mesh.owners[DeviceTables], layout.positions(rank)[: layout.valid_tokens(rank)]
+
+    def held(hop: int) -> IntArray:
+        plan = hops[hop] if hop < len(hops) else None
+        return no_positions if plan is None else layout.positions(plan.origin)[expand_ranges(plan.held)]
 
     def leaving(hop: int) -> Tensor | None:
         ranges = reads.slots(rank, (rank + hop) % layout.ring_size)
-        return on_device(expand_ranges(ranges), keys.device) if len(ranges) else None
-
-    def arriving(hop: int) -> int:
-        plan = _at(hops, hop)
-        return 0 if plan is None else len(expand_ranges(plan.held))
+        return tables.slot_index(ranges, keys.device) if len(ranges) else None
 
     def merge(hop: int, arrived: Tensor) -> None:
-        plan = _at(hops, hop)
-        if plan is not None:
-            positions = layout.positions(plan.origin)
-            held = positions if hop == 0 else positions[expand_ranges(plan.held)]
-            _keep_best(best, scores_fn, plan.tiles, arrived, on_device(held, keys.device))
+        positions = held(hop)
+        _keep_best(best, scores_fn, arrived, positions, Visible(context.pattern, queries, positions), tables)
 
-    _walk(keys, context, leaving, arriving, merge)
+    no_positions = layout.positions(rank)[:0]
+    _walk(keys, context, leaving, lambda hop: len(held(hop)), merge)
 
 
 def _walk_blocks(
@@ -212,6 +215,8 @@ def _walk_blocks(
     delay: int,
 ) -> None:
     size, rank, layout = context.mesh.ring_size, context.mesh.ring_rank, blocks.of
+    tables, queries = context.mesh.owners[DeviceTables], layout.positions(rank)[: layout.valid_tokens(rank)]
+    pattern: Pattern = Before(delay) if blocks.documents is None else Before(delay) & blocks.documents
 
     def numbers(owner: int) -> IntArray:
         return blocks.positions(owner)[: blocks.valid_tokens(owner)]
@@ -225,47 +230,82 @@ def _walk_blocks(
         return torch.arange(rows, device=keys.device) if rows else None
 
     def merge(hop: int, arrived: Tensor) -> None:
-        own, queries = numbers((rank - hop) % size), layout.positions(rank)[: layout.valid_tokens(rank)]
-        first, end = blocks.starts[own] + delay, blocks.ends[own]
-        for q_first in range(0, len(queries), QUERIES):
-            rows = slice(q_first, min(q_first + QUERIES, len(queries)))
-            for k_first in range(0, len(own), KEYS):
-                columns = slice(k_first, min(k_first + KEYS, len(own)))
-                seen = queries[rows, None]
-                visible = torch.from_numpy((seen >= first[columns]) & (seen < end[columns]))
-                if bool(visible.any()):
-                    positions = on_device(own[columns], keys.device)
-                    scores = scores_fn(rows, arrived[:, columns], positions).to(best.scores.dtype)
-                    scores = scores.masked_fill(~to_device(visible, keys.device), float("-inf"))
-                    merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores, positions)
+        own = numbers((rank - hop) % size)
+        _keep_best(best, scores_fn, arrived, own, Visible(pattern, queries, blocks.starts[own]), tables)
 
     _walk(keys, context, leaving, lambda hop: count(rank, (rank - hop) % size), merge)
 
 
-def _at(hops: Sequence[HopPlan | None], hop: int) -> HopPlan | None:
-    return hops[hop] if hop < len(hops) else None
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """Which queries may choose which keys, by their positions, none of which is padding."""
+
+    pattern: Pattern
+    q: IntArray
+    k: IntArray
+
+    @cached_property
+    def _branches(self) -> list[tuple[Branch, IntArray, IntArray]]:
+        # with the labels of queries and of keys
+        return [
+            (one, *one.labels(self.q, self.k)) for one in self.pattern.bind((0,), 1, 1).branches(QueryHead())
+        ]
+
+    def columns(self, rows: slice) -> tuple[int, int]:
+        """Return the first key and the end of the keys that some queries may choose, perhaps among others."""
+        q, near = self.q[rows], np.zeros(len(self.k), dtype=bool)
+        for branch, labels, of_keys in self._branches:
+            least, most = max(0, labels[rows].min()), labels[rows].max()
+            near |= (
+                (self.k >= q.min() - branch.most)
+                & (self.k <= q.max() - branch.least)
+                & ((of_keys >= least) & (of_keys <= most))
+            )
+        found = np.flatnonzero(near)
+        return (int(found[0]), int(found[-1]) + 1) if len(found) else (0, 0)
+
+    def mask(
+        self, rows: slice, columns: slice, samples: int, tables: DeviceTables, device: torch.device
+    ) -> Tensor | None:
+        """Return the mask, bool [queries, keys] or [samples or 1, 1, queries, keys]; None for all."""
+        some_q, some_k, found = self.q[rows], self.k[columns], None
+        q, k = tables.array(self.q, device)[rows], tables.array(self.k, device)[columns]
+        for branch, labels, of_keys in self._branches:
+            seen, both = [mask(samples, q, k) for mask in branch.masks], (labels[rows], of_keys[columns])
+            if some_q.min() - some_k.max() < branch.least:
+                seen.append((q - branch.least).unsqueeze(1) >= k)
+            if some_q.max() - some_k.min() > branch.most:
+                seen.append((q - branch.most).unsqueeze(1) <= k)
+            if min(x.min() for x in both) < 0 or min(x.min() for x in both) < max(x.max() for x in both):
+                ours, theirs = tables.array(labels, device)[rows], tables.array(of_keys, device)[columns]
+                # -1 is no label, and equal to none
+                seen.append(ours.masked_fill(ours < 0, -2).unsqueeze(1) == theirs)
+            if not seen:
+                return None
+            for other in seen[1:]:
+                seen[0] = seen[0] & other
+            found = seen[0] if found is None else found | seen[0]
+        return found
 
 
-def _keep_best(best: BestKeys, scores_fn: ScoresFunction, tiles: Tiles, keys: Tensor, held: Tensor) -> None:
-    """Merge the keys of one shard, whose positions are `held`, into the best ones."""
-    for whole in each_tile(tiles):
-        for q_first in range(0, whole.q_rows.length, QUERIES):
-            for k_first in range(0, whole.k_rows.length, KEYS):
-                sides = (
-                    min(QUERIES, whole.q_rows.length - q_first),
-                    min(KEYS, whole.k_rows.length - k_first),
-                )
-                tile = whole.part(q_first, sides[0], k_first, sides[1])
-                if tile.low > tile.high or tile.low >= sides[0] or tile.high <= -sides[1]:
-                    continue  # outside the band
-                rows, columns = (
-                    slice(one.start, one.start + (one.length - 1) * one.step + 1, one.step)
-                    for one in (tile.q_rows, tile.k_rows)
-                )
-                scores = scores_fn(rows, keys[:, columns], held[columns]).to(best.scores.dtype)
-                if tile.is_masked or any(tile.edges):
-                    visible = tile.visible(len(keys), keys.device)
-                    if visible.dim() == 4 and scores.dim() == 3:
-                        visible = visible[:, 0]
-                    scores = scores.masked_fill(~visible, float("-inf"))
-                merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores, held[columns])
+def _keep_best(
+    best: BestKeys, scores_fn: ScoresFunction, keys: Tensor, numbers: IntArray, seen: Visible,
+    tables: DeviceTables,
+) -> None:  # fmt: skip
+    """Merge the keys of one shard, with their positions or numbers, into the best ones of each query."""
+    samples, device, of_keys = len(keys), keys.device, tables.array(numbers, keys.device)
+    width = max(1, min(len(numbers), KEYS))
+    scores_of_key = samples * max(math.prod(best.scores.shape[1:-2]), HEADS)
+    step = max(1, SCORES[device.type] // scores_of_key // width)
+    for first in range(0, len(seen.q), step):
+        rows = slice(first, min(first + step, len(seen.q)))
+        start, end = seen.columns(rows)
+        for begin in range(start, end, width):
+            columns = slice(begin, min(begin + width, end))
+            scores = scores_fn(rows, keys[:, columns], of_keys[columns]).to(best.scores.dtype)
+            visible = seen.mask(rows, columns, samples, tables, device)
+            if visible is not None:
+                if visible.dim() == 4 and scores.dim() == 3:
+                    visible = visible[:, 0]
+                scores = scores.masked_fill(~visible, float("-inf"))
+            merge_best(BestKeys(*(x[..., rows, :] for x in best)), scores, of_keys[columns])

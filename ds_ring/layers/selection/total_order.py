@@ -40,41 +40,21 @@ def none_so_far(keys: Tensor, queries: tuple[int, ...], k: int, of: Layout, dtyp
 def merge_best(best: BestKeys, scores: Tensor, positions: Tensor) -> None:
     """Merge scores [.., q, n] of keys at `positions` [n] into the best keys of q queries, in place.
 
-    See [Note: a total order].
+    NaN counts as -inf. See [Note: a total order].
     """
-    k = best.scores.shape[-1]
-    # A tile has few candidates once many keys were seen, so only they are sorted.
-    least = best.scores.amin(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-    candidates = (scores >= least).flatten(0, -2)
-    counts = candidates.sum(-1)
-    width = int(counts.max())
-    if not width:
-        return
-    new_scores, new_positions = scores.flatten(0, -2), positions.expand(len(counts), -1)
-    if 4 * width < len(positions):
-        row, column = candidates.nonzero(as_tuple=True)
-        place = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-        found, new_scores = new_scores[row, column], scores.new_full((len(counts), width), float("-inf"))
-        new_scores[row, place] = found
-        new_positions = positions.new_full((len(counts), width), -1)
-        new_positions[row, place] = positions[column]
-    else:
-        new_scores = new_scores.masked_fill(~candidates, float("-inf"))
-    rows = counts > 0
-    of_best = rows.view(scores.shape[:-1])  # `best` may be a view that cannot be flattened
-    both = torch.cat([best.scores[of_best], new_scores[rows]], dim=-1)
-    where = torch.cat([best.positions[of_best], new_positions[rows]], dim=-1)
-    top = both.topk(k, dim=-1)
-    last, index = top.values[:, -1:], top.indices
-    # Entries equal to the k-th best one that did not all fit: which of them topk took is not defined.
-    tied = ((both == last).sum(-1) > (top.values == last).sum(-1)) & (last[:, 0] > float("-inf"))
-    if bool(tied.any()):
-        some, worst = both[tied], last[tied]
-        order = where[tied].masked_fill(some < worst, torch.iinfo(torch.int64).max)
-        order = order.masked_fill(some > worst, -1)  # of a better score: before every position
-        index[tied] = order.topk(k, dim=-1, largest=False).indices
-    best.positions[of_best] = where.gather(-1, index)
-    best.scores[of_best] = both.gather(-1, index)
+    k, least = best.scores.shape[-1], torch.finfo(scores.dtype).min
+    both = torch.cat([best.scores, scores.nan_to_num(float("-inf"), float("inf"), float("-inf"))], dim=-1)
+    where = torch.cat([best.positions, positions.expand(scores.shape)], dim=-1)
+    top = both.topk(k, dim=-1, sorted=False)
+    last, index = top.values.amin(-1, keepdim=True), top.indices
+    # Which of the entries that equal the k-th best one topk took is not defined. Order them by position; on
+    # the CPU, where the host waits for nothing, only if they do not all fit.
+    if both.is_cuda or bool(((both >= last.clamp_min(least)).sum(-1) > k).any()):
+        order = where.masked_fill(both < last, torch.iinfo(torch.int64).max)
+        # of a better score: before every position, and before -1 for none
+        index = order.masked_fill_(both > last, -2).topk(k, dim=-1, largest=False, sorted=False).indices
+    torch.gather(where, -1, index, out=best.positions)
+    torch.gather(both, -1, index, out=best.scores)
 
 
 def in_order(best: BestKeys) -> Tensor:

@@ -5,8 +5,11 @@ The single process orders keys as the ring does: by score, and equal scores by p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +34,7 @@ from ds_ring import (
     shard_sequence,
 )
 from ds_ring.layers.selection import select as selection
+from ds_ring.layers.selection import selected_pass
 from ds_ring.layers.selection.block_layout import BlockLayout
 from ds_ring.masks.pattern import Pattern
 from ds_ring.transports import owner_walk
@@ -156,13 +160,22 @@ CASES = [
 ]
 
 
+@contextmanager
+def small_tiles() -> Iterator[None]:
+    """Tiles, blocks and segments smaller than a shard, so that their parts are merged, too."""
+    with ExitStack() as stack:
+        for module, name, value in (
+            (selection, "SCORES", {"cpu": 8 * 32 * 10}), (selection, "KEYS", 10), (selected_pass, "BLOCK", 6),
+            (selected_pass, "WORKSPACE", {"cpu": 40_000}), (selected_pass, "SEGMENT", 20),
+        ):  # fmt: skip
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
 def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, float]:
     """The largest error of each result, over the cases, on rank 0; 1 for chosen sets that differ."""
     mesh, errors = RingMesh.from_world(world_size), {}
-    # Smaller tiles than the sequence, so that they are merged within a shard, too.
-    for where, value in (("QUERIES", 32), ("KEYS", 24), ("BLOCK", 16)):
-        setattr(selection, where, value)
-    try:
+    with small_tiles(), closing(mesh):
         for name, pattern, k, choices in cases:
             x, sinks = tensors(choices), make("sinks", HEADS)
             got = on_the_ring(mesh, x, PATTERNS[pattern], k, choices, sinks, name)
@@ -178,10 +191,6 @@ def parity(rank: int, world_size: int, cases: list[Any] = CASES) -> dict[str, fl
             ordered = scores.gather(-1, got["chosen"].clamp_min(0)).masked_fill(got["chosen"] < 0, -1e9)
             errors[f"{name} {pattern} order"] = float(bool((ordered.diff(dim=-1) > 0).any()))
         return errors
-    finally:
-        for where, value in (("QUERIES", 128), ("KEYS", 4096), ("BLOCK", 64)):
-            setattr(selection, where, value)
-        mesh.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -216,9 +225,7 @@ def blocks_alone(size: int, documents: Documents | None, whole: bool) -> list[tu
 def block_choices(rank: int, world_size: int) -> dict[str, Any]:
     """Of each case whether the chosen blocks are those of one process, in their order, and how many tie."""
     mesh, found = RingMesh.from_world(world_size), {}
-    for where, value in (("QUERIES", 32), ("KEYS", 10)):
-        setattr(selection, where, value)
-    try:
+    with small_tiles(), closing(mesh):
         for name, size, documents, whole, delay, k, choices in BLOCKS:
             layout = make_layout(name, tokens=TOKENS, ring_size=mesh.ring_size, pattern=Causal())
             blocks = BlockLayout.of_tokens(layout, size, documents, whole)
@@ -244,10 +251,6 @@ def block_choices(rank: int, world_size: int) -> dict[str, Any]:
             ties = (best.values.diff(dim=-1) == 0) & (best.values[..., 1:] > float("-inf"))
             found[f"{case} ties"] = int(ties.sum())
         return found
-    finally:
-        for where, value in (("QUERIES", 128), ("KEYS", 2048)):
-            setattr(selection, where, value)
-        mesh.close()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
