@@ -28,6 +28,7 @@ from ds_ring.config.messages import did_you_mean
 from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.batch import IGNORE, Batch
 from ds_ring.integrations.transformers.checks import bypasses_interface, uses_interface, works_as_is
+from ds_ring.registry import SESSION_METHODS, load
 
 from .small_images import ConfigValues, shrink_images
 
@@ -526,8 +527,8 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
 # One batch has three forms: plain, padded on the right, packed with documents.
 # Shapes: B samples, T tokens, D rows of one process, L tokens in such a row, N tokens that are compared.
 
-Form = Literal["plain", "padded", "packed"]
-FORMS: tuple[Form, ...] = ("plain", "padded", "packed")
+Form = Literal["plain", "padded", "packed", "tree"]
+FORMS: tuple[Form, ...] = ("plain", "padded", "packed", "tree")
 
 
 class Given(NamedTuple):
@@ -574,6 +575,8 @@ def make_form(form: Form, plain: Batch, padding: int, causal: bool) -> Given:
     if form == "plain":
         return Given(form, plain, plain, None)
     ids_BT = plain["input_ids"]
+    if form == "tree":
+        return _tree(ids_BT, padding)
     documents_BT = _documents(ids_BT.shape[1]) if form == "packed" else _lengths(ids_BT.shape[1])
     real_BT = documents_BT >= 0
     ends_BT = torch.nn.functional.pad(documents_BT.diff(dim=1) != 0, (0, 1), value=True)
@@ -592,6 +595,32 @@ def make_form(form: Form, plain: Batch, padding: int, causal: bool) -> Given:
     return Given(
         form, batch | images | {"document_ids": documents_BT}, alone | images, (ring_rows, alone_rows)
     )
+
+
+def _tree(ids_BT: Tensor, padding: int) -> Given:
+    """Return rollouts of two prompts as one row that has common prefixes once, and as rows of their own.
+
+    A token that several rollouts share counts once on both sides.
+    """
+    (first, second), half = ids_BT.tolist(), ids_BT.shape[1] // 2
+    answers = [first[half:], first[half : half + 4] + second[half:], second[half + 2 :]]
+    rollouts = [*(first[:half] + one for one in answers), second[: half + 3]]
+    tree = load(SESSION_METHODS["tree_batch"])(None, rollouts)
+    longest = max(map(len, rollouts))
+    alone = {
+        "input_ids": torch.full((len(rollouts), longest), padding),
+        "attention_mask": torch.zeros(len(rollouts), longest, dtype=torch.int64),
+        "shift_labels": torch.full((len(rollouts), longest), IGNORE),
+    }
+    of_place: dict[int, int] = {}  # the token of one rollout for each token of the row
+    for number, (ids, places) in enumerate(zip(rollouts, tree.places, strict=True)):
+        alone["input_ids"][number, : len(ids)] = torch.tensor(ids)
+        alone["attention_mask"][number, : len(ids)] = 1
+        for token, place in enumerate(places.tolist()):
+            of_place.setdefault(place, number * longest + token)
+    places_, tokens = (torch.tensor(one) for one in zip(*of_place.items(), strict=True))
+    alone["shift_labels"].view(-1)[tokens] = tree.batch["shift_labels"][0, places_]
+    return Given("tree", tree.batch, alone, (places_, tokens))
 
 
 def _lengths(tokens: int) -> Tensor:

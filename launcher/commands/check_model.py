@@ -50,7 +50,7 @@ _HEADS = (
     "token-classification", "base",
 )  # fmt: skip
 _GROUPS = ("causal-lm", "image-text", "masked-lm", "seq2seq-lm")  # of --all
-_FORMS = ("plain", "padded", "packed")
+_FORMS = ("plain", "padded", "packed", "tree")
 _RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
 _SHOWN = 12
 
@@ -75,7 +75,10 @@ def add(commands: Commands) -> None:
         "--config", metavar="DS_JSON", help="the section; default: what the model's attention is"
     )
     check.add_argument(
-        "--batch", choices=_FORMS, default="plain", help="plain, padded on the right, or packed documents"
+        "--batch",
+        choices=_FORMS,
+        default="plain",
+        help="plain, padded on the right, packed documents, or a tree of rollouts",
     )
     check.add_argument("--seed", type=int, default=0, help="of weights and batch (default 0)")
     check.add_argument(

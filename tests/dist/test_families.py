@@ -12,7 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.dist.deepspeed_ranks import start_deepspeed
 from tests.dist.test_first_batch import silently_wrong
 
 EXACT = "exact"
+ROWS = FORMS[:3]  # trees of rollouts have tests of their own, below and in contrib/policies
 POOLED = "with a head on engine.ring.gather(output.last_hidden_state): [:, 0]"
 
 # (family, what the request says beside it, "exact" or a part of the reason for which it is refused)
@@ -150,7 +153,7 @@ def forms_of(family: str, asked: dict[str, Any]) -> tuple[Form, ...]:
     have, are not of documents.
     """
     two = ("sequence-classification", "image-text", "seq2seq-lm")
-    return FORMS[:2] if asked.get("head") in two else FORMS
+    return FORMS[:2] if asked.get("head") in two else ROWS
 
 
 # One of each kind: plain, fused QKV, experts, layers that differ, documents, rotary scaling, heads, refusals.
@@ -170,7 +173,7 @@ def forms_run(row: tuple[str, dict[str, Any], str]) -> tuple[Form, ...]:
     if asked.get("head") == "seq2seq-lm":
         return forms
     # Of DeepSeek V4, one form is refused.
-    return FORMS if family in (*RECURRENT.split(), "deepseek_v4") else forms[number : number + 1]
+    return ROWS if family in (*RECURRENT.split(), "deepseek_v4") else forms[number : number + 1]
 
 
 def name_of(row: tuple[str, dict[str, Any], str]) -> str:
@@ -217,6 +220,40 @@ def test_a_recurrence_is_exact_within_documents(rank_pool, family):
     request = CheckRequest(family, forms=("packed",), changes=OTHER_RECURRENCES[family])
     (report,) = rank_pool(2).run(checked, request)[0]
     assert report.result == "exact", report.reason
+
+
+def with_an_orphan(rank: int, world_size: int, request: CheckRequest) -> list[ModelReport]:
+    """Let the last node of each tree go on from nothing."""
+    from ds_ring.contrib.policies import trees
+
+    def careless(ends_T: Any, read: Any = trees.tree_of) -> Any:
+        tree = read(ends_T)
+        return replace(tree, parents=(*tree.parents[:-1], -1))
+
+    with mock.patch.object(trees, "tree_of", careless):
+        return checked(rank, world_size, request)
+
+
+# Of the first one, which numbers tokens by itself, the numbers go on along each path.
+TREES = {"xmod": EXACT, "deepseek_v4": "no blocks of tokens with a tree", "bloom": "no ALiBi with a tree"}
+
+
+@pytest.mark.parametrize("family", TREES)
+def test_a_tree_of_rollouts_is_exact_or_refused(rank_pool, family):
+    (report,) = rank_pool(2).run(checked, CheckRequest(family, head="causal-lm", forms=("tree",)))[0]
+    reason = TREES[family]
+    if reason == EXACT:
+        assert report.result == EXACT, report.reason
+    else:
+        assert report.result == "refused" and reason in report.reason, report
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_an_orphan_of_a_tree_is_found(rank_pool, family):
+    (report,) = rank_pool(2).run(checked, CheckRequest(family, forms=("tree",)))[0]
+    assert report.result == "exact", report.reason
+    (report,) = rank_pool(2).run(with_an_orphan, CheckRequest(family, forms=("tree",)))[0]
+    assert report.result == "WRONG" and report.differences
 
 
 def with_local_positions(rank: int, world_size: int) -> list[ModelReport]:

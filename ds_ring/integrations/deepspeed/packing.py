@@ -55,11 +55,17 @@ class RowGroup(NamedTuple):
         Raises:
             RingPatternError: the rows are trees.
         """
-        if isinstance(self.pattern, Tree):
-            raise RingPatternError.wrong(
-                "a layer", "no blocks of tokens with a tree", "them", "pass rollouts as rows"
-            )
+        refuse_trees([self])
+        assert isinstance(self.pattern, Documents)
         return self.pattern
+
+
+def refuse_trees(groups: Sequence[RowGroup]) -> None:
+    """Raise RingPatternError where rows are trees: for layers that read blocks of consecutive tokens."""
+    if any(isinstance(group.pattern, Tree) for group in groups):
+        raise RingPatternError.wrong(
+            "a layer", "no blocks of tokens with a tree", "them", "pass rollouts as rows"
+        )
 
 
 def check_ids(document_ids: Tensor) -> None:

@@ -559,7 +559,7 @@ class RingSession:
                 return prepared, report_of(prepared), None
             by_token, whole = whole_tensors(given, needs.whole)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
-            if needs.number_tokens is not None and "position_ids" not in given:
+            if needs.number_tokens is not None and ("position_ids" not in given or row_kind(given)):
                 prepared["position_ids"] = needs.number_tokens(prepared)
             if whole and needs.whole is not None:
                 needs.whole.add_columns(prepared, given)

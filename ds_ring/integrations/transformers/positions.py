@@ -25,7 +25,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import AppliedPatch, patch, undo
 from ds_ring.integrations.deepspeed.batch import Batch
 from ds_ring.integrations.deepspeed.batch_sharding import RecentBatches
-from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS
+from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, row_kind
 from ds_ring.integrations.transformers.model import MODEL, PART
 
 _FROM_IDS = "create_position_ids_from_input_ids"
@@ -47,13 +47,13 @@ def _numbered_by_ids(padding: int, prepared: Batch) -> Tensor:
     """Number tokens as fairseq does: real tokens from `padding` + 1, padding tokens have `padding`.
 
     Returns:
-        Position ids [B or 1, T]; with documents, tokens count within each.
+        Position ids [B or 1, T]; with documents, tokens count within each, and in a tree along each path.
     """
     ids_BT = prepared.get("input_ids")
     if ids_BT is None:
         return prepared["position_ids"] + padding + 1
     real_BT = ids_BT != padding
-    if DOCUMENT_IDS in prepared:
+    if DOCUMENT_IDS in prepared or row_kind(prepared) is not None:
         return torch.where(real_BT, prepared["position_ids"] + padding + 1, padding)
     return real_BT.long().cumsum(dim=1) * real_BT + padding
 

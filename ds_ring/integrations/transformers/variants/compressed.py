@@ -42,6 +42,7 @@ from ds_ring.errors import RingConfigError, RingPatternError
 from ds_ring.integrations.adapter import patch
 from ds_ring.integrations.deepspeed.batch import SHARDING
 from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
+from ds_ring.integrations.deepspeed.packing import refuse_trees
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.model import TABLE
 from ds_ring.integrations.transformers.rows import padded
@@ -230,9 +231,11 @@ def sharding_in_blocks(sharding: BatchSharding, size: int) -> BatchSharding:
 
     Raises:
         RingLayoutError: a border between ranks cuts a block.
+        RingPatternError: the rows are trees.
     """
 
     def make() -> BatchSharding:
+        refuse_trees(sharding.groups)
         blocks = in_blocks(sharding.layout, size)
         return BatchSharding(sharding.config, blocks, sharding.mesh, sharding.patterns)
 

@@ -98,6 +98,7 @@ def errors_of(got: Step, want: Step) -> tuple[float, float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ring_size", [2, 4])
+@pytest.mark.day("4-qwen3_5_text", "2-gpt_oss", "2-rwkv")
 def test_a_tree_is_its_rollouts(rank_pool: Pool, family: str, ring_size: int) -> None:
     want = step_alone(family, 0)
     for got in rank_pool(ring_size).run(step_on_ring, family, 0, timeout_s=120):
