@@ -28,6 +28,7 @@ inside a node (360 GB/s) it costs 208. A ring of at most `NODE` ranks counts as 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,40 +85,44 @@ def work_of_ranks(pattern: Pattern, layout: Layout) -> IntArray:
     return np.bincount(ranks, weights=work, minlength=layout.ring_size).astype(np.int64)
 
 
-def costs_of_ranks(pattern: Pattern, layout: Layout) -> tuple[IntArray, IntArray]:
-    """Return the attended pairs of each rank and the tokens that it receives; forward pass, one head.
+def costs_of_ranks(pattern: Pattern, layouts: Sequence[Layout]) -> tuple[IntArray, IntArray]:
+    """Return the pairs of each rank and the tokens that it receives in a forward pass, for one head.
 
-    Tokens received are 0 where they are not known: if the keys of a tile are not consecutive.
+    Both are int64 [len(layouts), ring_size]; one table for layouts of equal sizes. Tokens received are 0
+    where they are not known: if the keys of a tile are not consecutive.
     """
-    size, width = layout.ring_size, layout.tokens + 1
-    shards = [layout.runs(rank) for rank in range(size)]
-    runs, ranks = np.concatenate(shards), np.repeat(np.arange(size), [len(r) for r in shards])
-    tiles = pattern.tiles(runs, np.array([[0, 1, layout.tokens]]))
+    tokens, size = layouts[0].tokens, layouts[0].ring_size
+    count, width = len(layouts) * size, tokens + 1
+    shards = [layout.runs(rank) for layout in layouts for rank in range(size)]
+    runs, ranks = np.concatenate(shards), np.repeat(np.arange(count), [len(r) for r in shards])
+    tiles = pattern.tiles(runs, np.array([[0, 1, tokens]]))
     first_slots = np.cumsum(runs[:, 2]) - runs[:, 2]
     reader = ranks[np.searchsorted(first_slots, tiles.q.slot, side="right") - 1]
-    work = np.bincount(reader, weights=tiles.pairs, minlength=size).astype(np.int64)
+    work = np.bincount(reader, weights=tiles.pairs, minlength=count).astype(np.int64).reshape(-1, size)
     strided = (tiles.k.position_step != 1) & (tiles.k.length > 1)
-    if strided.any() or (runs[:, 1] != 1).any() or size * width >= UNBOUNDED:
+    if strided.any() or (runs[:, 1] != 1).any() or count * width >= UNBOUNDED:
         return work, np.zeros_like(work)
     # one set of positions for each rank, as in `join_sets`
     rows = np.stack([tiles.k.position + reader * width, np.ones_like(reader), tiles.k.length], axis=1)
     read = ranges_of_progressions(rows)
     own = np.stack([runs[:, 0], runs[:, 0] + runs[:, 2]], axis=1) + (ranks * width)[:, None]
-    counts = [count_sets(one, width, size) for one in (read, intersect_slots(read, own))]
-    return work, counts[0] - counts[1]
+    counts = [count_sets(one, width, count) for one in (read, intersect_slots(read, own))]
+    return work, (counts[0] - counts[1]).reshape(-1, size)
 
 
-def timed(mix: Mix, layout: Layout) -> Candidate:
-    """Return a layout with all of its costs; [Note: modelled time]."""
-    works, sent, total = [], 0, 0.0
-    for pattern, layers in mix:
-        work, received = costs_of_ranks(pattern, layout)
-        messages = (TOKEN_PAIRS if layout.ring_size > NODE else TOKEN_PAIRS_IN_NODE) * received
-        total += layers * float((np.maximum(work, messages) + NOT_HIDDEN * messages).max())
-        works.append(layers * work)
-        sent += layers * int(received.sum())
-    mean = sum(float(work.mean()) for work in works)
-    return Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0)
+def timed(mix: Mix, layouts: Sequence[Layout]) -> list[Candidate]:
+    """Return layouts of equal sizes with all of their costs; [Note: modelled time]."""
+    costs = [(layers, *costs_of_ranks(pattern, layouts)) for pattern, layers in mix]
+    found, price = [], TOKEN_PAIRS if layouts[0].ring_size > NODE else TOKEN_PAIRS_IN_NODE
+    for index, layout in enumerate(layouts):
+        works = [layers * work[index] for layers, work, _ in costs]
+        sent, total, mean = 0, 0.0, sum(float(work.mean()) for work in works)
+        for layers, work, received in costs:
+            messages = price * received[index]
+            total += layers * float((np.maximum(work[index], messages) + NOT_HIDDEN * messages).max())
+            sent += layers * int(received[index].sum())
+        found.append(Candidate(layout, imbalance(works), sent, total / mean if mean else 1.0))
+    return found
 
 
 def imbalance(works: list[IntArray], speeds: Speeds = ()) -> float:
@@ -177,9 +182,10 @@ def make_auto(
         if in_blocks is not None:
             labels, options, least = [], in_blocks, min(o.imbalance for o in in_blocks)
     if labels:
-        compared = [timed(bound, one.layout) for one in to_compare(options)]
-        slowest = min(one.time for one in compared)  # never slower than an even layout
-        compared += [timed(bound, layout) for layout in labels]
+        even = [one.layout for one in to_compare(options)]
+        compared = timed(bound, [*even, *labels])
+        # never slower than an even layout
+        slowest = min(one.time for one in compared[: len(even)])
         slowest = min(slowest, AS_FAST * min(one.time for one in compared))
         best = min((one for one in compared if one.time <= slowest), key=lambda one: one.tokens_sent)
     else:

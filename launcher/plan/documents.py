@@ -102,7 +102,7 @@ def costs(lengths: np.ndarray, ring_size: int) -> Drawn:
         lower_rank(rank, backward=backward)
     planning_s = time.process_time() - began
     balanced, mix = make_layout("balanced", **sizes), ((bound_to_one_head(pattern), 1),)
-    rated = timed(mix, auto), timed(mix, balanced)
+    rated = timed(mix, (auto, balanced))
     return Drawn(len(lengths), *rated, same=auto == balanced, planning_s=planning_s)
 
 
