@@ -102,8 +102,8 @@ def costs(lengths: np.ndarray, ring_size: int) -> Drawn:
         lower_rank(rank, backward=backward)
     planning_s = time.process_time() - began
     balanced, mix = make_layout("balanced", **sizes), ((bound_to_one_head(pattern), 1),)
-    rated = timed(mix, (auto, balanced))
-    return Drawn(len(lengths), *rated, same=auto == balanced, planning_s=planning_s)
+    first, second = timed(mix, (auto, balanced))
+    return Drawn(len(lengths), first, second, auto == balanced, planning_s)
 
 
 class PackedFigures(NamedTuple):

@@ -14,7 +14,7 @@ from ds_ring.schedule.layout import Layout, Mix, PieceLayout
 
 # Most of a rank's mean work, or of its tokens, that it takes of one document: each is a layout to compare.
 SHARES = (1.0, 0.7, 0.5, 0.3)
-TRIES = 8  # ranks of least work that are asked for room
+TRIES = 4  # ranks of least work that are asked for room
 
 
 def whole_and_shared(tokens: int, ring_size: int, multiple_of: int, mix: Mix) -> list[Layout]:
@@ -54,14 +54,15 @@ def _dealt(
         if len(room) < count:
             left.append((start, length))
             continue
-        ranks = np.sort(room[np.argsort(load[room], kind="stable")[:count]])
+        ranks = np.sort(room[np.argpartition(load[room], count - 1)[:count]])
         # both halves of a rank, the near one and the far one, have the same work together in each rank
-        borders = np.arange(2 * count + 1) * length // (2 * count)
-        owners = np.concatenate([ranks, ranks[::-1]])
-        np.subtract.at(free, owners, np.diff(borders))
+        borders = start + np.arange(2 * count + 1) * length // (2 * count)
+        lengths_of_halves = np.diff(borders)
+        free[ranks] -= lengths_of_halves[:count] + lengths_of_halves[: count - 1 : -1]
         load[ranks] += work / count
-        pieces = zip((start + borders).tolist(), np.diff(borders).tolist(), owners.tolist(), strict=False)
-        yield from ((first, owner) for first, taken, owner in pieces if taken)
+        kept = lengths_of_halves > 0
+        owners = np.concatenate([ranks, ranks[::-1]])
+        yield from zip(borders[:-1][kept].tolist(), owners[kept].tolist(), strict=True)
     ranks_by_load = [(load[rank], rank) for rank in range(ring_size)]
     heapq.heapify(ranks_by_load)
     room_of = free.tolist()
