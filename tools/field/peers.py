@@ -240,7 +240,7 @@ def ring_attention_pytorch(cell: Cell, where: Where) -> Entry:
     bucket = 8
     options = {
         "causal": cell.causal,
-        "ring_reduce_col": True,
+        "ring_reduce_col": where.size > 1,
         "striped_ring_attn": cell.causal,
         "bucket_size": bucket,
     }

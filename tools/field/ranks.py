@@ -32,6 +32,7 @@ from .peers import PEERS, SEEDED, NotOfferedError, Peer, Where
 
 _REFUSALS = ("AssertionError", "NotImplementedError", "ValueError")
 _LOOK_S = 0.05
+START_S = 120.0
 _STARTED, _MIXED = "started", 3
 
 
@@ -75,6 +76,8 @@ def answer_of(peer: Peer, cell: Cell, where: Where) -> dict[str, Any]:
         out = attend(*leaves)
         grads = torch.autograd.grad(out, leaves, operands[3])
     except Exception as error:
+        if isinstance(error, NotImplementedError):
+            stage = "prepared"  # there is no kernel: nothing was sent
         return {
             "stage": stage,
             "raised": type(error).__name__,
@@ -141,11 +144,13 @@ def _processes(peer: Peer, size: int, cells: Sequence[Cell], folder: Path, secon
             for rank in range(size)
         ]  # fmt: skip
         try:
-            number, since = 0, time.monotonic()
+            number, since = 0, time.monotonic() + START_S  # they import their packages first
             while any(rank.poll() is None for rank in ranks):
                 answers = _answers(folder, number, size)
                 if len(answers) == size and all(one.get("stage") != _STARTED for one in answers):
                     number, since = number + 1, time.monotonic()
+                if answers and number == 0:
+                    since = min(since, time.monotonic())
                 if time.monotonic() > since + 2 * seconds or any(
                     rank.poll() not in (None, 0) for rank in ranks
                 ):
@@ -192,9 +197,9 @@ def verdict(cell: Cell, size: int, answers: Sequence[dict[str, Any]], said: str 
             return Verdict("refused", why)
         if len(raised) == size:
             return Verdict("does not run", f"{first['raised']}: {why}")
-        others = f"{len(raised)} of {size} ranks raise {first['raised']}, the others abort, hang or finish"
+        others = f"some ranks raise {first['raised']}, the others abort, hang or finish"
         return Verdict("does not run", others if "Read error" in why else f"{others}: {why}")
-    return Verdict("does not run", f"the ranks abort or hang: {said}"[:200])
+    return Verdict("does not run", f"no answer in time, the ranks abort or hang: {said}"[:200])
 
 
 def _size(error: float) -> str:
