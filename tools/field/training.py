@@ -124,7 +124,7 @@ def trained(way: str, size: int, seconds: float = 300.0) -> dict[str, Any] | str
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         if done.returncode == 0 and path.exists():
             return dict(torch.load(path))
-        lines = [line for line in done.stderr.splitlines() if "Error" in line and "ChildFailed" not in line]
+        lines = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
         return " ".join((lines or ["no error was printed"])[0].split(": ", 1)[-1].split())[:200]
 
 
