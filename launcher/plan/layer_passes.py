@@ -176,6 +176,10 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
     Raises:
         RingError: layout and pattern do not go together.
     """
+    if setting.transport == "tiles":
+        from .tile_passes import tile_passes  # a transport that may be removed
+
+        return tile_passes(setting)
     layout, ranks = layout_of(setting), sampled_ranks(setting.ring_size)
     plans, shape, needs, costs = plans_of(setting, layout), pass_shape(setting, layout), [], []
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)

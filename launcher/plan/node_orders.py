@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from ds_ring.registry import PASSES
+
 from .estimate import Estimate, estimate
 from .layer_passes import plans_of, slowest_passes, total_cost
 from .other_layers import Selection
@@ -128,7 +130,7 @@ def node_orders(found: Estimate) -> NodeOrders | None:
     setting = found.setting
     if setting.ring_size * setting.ulysses_size <= setting.hardware.devices_per_node:
         return None
-    rows = (_row(setting, found), *map(_row, _others(setting)))
+    rows = (_row(setting, found), *map(_row, _others(setting)), *_tiles(setting))
     running = [row for row in rows if row.runs]
     fitting = [row for row in running if row.fits] or running
     best = min(fitting, key=lambda row: row.step_s)
@@ -144,6 +146,8 @@ def node_orders(found: Estimate) -> NodeOrders | None:
     advice += f" ({figures})" if figures else ""
     if best is not rows[0]:
         sizes = f'"ring_size": {best.setting.ring_size}, "ulysses_size": {best.setting.ulysses_size}'
+        if best.setting.transport != setting.transport:
+            sizes += f', "transport": "{best.setting.transport}"'
         advice = f"across nodes take {sizes}: {advice}"
     if hides.tokens is not None:
         advice += f"; from T/P = {hides.tokens:,} on one ring of all hides its transfers"
@@ -189,6 +193,22 @@ def _row(setting: TrainingSetting, found: Estimate | None = None) -> NodeOrder:
     waiting = found.exposed_s + found.swap_s
     times = (found.attention_s, waiting, found.step_s)
     return NodeOrder(name, setting, runs, *times, found.peak.total, found.fits)
+
+
+def _tiles(setting: TrainingSetting) -> Iterator[NodeOrder]:
+    """Yield the row of two-dimensional tiles, where the package has them."""
+    if "tiles" not in PASSES:
+        return
+    from .tile_passes import grids_that_run, on_tiles
+
+    planned = on_tiles(setting)
+    if planned is None:
+        return
+    found = estimate(planned)
+    grids = grids_that_run(planned, found.layout, planned.mix[0][0])
+    name = " and ".join(dict.fromkeys(f"{grid.key_ranks} x {grid.query_ranks}" for grid in grids))
+    times = (found.attention_s, found.exposed_s + found.swap_s, found.step_s)
+    yield NodeOrder(f"tiles {name}", planned, True, *times, found.peak.total, found.fits)
 
 
 def _share(row: NodeOrder) -> str:

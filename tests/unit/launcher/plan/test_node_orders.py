@@ -84,9 +84,9 @@ def test_short_shards_take_what_uses_all_adapters() -> None:
     found = node_orders(estimate(setting()))
     assert found is not None
     names = [row.name for row in found.rows]
-    assert names == ["two levels, 16", "one ring, 16", "Ulysses 4 x ring 4"]
-    assert [row.runs for row in found.rows] == [True, False, True]
-    two, one, _ = found.rows
+    assert names == ["two levels, 16", "one ring, 16", "Ulysses 4 x ring 4", "tiles 4 x 4"]
+    assert [row.runs for row in found.rows] == [True, False, True, True]
+    two, one, *_ = found.rows
     assert one.attention_s > 1.5 * two.attention_s and one.waiting_s > two.waiting_s
     assert found.best is min((row for row in found.rows if row.runs), key=lambda row: row.step_s)
     assert found.one_ring_hides.tokens is not None and found.one_ring_hides.tokens > 256
@@ -104,7 +104,7 @@ def test_beyond_the_break_even_length_nothing_is_changed() -> None:
     assert short is not None and short.one_ring_hides.tokens is not None
     found = node_orders(estimate(setting(tokens=16 * 2 * short.one_ring_hides.tokens)))
     assert found is not None and found.best is found.rows[0]
-    two, one, _ = found.rows
+    two, one, *_ = found.rows
     assert one.attention_s == pytest.approx(two.attention_s, rel=0.05)
 
 
