@@ -21,6 +21,7 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.plan import head_classes, sampled_origins
 from ds_ring.transports.tiles.grid import ALL, Block, TileGrid
 
+UNEVEN = 0.05  # more pairs on the busiest rank than with another grid
 LEAST_KEPT = 1024  # queries of the own shard whose block is kept for the end of a backward pass
 
 
@@ -103,14 +104,18 @@ class TilePlan:
             self._tables[key] = RankTiles.of(self, number, ring_rank)
         return self._tables[key]
 
+    def pairs(self, ring_rank: int) -> int:
+        """Return the attended pairs of a rank, over all query heads."""
+        heads = (len(range(self.kv_heads)[kv_heads]) for kv_heads, _ in self.classes)
+        return sum(n * self.reads(number, ring_rank).pairs for number, n in enumerate(heads))
+
     def traffic(self, ring_rank: int, size: TokenBytes, ranks_per_node: int = 0) -> Traffic:
         """Return the work of a rank, and its messages if a token has so many bytes."""
-        grid, pairs, received, sent, far = self.grid, 0, 0, 0, 0
+        grid, pairs, received, sent, far = self.grid, self.pairs(ring_rank), 0, 0, 0
         node = max(ranks_per_node, 1)
         for number, (kv_heads, _) in enumerate(self.classes):
             heads = len(range(self.kv_heads)[kv_heads])
             own = self.reads(number, ring_rank)
-            pairs += heads * own.pairs
             for distance in range(1, grid.key_ranks):
                 come = heads * count_slots(own.keys[distance])
                 peer = grid.in_column(ring_rank, distance)
@@ -286,20 +291,23 @@ def choose_grid(
     pattern: Pattern, layout: Layout, query_heads: int, kv_heads: int, size: TokenBytes,
     ranks_per_node: int = 0,
 ) -> TileGrid:  # fmt: skip
-    """Return the grid whose busiest rank has the fewest bytes: between nodes if these are known, then in all.
+    """Return the grid of the fewest bytes among those that share the work about as evenly as any.
 
-    A large ring is represented by some of its ranks. Of equal grids the one with more ranks in a column is
-    taken: with P in it keys alone travel, as in a ring.
+    Bytes are those of the busiest rank: between nodes if these are known, then in all. A large ring is
+    represented by some of its ranks. Of equal grids the one with more ranks in a column is taken: with P in a
+    column only keys travel, as in a ring, and the work is as even as the layout makes it.
     """
     ranks, ring = sampled_origins(layout.ring_size), layout.ring_size
     node = ranks_per_node if 1 < ranks_per_node < ring else 0
-
-    def cost(grid: TileGrid) -> tuple[tuple[int, int], int]:
+    most: dict[TileGrid, int] = {}
+    cost: dict[TileGrid, tuple[int, int, int]] = {}
+    for grid in grids_of(ring):
         plan = tile_plan(pattern, layout, query_heads, kv_heads, grid)
         each = [plan.read_bytes(rank, size, node) for rank in ranks]
-        return (max(far for far, _ in each), max(total for _, total in each)), -grid.key_ranks
-
-    return min(grids_of(ring), key=cost)
+        most[grid] = max(plan.pairs(rank) for rank in ranks)
+        cost[grid] = max(far for far, _ in each), max(total for _, total in each), -grid.key_ranks
+    least = min(most.values())
+    return min((grid for grid in cost if most[grid] <= (1 + UNEVEN) * least), key=cost.__getitem__)
 
 
 def grids_of(ring_size: int) -> list[TileGrid]:

@@ -108,6 +108,21 @@ def test_a_narrow_window_takes_the_ring() -> None:
     assert choose_grid(SlidingWindow(16), layout, HEADS, KV_HEADS, FORWARD).query_ranks == 1
 
 
+def test_fewer_bytes_are_no_reason_for_uneven_work() -> None:
+    """Documents on `balanced`: the ring has even work, 4 x 4 has 1.5 times the mean and more on one rank."""
+    tokens = 16 * 256
+    pattern = Documents(document_ids(tokens, 400)) & Causal()
+    layout = make_layout("balanced", tokens=tokens, ring_size=16, pattern=pattern)
+    most = {}
+    for grid in grids_of(16):
+        plan = tile_plan(pattern, layout, HEADS, KV_HEADS, grid)
+        pairs = [plan.pairs(rank) for rank in range(16)]
+        most[grid] = max(pairs) / np.mean(pairs)
+    assert most[TileGrid(16, 1)] < 1.05 and most[TileGrid(4, 4)] > 1.5
+    grid = choose_grid(pattern, layout, HEADS, KV_HEADS, FORWARD)
+    assert most[grid] <= 1.05 * most[TileGrid(16, 1)]
+
+
 def test_nodes_come_first() -> None:
     """Between nodes of 8 the fewest bytes cross where queries stay inside a node."""
     layout = make_layout("zigzag", tokens=64 * 64, ring_size=64)
