@@ -5,8 +5,8 @@ Examples:
     python tools/model_table.py --read runs/seed0.jsonl --seeds 0    # of `ds-ring check-model --all --json`
     python tools/model_table.py --newer    # status 1: the index has a minor version without a table
 
-A table is written to tools/results/models_VERSION_HEAD.md. A type whose results differ by seed has the worst
-of them. The exit status is 1 where one is wrong.
+A table is written to tools/results/models_VERSION_HEAD.md, and of other forms than plain with their name.
+A type whose results differ by seed has the worst of them. The exit status is 1 where one is wrong.
 """
 
 from __future__ import annotations
@@ -28,10 +28,21 @@ WORST_FIRST = ("WRONG", "invalid", "refused", "exact")
 WORDS = {"invalid": "no small model"}
 
 
-def reports_of(head: str, seed: int, jobs: int) -> list[dict[str, Any]]:
+def reports_of(head: str, seed: int, jobs: int, batch: str) -> list[dict[str, Any]]:
     """Return what `ds-ring check-model --all` finds in the installed version."""
     command = [sys.executable, "-m", "ds_ring_launcher.cli", "check-model", "--all", "--json"]
-    command += ["--head", head, "--seed", str(seed), "--jobs", str(jobs), "--deadline-seconds", "600"]
+    command += [
+        "--head",
+        head,
+        "--batch",
+        batch,
+        "--seed",
+        str(seed),
+        "--jobs",
+        str(jobs),
+        "--deadline-seconds",
+        "600",
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     return [json.loads(line) | {"seed": seed} for line in done.stdout.splitlines()]
 
@@ -39,6 +50,7 @@ def reports_of(head: str, seed: int, jobs: int) -> list[dict[str, Any]]:
 def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
     """Return the table of reports of one version and head, as Markdown."""
     version, head = reports[0]["transformers"], reports[0]["head"]
+    batch = "" if reports[0].get("form", "plain") == "plain" else f" --batch {reports[0]['form']}"
     seeds = sorted({report.get("seed", 0) for report in reports})
     worst: dict[str, dict[str, Any]] = {}
     for report in reports:
@@ -49,7 +61,7 @@ def table_of(reports: Sequence[dict[str, Any]], commit: str) -> str:
     tipped = sorted({report["source"] for report in reports if report.get("tipped")})
     lines = [
         f"# {head} types of transformers {version}\n",
-        f"{len(worst)} types: {found}. `ds-ring check-model --all --head {head}` with seed"
+        f"{len(worst)} types: {found}. `ds-ring check-model --all --head {head}{batch}` with seed"
         f" {' and '.join(map(str, seeds))}, {reports[-1]['date']}, commit {commit}.\n",
         *([f"Rounding tips a threshold of {', '.join(tipped)}.\n"] if tipped else []),
         "| type | result | why |\n|---|---|---|",
@@ -88,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Make a table, or ask the index for a version without one."""
     parser = parser_of(__doc__)
     parser.add_argument("--head", default="causal-lm")
+    parser.add_argument("--batch", default="plain", help="plain, padded, packed or tree")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--read", type=Path, nargs="+", help="files, a seed each; run nothing")
@@ -106,10 +119,11 @@ def main(arguments: list[str] | None = None) -> int:
     for file, seed in zip(options.read or (), options.seeds, strict=False):
         reports += [json.loads(line) | {"seed": seed} for line in file.read_text().splitlines()]
     for seed in () if options.read else options.seeds:
-        reports += reports_of(options.head, seed, options.jobs)
+        reports += reports_of(options.head, seed, options.jobs, options.batch)
     head = ["git", "rev-parse", "--short", "HEAD"]
     commit = options.commit or subprocess.run(head, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    place = RESULTS / f"models_{reports[0]['transformers']}_{reports[0]['head']}.md"
+    batch = "" if reports[0].get("form", "plain") == "plain" else f"_{reports[0]['form']}"
+    place = RESULTS / f"models_{reports[0]['transformers']}_{reports[0]['head']}{batch}.md"
     place.write_text(table_of(reports, commit))
     print(place.read_text())
     return int(any(report["result"] == "WRONG" for report in reports))

@@ -154,6 +154,13 @@ def _check_here(request: CheckRequest, dtype: torch.dtype) -> list[ModelReport]:
         plain = make_batch(config, head, request.tokens, request.seed, has_a_loss(model, head))
         if images:
             plain = add_images(plain, model, request.seed)
+        if "tree" in request.forms and (codebooks := getattr(config, "num_codebooks", 1)) > 1:
+            raise RingConfigError.wrong(
+                config.model_type,
+                "one token at each place of a tree",
+                f"{codebooks} codebooks",
+                "check others",
+            )
         if dtype == torch.float64:
             model = in_float64(model)
             plain = {key: x.double() if x.is_floating_point() else x for key, x in plain.items()}
