@@ -9,6 +9,7 @@ from ds_ring import Full, build_plan, make_layout
 from ds_ring.errors import RingFiniteError
 from ds_ring.kernels.reference import ReferenceKernel
 from ds_ring.ops.passes import FiniteKernel
+from ds_ring.schedule.lowering import kernel_calls
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ from ds_ring.ops.passes import FiniteKernel
 def test_the_hop_is_named_forward_and_backward(options: dict[str, int], calls: int) -> None:
     plan = build_plan(Full(), make_layout("contiguous", tokens=16, ring_size=4), **options).rank(1)
     kernel = FiniteKernel(ReferenceKernel(), plan).of_heads(slice(0, 1))
-    tables = plan.classes[0].tables
+    tables = [step.tiles for step in kernel_calls(plan.classes[0], backward=False)]
     assert len(tables) == calls and kernel.name == "reference"
     for hop, tiles in enumerate(tables):
         q, k = torch.ones(1, 1, 4, 8), torch.ones(1, 1, int(tiles.k.slot.max() + tiles.k.length.max()), 8)

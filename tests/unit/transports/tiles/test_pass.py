@@ -45,7 +45,7 @@ def worst(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.day(*(f"{LAYOUTS[number % len(LAYOUTS)]}-{mask}" for number, mask in enumerate(MASKS)))
+@pytest.mark.day(*(f"{LAYOUTS[n // 3 % len(LAYOUTS)]}-{mask}" for n, mask in enumerate(MASKS) if n % 3 == 0))
 def test_every_mask_is_its_formula_on_every_grid(mask: str, layout_name: str) -> None:
     ranks, pattern, given = 4, MASKS[mask].pattern, whole()
     layout, want = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ranks), truth(mask, given)
