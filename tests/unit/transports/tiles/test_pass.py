@@ -21,6 +21,7 @@ from tests.unit.transports.tiles.threads import on_threads
 
 SHAPE = Shape(batch=1, query_heads=HEADS, kv_heads=KV_HEADS, tokens=TOKENS, head_dim=8)
 EXACT = 1e-12
+DAY = [name for name in LAYOUTS if name != "residue"]  # which has many runs: four times as long
 
 
 def whole(shape: Shape = SHAPE) -> list[Tensor]:
@@ -45,7 +46,7 @@ def worst(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
-@pytest.mark.day(*(f"{LAYOUTS[n // 3 % len(LAYOUTS)]}-{mask}" for n, mask in enumerate(MASKS) if n % 3 == 0))
+@pytest.mark.day(*(f"{DAY[n // 3 % len(DAY)]}-{mask}" for n, mask in enumerate(MASKS) if n % 3 == 0))
 def test_every_mask_is_its_formula_on_every_grid(mask: str, layout_name: str) -> None:
     ranks, pattern, given = 4, MASKS[mask].pattern, whole()
     layout, want = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ranks), truth(mask, given)
