@@ -528,7 +528,9 @@ def make_batch(config: PreTrainedConfig, head: str, tokens: int, seed: int, own_
 # Shapes: B samples, T tokens, D rows of one process, L tokens in such a row, N tokens that are compared.
 
 Form = Literal["plain", "padded", "packed", "tree"]
-FORMS: tuple[Form, ...] = ("plain", "padded", "packed", "tree")
+FORMS: tuple[Form, ...] = ("plain", "padded", "packed")
+if "tree_batch" in SESSION_METHODS:  # a capability
+    FORMS += ("tree",)
 
 
 class Given(NamedTuple):

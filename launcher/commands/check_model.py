@@ -15,6 +15,8 @@ from importlib.metadata import version
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from ds_ring.registry import SESSION_METHODS
+
 from .parsers import (
     Commands,
     add_command,
@@ -50,7 +52,7 @@ _HEADS = (
     "token-classification", "base",
 )  # fmt: skip
 _GROUPS = ("causal-lm", "image-text", "masked-lm", "seq2seq-lm")  # of --all
-_FORMS = ("plain", "padded", "packed", "tree")
+_FORMS = ("plain", "padded", "packed", *(["tree"] if "tree_batch" in SESSION_METHODS else []))
 _RESULTS = {"exact": "exact", "refused": "refused", "invalid": "no model", "WRONG": "WRONG"}
 _SHOWN = 12
 
