@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,6 +80,13 @@ def draws(draw: Draw, tokens: int, count: int) -> Iterator[np.ndarray]:
         yield np.diff(ends[: int(np.searchsorted(ends, tokens)) + 1], prepend=0)
 
 
+def pattern_of(lengths: Sequence[int] | np.ndarray) -> Pattern:
+    """Return causal attention inside each of the documents that follow one another."""
+    if len(lengths) == 1:
+        return Causal()
+    return Documents(np.repeat(np.arange(len(lengths)), lengths)) & Causal()
+
+
 class Drawn(NamedTuple):
     """Hold the costs of one sequence of documents."""
 
@@ -93,7 +100,7 @@ class Drawn(NamedTuple):
 def costs(lengths: np.ndarray, ring_size: int) -> Drawn:
     """Return the costs of one sequence; its planning is not cached before."""
     tokens = int(lengths.sum())
-    pattern: Pattern = Documents(np.repeat(np.arange(len(lengths)), lengths)) & Causal()
+    pattern = pattern_of(lengths)
     sizes: dict[str, Any] = {"tokens": tokens, "ring_size": ring_size, "pattern": pattern}
     began = time.process_time()
     auto = make_layout("auto", **sizes)

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_ring import Causal, Documents
-from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import count_heads
 
+from ..plan.documents import pattern_of
 from ..plan.hardware import AttentionEfficiency, read_hardware
 from ..plan.layer_passes import layout_of, parts_of, pass_shape, plans_of, sampled_ranks
 from ..plan.model_file import ModelShape
@@ -51,13 +50,6 @@ class OwnPass(NamedTuple):
     kernel_s: tuple[float, float]  # forward and backward, without anything else
     forward_s: float
     backward_s: float
-
-
-def pattern_of(lengths: tuple[int, ...]) -> Pattern:
-    """Return causal attention inside each document."""
-    if len(lengths) == 1:
-        return Causal()
-    return Documents(np.repeat(np.arange(len(lengths)), lengths)) & Causal()
 
 
 def own_setting(one: Pass) -> TrainingSetting:

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measuring import ResultRow
-from ds_ring import Causal, Documents, build_plan, make_layout
+from ds_ring import build_plan, make_layout
 from ds_ring.schedule.lowering import lower_rank
-from ds_ring_launcher.plan.documents import draws, lengths_of
+from ds_ring_launcher.plan.documents import draws, lengths_of, pattern_of
 
 OPTIONS = {"ranks": [64, 256, 1024], "draws": 20, "shard": (8192, "tokens of a rank"), "lengths": "lognormal"}
 PARTS = ("layout", "plan", "rank", "steps")
@@ -27,7 +27,7 @@ PARTS = ("layout", "plan", "rank", "steps")
 
 def planned(lengths: np.ndarray, ring_size: int) -> list[float]:
     """Return the seconds of processor time of each part of planning."""
-    pattern = Documents(np.repeat(np.arange(len(lengths)), lengths)) & Causal()
+    pattern = pattern_of(lengths)
     at = [time.process_time()]
     sizes: dict[str, Any] = {"tokens": int(lengths.sum()), "ring_size": ring_size}
     layout = make_layout("auto", pattern=pattern, **sizes)

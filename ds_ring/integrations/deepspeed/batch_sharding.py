@@ -108,9 +108,13 @@ class BatchSharding:
                 f' "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
             )
         found = self.patterns.for_layer(self.layout.tokens, model_pattern, layer, mixed)
-        for group in self.groups:
-            group.narrowed(found)  # refuses what a tree of rollouts cannot have
+        self.of_rows(found)  # refuses what a tree of rollouts cannot have
         return found
+
+    def of_rows(self, asked: Pattern) -> list[Pattern]:
+        """Return a layer's pattern for each group of rows; only itself without groups. Made once a batch."""
+        key = "of rows", asked, asked.mask_ids
+        return self.cached(key, lambda: [group.narrowed(asked) for group in self.groups] or [asked])
 
     def attention(
         self,
@@ -129,12 +133,11 @@ class BatchSharding:
             raise RingPatternError.wrong("a layer", "no ALiBi with a tree of rollouts", "it", _ROLLOUTS)
         key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
-            patterns = [group.narrowed(asked) for group in self.groups] or [asked]
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
                 module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
             given = {"mesh": self.mesh, "layout": self.layout, "scale": scale, "score_mod": score_mod}
-            parts = [module(self.config, pattern=one, **given) for one in patterns]
+            parts = [module(self.config, pattern=one, **given) for one in self.of_rows(asked)]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         found: RowsAttention = self._kept[key]
         return found

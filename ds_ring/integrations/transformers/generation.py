@@ -73,7 +73,7 @@ class CachedSharding(BatchSharding):
         assert make is None, "queries that every rank has"
         asked = self.patterns.pattern if pattern is None else pattern
         parts: list[RingAttention] = []
-        for one in [group.narrowed(asked) for group in self.groups] or [asked]:
+        for one in self.of_rows(asked):
             part = _CachedAttention(
                 self.config, mesh=self.mesh, layout=self.layout, scale=scale, pattern=one, score_mod=score_mod
             )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -155,6 +155,10 @@ class TilePlan:
                     far += count * (source(ring_rank, -distance) // node != ring_rank // node)
         return far if ranks_per_node else total, total
 
+    @cached_property
+    def _shards(self) -> list[IntArray]:
+        return [self.layout.runs(rank) for rank in range(self.layout.ring_size)]
+
     def _sides(self, ring_rank: int) -> tuple[list[int], list[int]]:
         """Return the owners of a tile's queries and of its keys, by distance."""
         grid = self.grid
@@ -164,9 +168,9 @@ class TilePlan:
         )
 
     def _runs(self, ranks: Sequence[int]) -> tuple[IntArray, IntArray]:
-        every = _runs_of_all(self.layout)
-        counts = [int(every[rank][:, 2].sum()) for rank in ranks]
-        return np.concatenate([every[rank] for rank in ranks]), np.cumsum([0, *counts[:-1]])
+        runs = [self._shards[rank] for rank in ranks]
+        counts = [int(one[:, 2].sum()) for one in runs]
+        return np.concatenate(runs), np.cumsum([0, *counts[:-1]])
 
     def _read(self, axis: Axis, first: IntArray, own: int) -> tuple[SlotRanges, ...]:
         """Return the slots of one side by the distance to their owner; all of the own shard."""
@@ -271,11 +275,6 @@ def _of_source(tiles: Tiles, firsts: IntArray, distance: int) -> Tiles:
     begin, end = int(firsts[distance]), int(firsts[distance + 1])
     inside = (tiles.k.slot >= begin) & (tiles.k.slot < end)
     return _moved(tiles.rows(inside), -begin)
-
-
-@lru_cache(maxsize=16)
-def _runs_of_all(layout: Layout) -> tuple[IntArray, ...]:
-    return tuple(layout.runs(rank) for rank in range(layout.ring_size))
 
 
 @lru_cache(maxsize=64)
