@@ -101,7 +101,7 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
 
     `shares` of the work are the goals of the ranks.
     """
-    pieces = np.arange(len(work)).reshape(ring_size, -1)  # of each rank, ascending
+    pieces = np.arange(len(work)).reshape(ring_size, -1)  # of each rank
     works = work[pieces]
     goals = shares * work.sum()
     load = works.sum(1) - goals  # beyond the goal
@@ -119,10 +119,8 @@ def _nearest(work: IntArray, ring_size: int, shares: np.ndarray) -> IntArray:
             break
         load[full] -= gain[give, take]
         load[empty] += gain[give, take]
-        pieces[full, give], pieces[empty, take] = pieces[empty, take], pieces[full, give]
-        pieces[full].sort()
-        pieces[empty].sort()
-        works[full], works[empty] = work[pieces[full]], work[pieces[empty]]
+        for table in (pieces, works):
+            table[full, give], table[empty, take] = table[empty, take], table[full, give]
     owners = np.empty(len(work), dtype=np.int64)
     owners[pieces] = np.arange(ring_size)[:, None]
     return owners

@@ -100,6 +100,8 @@ def intersect_slots(one: SlotRanges, other: SlotRanges) -> SlotRanges:
 
 def subtract_slots(whole: SlotRanges, part: SlotRanges) -> SlotRanges:
     """Return the slots of `whole` that are not in its subset `part`."""
+    if not len(part):
+        return whole
     # `part` is inside `whole`, so the sorted starts and ends of the remaining ranges pair up
     start = np.sort(np.concatenate([whole[:, 0], part[:, 1]]))
     end = np.sort(np.concatenate([part[:, 0], whole[:, 1]]))
@@ -122,16 +124,15 @@ def part_of(ranges: SlotRanges, number: int, parts: int) -> SlotRanges:
 
 def locate_slots(slots: IntArray, within: SlotRanges) -> IntArray:
     """Return the index of each slot in the buffer into which the ranges `within` are packed."""
-    lengths = within[:, 1] - within[:, 0]
-    offset = np.cumsum(lengths) - lengths
-    row = np.searchsorted(within[:, 0], slots, side="right") - 1
-    return slots - within[row, 0] + offset[row]
+    starts, ends = within[:, 0], within[:, 1]
+    row = np.searchsorted(starts, slots, side="right") - 1
+    return slots + (np.cumsum(ends - starts) - ends)[row]
 
 
 def locate_ranges(ranges: SlotRanges, within: SlotRanges) -> SlotRanges:
     """Do `locate_slots` for whole ranges, each of which is inside one range of `within`."""
-    start = locate_slots(ranges[:, 0], within)
-    return np.stack([start, start + ranges[:, 1] - ranges[:, 0]], axis=1)
+    start = ranges[:, 0]
+    return ranges + (locate_slots(start, within) - start)[:, None]
 
 
 def progressions_at(runs: IntArray, slots: SlotRanges) -> IntArray:

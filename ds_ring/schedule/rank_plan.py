@@ -125,12 +125,12 @@ class HopPlan:
     # the subset whose summed dK/dV this rank sends to `send_rank`; it sends those of other slots to `origin`
     grad_send: SlotRanges = field(default_factory=no_slots)
 
-    @property
+    @cached_property
     def from_origin(self) -> SlotRanges:
         """Return the slots that the origin itself sends to this rank."""
         return subtract_slots(self.held, self.relayed)
 
-    @property
+    @cached_property
     def ends_here(self) -> SlotRanges:
         """Return the slots of the origin's shard whose gradients return from here to the origin."""
         return subtract_slots(self.held, self.grad_send)

@@ -2,6 +2,7 @@
 
 A row has the layout `auto` for new documents, the plan of one rank and its steps both ways, by part. Lengths
 are lognormal, 8 Ki tokens a rank; every draw is new, so nothing is cached. The slowest draw counts, too.
+Python's garbage collection leaves out what was there before: it may come at any time, and walks all modules.
 
 Example:
     python tools/bench.py planning --ranks 64 256 1024 --draws 20
@@ -10,6 +11,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -45,6 +47,7 @@ def planned(lengths: np.ndarray, ring_size: int) -> list[float]:
 def run(options: argparse.Namespace) -> Iterator[ResultRow]:
     """Yield a row for each number of ranks."""
     planned(np.full(64, 64), 4)  # imports
+    gc.freeze()
     for ring_size in options.ranks:
         tokens = ring_size * options.shard
         every = list(draws(lengths_of(options.lengths), tokens, options.draws))
