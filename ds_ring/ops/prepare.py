@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ds_ring.comm.collective import Agreement, collective
 from ds_ring.kernels.interface import Kernel, Operands
 from ds_ring.masks.catalog import HeadShard
+from ds_ring.masks.pattern import Pattern
 from ds_ring.ops.checks import check_finite, check_heads, check_not_captured, check_tensors, check_tokens
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.passes import ExtraOperand, Pass, count_forward_pass
@@ -21,6 +22,8 @@ from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, check_length
 from ds_ring.schedule.rank_plan import RankPlan
+
+MakePlan = Callable[[Pattern, Layout], Plan]
 
 KEPT_DESCRIPTIONS = 8  # of operands, per context
 _log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class Prepared(NamedTuple):
     chunk_bytes: int
     offload: bool
     agreement: Agreement
+    make_plan: MakePlan  # made the plan
 
 
 def pass_of(
@@ -131,7 +135,8 @@ def _prepared(
     """Check the operands; return what passes over operands of this description need."""
     options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     layout, kernel = check(context, operands, extras=extras)
-    plan = plan_of(context, layout, operands)
+    make_plan = planner_of(context, operands)
+    plan = make_plan(context.pattern, layout)
     fields = {**context.fields(q, k), "head_dim of v": v.shape[-1]}
     for one in extras:
         kernel = one.around(kernel, context, plan, operands)
@@ -141,26 +146,31 @@ def _prepared(
     chunk_bytes = options.chunk_bytes_on(q.device.type, mesh.ring_size)
     offload = options.offload_on(q.device.type, q.shape[2])
     own, agreement = plan.rank(mesh.ring_rank), Agreement.on(name, fields)
-    return Prepared(plan, own, kernel, context.scale_of(q), chunk_bytes, offload, agreement)
+    return Prepared(plan, own, kernel, context.scale_of(q), chunk_bytes, offload, agreement, make_plan)
 
 
-def plan_of(context: RingContext, layout: Layout, operands: Operands) -> Plan:
-    """Return the plan of a pass over operands of these shapes on this Ulysses rank."""
-    options, mesh, pattern, (q, k, v, *_) = context.options, context.mesh, context.pattern, operands
+def planner_of(context: RingContext, operands: Operands) -> MakePlan:
+    """Return what plans passes over operands with as many heads and rows, on this Ulysses rank."""
+    options, mesh, (q, k, v, *_) = context.options, context.mesh, operands
     node = mesh.grid.ring_ranks_per_node(mesh.global_rank, mesh.ranks_per_node)
-    stage = None
-    if options.has_hops:
-        shard_bytes = k.nbytes + v.nbytes
-        stage = stage_shards(options.stage_bytes, q.device.type, mesh.ring_size, node, shard_bytes)
-        if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
-            _log.warning(
-                "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
-                " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
-            )  # fmt: skip
-    if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
-        pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
-    return build_plan(
-        pattern, layout, query_heads=q.shape[1], kv_heads=k.shape[1],
-        prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
-        ranks_per_node=node, stage_shards=stage,
-    )  # fmt: skip
+    device_type, query_heads, kv_heads = q.device.type, q.shape[1], k.shape[1]
+    token_bytes = (k.nbytes + v.nbytes) // max(k.shape[2], 1)
+
+    def planned(pattern: Pattern, layout: Layout) -> Plan:
+        stage, shard_bytes = None, token_bytes * layout.local_tokens
+        if options.has_hops:
+            stage = stage_shards(options.stage_bytes, device_type, mesh.ring_size, node, shard_bytes)
+            if stage is None and options.stage_bytes not in ("auto", 0) and mesh.ring_size > 1:
+                _log.warning(
+                    "ds_ring: stage_bytes: expected room for two shards, %d bytes each, got %d: keys travel"
+                    " hop by hop; give at least twice as many bytes, or 0", shard_bytes, options.stage_bytes,
+                )  # fmt: skip
+        if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
+            pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
+        return build_plan(
+            pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
+            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+            ranks_per_node=node, stage_shards=stage,
+        )  # fmt: skip
+
+    return planned

@@ -40,7 +40,7 @@ from ds_ring.masks.catalog import Causal, SlidingWindow
 from ds_ring.ops.context import RingContext, context_for
 from ds_ring.ops.options import Options
 from ds_ring.ops.passes import Operands
-from ds_ring.ops.prepare import plan_of
+from ds_ring.ops.prepare import planner_of
 from ds_ring.ops.ring_op import ring_attention_op
 from ds_ring.schedule.layout import Layout, expand_runs
 from ds_ring.schedule.lowering import lower_rank
@@ -241,7 +241,8 @@ def _exactness(mesh: RingMesh, options: Options) -> tuple[float, Traffic, tuple[
 
 def _planned(context: RingContext, layout: Layout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the numbers that the schedules of this rank send and receive, forward and backward together."""
-    rank = plan_of(context, layout, Operands(q, k, v)).rank(context.mesh.ring_rank)
+    plan = planner_of(context, Operands(q, k, v))(context.pattern, layout)
+    rank = plan.rank(context.mesh.ring_rank)
     found = {Send: 0, Recv: 0}
     for backward in (False, True):
         for chunk in lower_rank(rank, backward=backward).chunks:

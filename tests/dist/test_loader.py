@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import ds_ring
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
+from ds_ring.ops.context import ContextCache
+from ds_ring.schedule import choose, layout, lowering, plan
 from tests.dist.harness import run_ranks_collect
 from tests.sessions import session_of
 
@@ -250,6 +253,52 @@ def test_a_rank_reads_the_tokens_that_it_keeps(rank_pool, layout, packed):
         assert 0.35 * everything < mine < 0.65 * everything
     # A label is the token after the run of a shard: one more for each run of each sample.
     assert everything <= sum(mine for mine, _ in read) < 1.1 * everything
+
+
+def plans_ahead(rank: int, world_size: int, ahead: bool) -> tuple[list[list[Tensor]], list[str]]:
+    """The local batches and the attention over each; the threads that planned a pass or made its steps."""
+    planners: list[str] = []
+    session = forking_session(2, pattern={"causal": True, "documents": True})
+    for cache in (plan._built, layout._made):
+        cache.cache_clear()
+    session.mesh.owners[ContextCache].by_key.clear()
+    documents, generator, found = Documents(60, 90), torch.Generator().manual_seed(5), []
+    loader = session.loader(documents, 2, shuffle=True, lengths=documents.lengths, pack_tokens=401)
+    loader.ahead = loader.ahead if ahead else None
+
+    def noted(real: Any) -> Any:
+        def note(*args: Any) -> Any:
+            planners.append(f"{real.__name__} in {threading.current_thread().name}")
+            return real(*args)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patches:
+        for module, name in (
+            (plan, "choose_directions"), (lowering, "_keep_for_the_end"), (choose, "make_auto")
+        ):  # fmt: skip
+            patches.setattr(module, name, noted(getattr(module, name)))
+        for batch in loader:
+            shape = (3, 2, 2, batch["input_ids"].shape[1], 8)
+            q, k, v = torch.randn(shape, generator=generator).requires_grad_()
+            out = session.attention()(q, k, v)
+            found.append([batch["input_ids"], out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))])
+    return found, planners
+
+
+def test_the_next_batch_is_planned_in_a_thread(rank_pool):
+    """Its layout always, its passes from the third batch on, when one was attended to; bits do not change."""
+    inline, apart = (rank_pool(2).run(plans_ahead, ahead) for ahead in (False, True))
+    for (expected, everything), (found, planners) in zip(inline, apart, strict=True):
+        assert len(found) == len(expected) >= 4
+        for one, other in zip(found, expected, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+        assert any("make_auto" in one for one in everything)
+        assert all("MainThread" in one for one in everything), "nothing is read ahead"
+        main = [one for one in planners if "MainThread" in one]
+        assert sorted(one.split()[0] for one in planners) == sorted(one.split()[0] for one in everything)
+        assert 0 < len(main) <= 2 * len(everything) // len(found)
+        assert not any("make_auto" in one for one in main)
 
 
 def dies_beside_its_workers(rank: int, world_size: int, folder: str) -> tuple[str, float]:

@@ -20,7 +20,7 @@ from ds_ring.kernels.interface import Operands
 from ds_ring.ops import ring_op as autograd
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.options import Options
-from ds_ring.ops.prepare import plan_of
+from ds_ring.ops.prepare import planner_of
 from ds_ring.ring.ring_pass import RingPass
 from ds_ring.transports.all_gather import GatherPass
 from ds_ring_launcher.doctor import self_test
@@ -93,7 +93,7 @@ def disguised(gather: Callable[[list[Tensor], Tensor], None] | None) -> Iterator
     def pass_of(context: RingContext, call: Any, operands: Operands, *more: Any) -> Any:
         made = real(context, call, operands, *more)
         assert isinstance(made, RingPass) and made.exchange is not None, "the options say ring"
-        plan = plan_of(context, context.layout_for(operands.q.shape[2], "cpu"), operands)
+        plan = planner_of(context, operands)(context.pattern, context.layout_for(operands.q.shape[2], "cpu"))
         exchange = SimpleNamespace(all_gather=gathered, reduce_scatter=reduced, mesh=context.mesh)
         return GatherPass(plan, context.mesh.ring_rank, made.kernel, exchange, made.scale)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +29,7 @@ from ds_ring.config.section import RingConfig
 from ds_ring.errors import RingError, RingMismatchError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import (
     LABEL_KEYS,
+    Batch,
     token_shape,
     valid_tokens,
 )
@@ -39,9 +40,11 @@ from ds_ring.masks.catalog import Chunked
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
+from ds_ring.ops.prepare import MakePlan
 from ds_ring.patterns.documents.pattern import Tree
 from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
+from ds_ring.schedule.lowering import lower_class
 
 T = TypeVar("T")
 
@@ -116,6 +119,18 @@ class BatchSharding:
         key = "of rows", asked, asked.mask_ids
         return self.cached(key, lambda: [group.narrowed(asked) for group in self.groups] or [asked])
 
+    def used_passes(self) -> list[UsedPass]:
+        """Return the passes that this batch's attention made so far."""
+        found: dict[tuple[Pattern, int], UsedPass] = {}
+        for key, rows in self._kept.items():
+            if not isinstance(rows, RowsAttention):
+                continue
+            for context, _ in rows.contexts:
+                for made in context.prepared.values():
+                    ways = tuple(sorted({way for one in made.own.classes for way in one.lowered}))
+                    found[key[1], id(made.plan)] = UsedPass(key[1], made.make_plan, ways)
+        return list(found.values())
+
     def attention(
         self,
         scale: float | None = None,
@@ -141,6 +156,23 @@ class BatchSharding:
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         found: RowsAttention = self._kept[key]
         return found
+
+
+class UsedPass(NamedTuple):
+    """What a pass of a batch asked for, by which the same pass of the next batch is planned."""
+
+    asked: Pattern  # the layer's, without documents
+    make_plan: MakePlan
+    ways: tuple[bool, ...]  # whether backward: the passes whose steps were made
+
+
+def plan_passes(used: Iterable[UsedPass], groups: Sequence[RowGroup], layout: Layout, ring_rank: int) -> None:
+    """Plan the passes of a batch that are like those of another one; plans and steps are found again."""
+    for one in used:
+        for group in groups:
+            for head_class in one.make_plan(group.narrowed(one.asked), layout).rank(ring_rank).classes:
+                for backward in one.ways:
+                    lower_class(head_class, backward)
 
 
 class RowsAttention:
@@ -197,6 +229,7 @@ class RecentBatches:
     def __init__(self) -> None:
         self._recent: deque[tuple[dict[str, weakref.ref[Tensor]], BatchSharding]] = deque(maxlen=REMEMBERED)
         self._current: BatchSharding | None = None
+        self.used: list[UsedPass] = []  # of the latest batch that was worked on before the current one
         self.is_off = False  # batches are each rank's own, and nothing is sharded
         self.defers_logits = False  # the pass under way is one of `logprobs`
 
@@ -227,6 +260,8 @@ class RecentBatches:
 
     def record(self, local: Mapping[str, Tensor], sharding: BatchSharding) -> None:
         """Remember the sharding of these local tensors."""
+        if self._current is not None:
+            self.used = self._current.used_passes() or self.used
         self._recent.append(({name: weakref.ref(tensor) for name, tensor in local.items()}, sharding))
         self._current = sharding
 
@@ -289,6 +324,15 @@ class BatchReport(NamedTuple):
     valid_tokens: int
     first_rank: int = -1  # of those that hold this batch whole; -1: the first one of the sequence group
     division_crc: int = 0  # of a batch that is divided among smaller rings
+
+
+class PreparedBatch(NamedTuple):
+    """A whole batch as `prepare_batch` left it, before the ranks have compared their reports."""
+
+    tensors: Batch
+    report: BatchReport
+    fault: RingError | None = None  # of this rank; then there are no tensors
+    groups: tuple[RowGroup, ...] = ()  # its rows by documents, if they were read ahead
 
 
 REFUSED = BatchReport(1, 0, 0, 0, 0, 0, 0)

@@ -15,6 +15,8 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
@@ -268,6 +270,39 @@ def length_of(order: Order) -> int | None:
         return None
 
 
+class NextBatch:
+    """Read the next batch in a thread while the model works on this one; an iterator.
+
+    Args:
+        batches: of an iterable that reads nothing when the model does: numbers of samples, or the batches of
+            worker processes, which read ahead anyway.
+        prepare: what else is done in the thread; its error is raised where the batch would be returned.
+    """
+
+    def __init__(self, batches: Iterator[Any], prepare: Callable[[Any], Any]) -> None:
+        self._batches, self._prepare = batches, prepare
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ds_ring-next-batch")
+        self._next: Future[Any] | None = None
+
+    def begin(self) -> None:
+        """Begin to read."""
+        self._next = self._thread.submit(lambda: self._prepare(next(self._batches)))
+
+    def __iter__(self) -> NextBatch:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next is None:
+            self.begin()
+        assert self._next is not None
+        found, self._next = self._next, None
+        return found.result()
+
+    def close(self) -> None:
+        """End the thread after what it does now."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
 class RingLoader:
     """Yield this rank's share of every batch; otherwise a `DataLoader`.
 
@@ -277,7 +312,9 @@ class RingLoader:
 
     Attributes:
         loader: the loader of whole batches.
-        shard_batch: makes this rank's share of a whole batch.
+        shard_batch: makes this rank's share of a whole batch, or of what `ahead` returned.
+        ahead: prepares a whole batch in a thread, while the model works on the one before; None: nothing is
+            read before it is asked for.
         on_batch: called before each batch is fetched (DeepSpeed's throughput timer), if given.
         epoch: the one that the latest iteration reads, or the next one will.
     """
@@ -289,8 +326,9 @@ class RingLoader:
         order: Order,
         check_end: Callable[[], object] = lambda: None,
         gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+        ahead: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self.ahead = loader, ahead
         self.on_batch: Callable[[], object] | None = None
         self.epoch = 0
         self.shard_batch, self._order, self._check_end, self._gather = shard_batch, order, check_end, gather
@@ -305,16 +343,21 @@ class RingLoader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self._order.epoch, self._order.first = self.epoch, self._first
         self._done, self._first = self._first, 0
-        whole_batches = iter(self.loader)
-        while True:
-            if self.on_batch is not None:
-                self.on_batch()
-            try:
-                whole = next(whole_batches)
-            except StopIteration:
-                break
-            self._done += 1
-            yield self.shard_batch(whole)
+        whole_batches = iter(self.loader)  # forks workers: in this thread, see [Note: workers]
+        coming = None if self.ahead is None else NextBatch(whole_batches, self.ahead)
+        with nullcontext() if coming is None else closing(coming):
+            while True:
+                if self.on_batch is not None:
+                    self.on_batch()
+                try:
+                    whole = next(coming or whole_batches)
+                except StopIteration:
+                    break
+                self._done += 1
+                local = self.shard_batch(whole)
+                if coming is not None:
+                    coming.begin()
+                yield local
         self._check_end()
         self.epoch, self._done = self.epoch + 1, 0
 

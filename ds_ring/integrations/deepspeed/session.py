@@ -12,7 +12,7 @@ import signal
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NoReturn
@@ -45,11 +45,12 @@ from ds_ring.integrations.deepspeed.batch_sharding import (
     ENDED,
     REFUSED,
     REMEMBERED,
-    BatchReport,
     BatchSharding,
+    PreparedBatch,
     RecentBatches,
     RowsAttention,
     check_consistency,
+    plan_passes,
     report_of,
 )
 from ds_ring.integrations.deepspeed.dynamic_ring import (
@@ -293,19 +294,43 @@ class RingSession:
         return self._shard(lambda: joined(assigned, samples, packed), assigned)
 
     def _shard(self, batch: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> Batch:
+        return self._shard_prepared(self._prepare(batch), assigned)
+
+    def _shard_prepared(self, ready: PreparedBatch, assigned: Assigned | None = None) -> Batch:
         self.check_at_work()
-        prepared, report, fault = self._prepare(batch)
-        mesh = longest = None
+        report, mesh, longest = ready.report, None, None
         if assigned is not None:
             mesh, longest = self.dynamic.meshes[assigned.ring.ranks], assigned.longest
             first = self.mesh.global_rank_of(assigned.ring.first)
             report = report._replace(first_rank=first, division_crc=assigned.crc)
-        labelled_tokens = check_consistency(report, fault, self.mesh, self.device)
-        local, sharding = self._cut(prepared, mesh, longest)
+        labelled_tokens = check_consistency(report, ready.fault, self.mesh, self.device)
+        local, sharding = self._cut(ready, mesh, longest)
         if "shift_labels" in local:
             local["num_items_in_batch"] = items_per_batch(labelled_tokens, self.gradient_divisor, self.device)
         self.batches.record(local, sharding)
         return local
+
+    def _prepare_ahead(self, batch: Callable[[Any], Mapping[str, Tensor]], read: Any) -> PreparedBatch:
+        """Prepare a batch, and plan its passes as those of the last batch; no collective. In a thread."""
+        used, ready = self.batches.used, self._prepare(lambda: batch(read))
+        if ready.fault is None and ready.report.tokens >= self.config.min_sequence_length:
+            with suppress(RingError):  # raised again, where every rank raises it
+                ready = ready._replace(groups=_groups_of(ready.tensors))
+                layout = self.layout_for(ready.report.tokens, self.mesh, ready.groups)
+                plan_passes(used, ready.groups, layout, self.mesh.ring_rank)
+        return ready
+
+    def _ahead(
+        self, reads_ahead: bool, batch: Callable[[Any], Mapping[str, Tensor]] = lambda read: read
+    ) -> Callable[[Any], PreparedBatch] | None:
+        """Return what prepares the next batch in a thread; None where it is no use, or not allowed.
+
+        Only documents are new in every batch. A model's own functions of whole batches run in its thread.
+        """
+        needs = self.needs.number_tokens or self.needs.whole or self.needs.batches
+        if not (reads_ahead and self.config.pattern.documents) or needs:
+            return None
+        return functools.partial(self._prepare_ahead, batch)
 
     def loss(self, logits_BSV: Tensor | UncomputedLogits, batch: Mapping[str, Tensor]) -> RingLoss:
         """Return the loss of local logits on a batch from `shard_batch`. Collective: one number, for
@@ -483,10 +508,14 @@ class RingSession:
                     "loader: expected no workers, no collate_fn and a model of one sequence without images,"
                     " since the data set is read by slices; give one without `slice`"
                 )
-            return RingLoader(order, functools.partial(self._shard_slices, whole), order, gather=self._gather)
+            # of rows that ds_ring packed: the thread calls nothing of the data set
+            ahead = self._ahead(isinstance(whole, PackedRows), functools.partial(code_batch, whole))
+            shard = functools.partial(self._shard_slices, whole)
+            return RingLoader(order, shard, order, gather=self._gather, ahead=ahead)
         collate_fn = padded if lengths is not None and collate_fn is None else collate_fn
         reads = ordered_loader(whole, order, num_workers=num_workers, collate_fn=collate_fn)
-        return RingLoader(reads, self.shard_batch, order, gather=self._gather)
+        ahead = self._ahead(num_workers > 0)
+        return RingLoader(reads, self._shard_read, order, gather=self._gather, ahead=ahead)
 
     def _check_loader(
         self,
@@ -533,7 +562,8 @@ class RingSession:
         check_end = functools.partial(check_consistency, ENDED, None, self.mesh, self.device)
         takes_turns = order.units_per_batch == self.mesh.data_size  # or else replicas have their own loaders
         gather = functools.partial(self._gather, takes_turns=takes_turns)
-        return RingLoader(whole, self.shard_batch, order, check_end, gather)
+        ahead = self._ahead(bool(getattr(whole, "num_workers", 0)))
+        return RingLoader(whole, self._shard_read, order, check_end, gather, ahead)
 
     def _gather(self, mine: tuple[str, Any], takes_turns: bool = True) -> list[tuple[str, Any]]:
         """Return (fault, position) of every rank's loader; other replicas' positions only where they must be
@@ -548,15 +578,13 @@ class RingSession:
             for replica, fault, position in everyones
         ]
 
-    def _prepare(
-        self, batch: Callable[[], Mapping[str, Tensor]]
-    ) -> tuple[Batch, BatchReport, RingError | None]:
+    def _prepare(self, batch: Callable[[], Mapping[str, Tensor]]) -> PreparedBatch:
         """Prepare a batch; keep a fault until the ranks have compared notes, so that all stop together."""
         try:
             documents, needs, given = self.config.pattern.documents, self.needs, batch()
             if needs.batches is not None:
                 prepared = needs.batches.prepare(given, needs.number_tokens)
-                return prepared, report_of(prepared), None
+                return PreparedBatch(prepared, report_of(prepared))
             by_token, whole = whole_tensors(given, needs.whole)
             prepared = prepare_batch(by_token, self.pattern, documents, needs.real_tokens)
             if needs.number_tokens is not None and ("position_ids" not in given or row_kind(given)):
@@ -564,17 +592,18 @@ class RingSession:
             if whole and needs.whole is not None:
                 needs.whole.add_columns(prepared, given)
         except RingError as fault:
-            return {}, REFUSED, fault
-        return prepared | whole, report_of(prepared | whole), None
+            return PreparedBatch({}, REFUSED, fault)
+        return PreparedBatch(prepared | whole, report_of(prepared | whole))
 
     def _cut(
-        self, prepared: Batch, mesh: RingMesh | None = None, longest: int | None = None
+        self, ready: PreparedBatch, mesh: RingMesh | None = None, longest: int | None = None
     ) -> tuple[Batch, BatchSharding]:
         """Return this rank's part of a prepared batch, and its sharding; `document_ids` become patterns.
 
         `mesh` is a smaller ring that the batch is for, `longest` then the greatest position of the whole
         batch.
         """
+        prepared = ready.tensors
         if self.needs.batches is not None:
             local, sharding = self.needs.batches.cut(prepared, self)
             return {key: tensor.to(self.device) for key, tensor in local.items()}, sharding
@@ -589,7 +618,8 @@ class RingSession:
         padded = REAL_TOKENS in prepared and (short or not bool(prepared[REAL_TOKENS].all()))
         if short:
             prepared = split_samples(prepared, self.mesh.sequence_rank, self.mesh.sequence_size)
-        sharding = self._sharding(prepared, tokens, longest, mesh)
+        groups = () if short else ready.groups
+        sharding = self._sharding(prepared, tokens, longest, mesh, groups)
         rest = {key: tensor for key, tensor in prepared.items() if key not in (DOCUMENT_IDS, *ROW_KINDS)}
         local = rest if short else split_tokens(rest, sharding.layout, mesh)
         local = {key: tensor.to(self.device) for key, tensor in (local | whole).items()}
@@ -645,14 +675,13 @@ class RingSession:
         whole = PASSES[config.transport].whole_blocks
         return in_whole_blocks(layout, config.block_size) if whole else layout
 
-    def _sharding(self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh) -> BatchSharding:
-        kind = row_kind(prepared)
-        ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
-        if ids is None:
+    def _sharding(
+        self, prepared: Batch, tokens: int, longest: int, mesh: RingMesh, groups: tuple[RowGroup, ...] = ()
+    ) -> BatchSharding:
+        groups = groups or _groups_of(prepared)
+        if not groups:
             key = tokens, longest, mesh.sequence_size
             return self.kept_by_length(key, lambda: self._new_sharding(tokens, longest, mesh))
-        of_row = None if kind is None else kind.pattern_of
-        groups = group_rows(ids, token_shape(prepared)[0], of_row)
         return self._new_sharding(tokens, longest, mesh, groups)
 
     def _new_sharding(
@@ -663,9 +692,22 @@ class RingSession:
         sharding = BatchSharding(self.config, layout, mesh, self.patterns, groups, greatest)
         return sharding.with_slots(self.device) if self.needs.slots else sharding
 
-    def _shard_slices(self, dataset: Any, indices: Any) -> Batch:
-        local = self.shard_batch(code_batch(dataset, indices))
+    def _shard_read(self, read: Any) -> Batch:
+        """Return this rank's part of a whole batch of a loader, or of one that was prepared ahead."""
+        return self._shard_prepared(read) if isinstance(read, PreparedBatch) else self.shard_batch(read)
+
+    def _shard_slices(self, dataset: Any, read: Any) -> Batch:
+        local = self._shard_read(read if isinstance(read, PreparedBatch) else code_batch(dataset, read))
         read_slices(dataset, local)
         # Labels of the data set may be -100, which codes do not tell.
         count = world_sum((local["labels"] != IGNORE).sum(), self.mesh)
         return local | {"num_items_in_batch": items_per_batch(int(count), self.gradient_divisor, self.device)}
+
+
+def _groups_of(prepared: Batch) -> tuple[RowGroup, ...]:
+    """Return the rows of a prepared batch by their documents, or trees; none without any."""
+    kind = row_kind(prepared)
+    ids = prepared.get(DOCUMENT_IDS if kind is None else kind.key)
+    if ids is None:
+        return ()
+    return group_rows(ids, token_shape(prepared)[0], None if kind is None else kind.pattern_of)

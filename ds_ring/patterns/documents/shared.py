@@ -116,7 +116,7 @@ class _Ranks:
         return ranks_of
 
     def alone(self, length: int, work: int) -> list[int]:
-        """Return a rank of little work that takes a whole document; none if the first `TRIES` have no room."""
+        """Return a rank of little work that takes a whole document; none if `TRIES` ranks have no room."""
         asked: list[tuple[float, int]] = []
         found: list[int] = []
         while self._by_work and len(asked) < TRIES and not found:
@@ -131,7 +131,7 @@ class _Ranks:
         return found
 
     def cut(self, start: int, length: int) -> list[tuple[int, int]]:
-        """Return the start and the owner of each part of a document, where there is room: the largest first."""
+        """Return the start and the owner of each part of a document, the largest room first."""
         if not self._by_room:
             self._by_room = [(-room, rank) for rank, room in enumerate(self._room) if room]
             heapq.heapify(self._by_room)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
 from itertools import islice
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from ds_ring.integrations.deepspeed.dynamic_ring import (
     DynamicRing,
     joined,
 )
-from ds_ring.integrations.deepspeed.loader import SampleOrder, ordered_loader
+from ds_ring.integrations.deepspeed.loader import NextBatch, RingLoader, SampleOrder, ordered_loader
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from tests.dist.test_dynamic_ring import LONGEST, SAMPLES, Machine, Texts
 from tests.dist.test_loader import Numbered, _two_epochs, loader_of, numbers
@@ -214,3 +216,51 @@ def test_a_generators_state_that_is_none_is_refused(generator: Any) -> None:
     loader = session_of().wrap(data)
     with pytest.raises(RingConfigError, match=r"expected a torch\.Generator's state, got "):
         loader.load_state_dict({"epoch": 0, "batches": 1, "generator": generator})
+
+
+class Boom(Exception):
+    pass
+
+
+def test_the_next_batch_is_read_while_the_model_works_and_its_error_is_raised_there() -> None:
+    prepared: list[tuple[int, bool]] = []
+
+    def prepare(number: int) -> int:
+        prepared.append((number, threading.current_thread() is threading.main_thread()))
+        if number == 3:
+            raise Boom
+        return 10 * number
+
+    order = SampleOrder(5, 1, (0, 1), shuffle=False, seed=0, drop_last=False)
+    loader = RingLoader(range(5), lambda read: {"read": read}, order, ahead=prepare)
+    batches = iter(loader)
+    assert next(batches) == {"read": 0}
+    assert loader.state_dict()["samples"] == 1  # what was read ahead does not count
+    deadline = time.monotonic() + 30
+    while len(prepared) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert prepared == [(0, False), (1, False)]
+    assert [next(batches)["read"], next(batches)["read"]] == [10, 20]
+    with pytest.raises(Boom):
+        next(batches)
+
+
+def test_a_loader_that_reads_ahead_ends_its_epoch() -> None:
+    order = SampleOrder(3, 1, (0, 1), shuffle=False, seed=0, drop_last=False)
+    loader = RingLoader(range(3), lambda read: {"read": read}, order, ahead=lambda read: read)
+    assert [[batch["read"] for batch in loader] for _ in range(2)] == [[0, 1, 2]] * 2
+    assert loader.state_dict() == {"epoch": 2, "samples": 0}
+    assert list(NextBatch(iter(range(2)), lambda read: read)) == [0, 1]
+    assert not [one for one in threading.enumerate() if "next-batch" in one.name and one.is_alive()][1:]
+
+
+def test_what_the_model_may_change_is_not_read_ahead() -> None:
+    """Documents of an iterable, or of a data set that this process reads: a step may come before."""
+    section = {"pattern": {"causal": True, "documents": True}}
+    session = session_of(**section)
+    assert session.wrap(DataLoader(Numbered(), 2)).ahead is None
+    assert session.loader(Numbered(), 2).ahead is None
+    assert session.wrap([]).ahead is None
+    assert session.wrap(DataLoader(Numbered(), 2, num_workers=1)).ahead is not None
+    assert session.loader(Numbered(), 2, lengths=[9] * 10, pack_tokens=30).ahead is not None
+    assert session_of().wrap(DataLoader(Numbered(), 2, num_workers=1)).ahead is None

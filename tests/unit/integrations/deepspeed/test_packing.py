@@ -142,7 +142,7 @@ def test_a_model_never_sees_document_ids():
 def test_short_batches_keep_their_own_rows_documents(place):
     """Samples are dealt out whole: each rank's attention knows the documents of its own rows."""
     session = session_of(RingMesh(Grid(2, 2), place), min_sequence_length=8, **DOCUMENTED)
-    prepared, _, _ = session._prepare(lambda: {"input_ids": IDS, "document_ids": DOCUMENTS})
+    prepared = session._prepare(lambda: {"input_ids": IDS, "document_ids": DOCUMENTS})
     local, sharding = session._cut(prepared)
     assert local["input_ids"].equal(IDS[place : place + 1])
     assert sharding.mesh.ring_size == 1
