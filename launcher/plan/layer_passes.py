@@ -15,7 +15,7 @@ from ds_ring.kernels.flex.layouts import executed_of_fullest
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import Tiles
 from ds_ring.registry import KERNELS
-from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
+from ds_ring.schedule.choose import AS_FAST, bound_to_one_head, work_of_ranks
 from ds_ring.schedule.layout import Layout, make_layout
 from ds_ring.schedule.lowering import chunk_bytes_on, stage_shards
 from ds_ring.schedule.plan import Plan, build_plan, sampled_origins
@@ -132,13 +132,23 @@ def pass_shape(setting: TrainingSetting, layout: Layout) -> PassShape:
 # [Note: sampled ranks]
 # Up to eight ranks all are looked at, and of up to four all classes of heads; of larger rings three ranks
 # (the first and the last among them; beyond 64 two) and two classes (beyond 64 one), which represent the
-# others.
+# others; and a rank with more work than these, where documents are packed.
 def sampled_ranks(ring_size: int) -> list[int]:
     """Return the ring ranks that represent all; [Note: sampled ranks]."""
     if ring_size <= FEW_RANKS:
         return list(range(ring_size))
     ranks = sampled_origins(ring_size)
     return [ranks[0], ranks[-1]] if ring_size > MANY_RANKS else [ranks[0], ranks[len(ranks) // 2], ranks[-1]]
+
+
+def looked_at(plans: Sequence[Plan], layout: Layout) -> list[int]:
+    """Return the ranks that represent all on a layout, the fullest of each pattern among them."""
+    found = sampled_ranks(layout.ring_size)
+    for plan in plans if layout.ring_size > FEW_RANKS else ():
+        works = work_of_ranks(bound_to_one_head(plan.pattern), layout)
+        if works.max() > AS_FAST * works[found].max():
+            found.append(int(works.argmax()))
+    return found
 
 
 def parts_of(plan: Plan, ring_rank: int) -> list[CostPart]:
@@ -157,7 +167,8 @@ def slowest_pass(
     transport: str = "ring",
 ) -> PassCost:  # fmt: skip
     """Return the pass of the slowest sampled rank; arguments are those of `cost.pass_cost`."""
-    ranks, rates = [parts_of(plan, rank) for rank in sampled_ranks(plan.ring_size)], (hardware, dtype)
+    ranks = [parts_of(plan, rank) for rank in looked_at([plan], plan.layout)]
+    rates = hardware, dtype
     costs = (pass_cost(parts, shape, *rates, bytes_per_s, overlap, transport=transport) for parts in ranks)
     return max(costs, key=lambda cost: cost.seconds)
 
@@ -180,8 +191,9 @@ def layer_passes(setting: TrainingSetting, progress: OnProgress | None = None) -
         from .tile_passes import tile_passes  # a transport that may be removed
 
         return tile_passes(setting)
-    layout, ranks = layout_of(setting), sampled_ranks(setting.ring_size)
+    layout = layout_of(setting)
     plans, shape, needs, costs = plans_of(setting, layout), pass_shape(setting, layout), [], []
+    ranks = looked_at([plan for plan, _ in plans], layout)
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s, setting.overlap)
     executed = [executed_of(plan, blocks_of(setting)) for plan, _ in plans]
     for done, rank in enumerate(ranks):

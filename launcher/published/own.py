@@ -17,7 +17,7 @@ from ds_ring.schedule.lowering import count_heads
 
 from ..plan.documents import pattern_of
 from ..plan.hardware import AttentionEfficiency, read_hardware
-from ..plan.layer_passes import layout_of, parts_of, pass_shape, plans_of, sampled_ranks
+from ..plan.layer_passes import layout_of, looked_at, parts_of, pass_shape, plans_of
 from ..plan.model_file import ModelShape
 from ..plan.model_memory import Zero
 from ..plan.pass_memory import PassShape
@@ -92,10 +92,7 @@ def own_pass(one: Pass) -> OwnPass:
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s)
     found = []
     works = work_of_ranks(bound_to_one_head(setting.mix[0][0]), layout)
-    for rank in {
-        *sampled_ranks(one.ranks),
-        int(works.argmax()),
-    }:  # packed, few ranks may have most of the work
+    for rank in looked_at([plan], layout):
         parts = parts_of(plan, rank)
         cost = pass_cost(parts, shape, *rates)
         merges = [one.copies_s(moved) for moved in merged_bytes(parts, shape)]

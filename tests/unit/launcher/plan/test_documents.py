@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ds_ring import RingConfigError
+from ds_ring import Causal, RingConfigError, build_plan, make_layout
+from ds_ring.schedule.choose import bound_to_one_head, work_of_ranks
 from ds_ring_launcher.cli import main
-from ds_ring_launcher.plan.documents import DISTRIBUTIONS, draws, lengths_of, packed_figures
+from ds_ring_launcher.plan.documents import DISTRIBUTIONS, draws, lengths_of, packed_figures, pattern_of
+from ds_ring_launcher.plan.layer_passes import looked_at, sampled_ranks
 
 
 @pytest.mark.parametrize("source", DISTRIBUTIONS)
@@ -50,3 +52,17 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "auto / balanced" in capsys.readouterr().out
     assert main(words[:3]) == 2
     assert "--tokens" in capsys.readouterr().err
+
+
+def test_the_fullest_rank_counts() -> None:
+    """One long document beside many short ones: its few ranks are none of those that represent all."""
+    ranks, short = 48, np.full(40, 1024)
+    lengths = np.concatenate([short, [8192], short])
+    pattern = pattern_of(lengths)
+    layout = make_layout("contiguous", tokens=int(lengths.sum()), ring_size=ranks)
+    plan = build_plan(pattern, layout)
+    works = work_of_ranks(bound_to_one_head(pattern), layout)
+    sampled, found = sampled_ranks(ranks), looked_at([plan], layout)
+    assert works[sampled].max() < works.max() == works[found].max()
+    assert found[:-1] == sampled
+    assert looked_at([build_plan(Causal(), layout)], layout)[-1] == ranks - 1  # which was there
