@@ -52,8 +52,11 @@ class OwnPass(NamedTuple):
     backward_s: float
 
 
-def own_setting(one: Pass) -> TrainingSetting:
-    """Return one layer of a published setting, with links and kernel at their published rates."""
+def own_setting(one: Pass, stage_shards: int = 0) -> TrainingSetting:
+    """Return one layer of a published setting, with links and kernel at their published rates.
+
+    `stage_shards` is what a stage has room for ([Note: stages] in `schedule/rank_plan.py`); 0: "auto".
+    """
     hardware = read_hardware("h100_flash3")
     rates = _efficiency(one, one.machine, one.kernel, hardware.flops("bfloat16"))
     hardware = hardware.model_copy(update=rates)
@@ -62,7 +65,7 @@ def own_setting(one: Pass) -> TrainingSetting:
     return TrainingSetting(
         tokens=one.ranks * one.tokens, ring_size=one.ranks, ulysses_size=1, model=model,
         pattern=pattern_of(one.lengths), layout="auto", zero=Zero(3, one.ranks, one.element_bytes),
-        dtype="bfloat16", hardware=hardware,
+        dtype="bfloat16", hardware=hardware, stage_bytes=stage_shards * one.kv_bytes or "auto",
     )  # fmt: skip
 
 
@@ -84,9 +87,9 @@ def _efficiency(one: Pass, machine: Machine, kernel: Kernel, peak: float) -> dic
     }
 
 
-def own_pass(one: Pass) -> OwnPass:
-    """Return the pass of one layer."""
-    setting = own_setting(one)
+def own_pass(one: Pass, stage_shards: int = 0) -> OwnPass:
+    """Return the pass of one layer; arguments as of `own_setting`."""
+    setting = own_setting(one, stage_shards)
     layout = layout_of(setting)
     ((plan, _),), shape = plans_of(setting, layout), pass_shape(setting, layout)
     rates = (setting.hardware, setting.dtype, setting.bytes_per_s)

@@ -14,6 +14,7 @@ from .table import PassGroup, Table
 PACKS_OF = {8: 6, 16: 6, 32: 6, 64: 6, 256: 2, 1024: 1}
 
 
+STAGE_SHARDS = 4  # of which "stage_bytes" in the JSON has the bytes
 Pair = tuple[float, float]  # TFLOPS a GPU, forward and backward
 
 
@@ -31,6 +32,7 @@ class PackedRow(NamedTuple):
     fixed: float
     merging: float
     ring: Pair  # modelled TFLOPS a GPU
+    staged: Pair  # the same in stages of `STAGE_SHARDS`; inside a node "auto" has stages already
     direct: Pair  # the same if what is read came from its owner; not built
     kernel: Pair  # the same of the kernel alone
 
@@ -55,26 +57,29 @@ def packed_rows(
 def _row(
     table: Table, peer: PassGroup, group: PassGroup, ranks: int, packs: int, say: Callable[[str], None]
 ) -> PackedRow:
-    sums = [0.0] * 12
+    sums = [0.0] * 14
     layout = ""
     for done, one in enumerate(passes_of(table, group, "forward", ranks)):
         if done == packs:
             break
         say(f"packs on {ranks} devices, {done + 1} of {packs}")
-        found, flops = own_pass(one), (one.flops / 1e12, 2.5 * one.flops / 1e12)
+        flops = (one.flops / 1e12, 2.5 * one.flops / 1e12)
+        found, staged = own_pass(one), own_pass(one, STAGE_SHARDS)
         layout = found.layout
         whole = one.tokens * (ranks - 1)
         straight = [direct_s(one, found, backward) for backward in (False, True)]
         values = (
             found.imbalance, found.reads.mean / whole, found.sent, found.exposed, found.fixed, found.merging,
-            flops[0] / found.forward_s, flops[1] / found.backward_s, flops[0] / straight[0],
-            flops[1] / straight[1], flops[0] / found.kernel_s[0], flops[1] / found.kernel_s[1],
+            flops[0] / found.forward_s, flops[1] / found.backward_s, flops[0] / staged.forward_s,
+            flops[1] / staged.backward_s, flops[0] / straight[0], flops[1] / straight[1],
+            flops[0] / found.kernel_s[0], flops[1] / found.kernel_s[1],
         )  # fmt: skip
         sums = [total + value for total, value in zip(sums, values, strict=True)]
     mean = [total / packs for total in sums]
     imbalance, needed, sent, exposed, fixed, merging = mean[:6]
-    ring, direct, kernel = ((mean[at], mean[at + 1]) for at in (6, 8, 10))
+    ring, stages, direct, kernel = ((mean[at], mean[at + 1]) for at in (6, 8, 10, 12))
     published = (peer.forward[ranks], peer.backward[ranks]) if ranks in peer.forward else None
     return PackedRow(
-        ranks, published, layout, imbalance, needed, sent, exposed, fixed, merging, ring, direct, kernel
-    )
+        ranks, published, layout, imbalance, needed, sent, exposed, fixed, merging, ring, stages,
+        direct, kernel,
+    )  # fmt: skip

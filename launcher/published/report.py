@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 
 from ..tables import console
 from .evaluate import CLOSE, Prediction, Result, share
-from .packed import PackedRow, Pair
+from .packed import STAGE_SHARDS, PackedRow, Pair
 from .table import Table
 
 
@@ -83,6 +83,7 @@ def _packed_table(packed: Sequence[PackedRow]) -> RichTable:
     both: dict[str, Sequence[Pair | None]] = {
         "Magi, published": [one.published for one in packed],
         "ring, computed": [one.ring for one in packed],
+        f"stages of {STAGE_SHARDS}": [one.staged for one in packed],
         "direct, not built": [one.direct for one in packed],
         "kernel alone": [one.kernel for one in packed],
     }
@@ -111,11 +112,15 @@ def limits(packed: Sequence[PackedRow]) -> str:
     """Return what larger rings keep of the smallest one's TFLOPS, and what they lose it to."""
     first, lines = packed[0], []
     for one in packed[1:] or packed:
-        ring, direct = (
+        ring, staged, direct = (
             " and ".join(f"{now / then:.0%}" for now, then in zip(each, before, strict=True))
-            for each, before in ((one.ring, first.ring), (one.direct, first.direct))
+            for each, before in (
+                (one.ring, first.ring), (one.staged, first.staged), (one.direct, first.direct)
+            )
+        )  # fmt: skip
+        together, in_stages = (
+            f"{_together(each) / _together(first.ring):.0%}" for each in (one.ring, one.staged)
         )
-        together = f"{_together(one.ring) / _together(first.ring):.0%}"
         magi = ""
         if one.published is not None and first.published is not None:
             kept = (f"{now / then:.0%}" for now, then in zip(one.published, first.published, strict=True))
@@ -124,7 +129,8 @@ def limits(packed: Sequence[PackedRow]) -> str:
             f"{one.devices:,} GPUs: the ring keeps {ring} of its figures at {first.devices}, {together}"
             f" of both passes together{magi}:"
             f" {one.exposed:.0%} of its time it waits, {one.fixed:.0%} goes to hops' fixed costs,"
-            f" {one.merging:.0%} to merges; a direct exchange of the same tokens would keep {direct}"
+            f" {one.merging:.0%} to merges; stages of {STAGE_SHARDS} keep {staged}, {in_stages} together; a"
+            f" direct exchange of the same tokens would keep {direct}"
         )
     return "\n".join(lines)
 
