@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ds_ring.comm.in_flight import Pending
-from ds_ring.comm.mesh import RingMesh, Watchdog
+from ds_ring.comm.mesh import Collectives, RingMesh, Watchdog
 from ds_ring.comm.messages import BatchSizes, Counters, Message, check_messages, sizes_of
 from ds_ring.comm.streams import Streams, streams_of
 from ds_ring.comm.waiting import CallSite, blame, check_alive, first_line
@@ -120,7 +120,7 @@ class Exchange:
         check_messages(received)
         of, to = ([self.mesh.global_rank_in_sequence(peer) for peer, _ in side] for side in (receives, sends))
         sizes = sizes_of(sent, received)
-        route = self._route(of, to, (*receives, *sends)[0][1], self.mesh.sequence_group, sizes)
+        route = self.world_route(of, to, (*receives, *sends)[0][1], self.mesh.sequence_group, sizes)
         return self.start(route, [x for _, x in sends], [x for _, x in receives])
 
     def route(self, sends: Sequence[Message], receives: Sequence[Message]) -> Route:
@@ -134,10 +134,10 @@ class Exchange:
         check_messages(receives)
         of, to = ([self.mesh.global_rank_of(message.peer) for message in side] for side in (receives, sends))
         tensor = (*receives, *sends)[0].tensor if receives or sends else NOTHING
-        return self._route(of, to, tensor, self.mesh.ring_group, sizes_of(sends, receives))
+        return self.world_route(of, to, tensor, self.mesh.ring_group, sizes_of(sends, receives))
 
-    def _route(
-        self, receives: list[int], sends: list[int], like: Tensor, group: ProcessGroup | None,
+    def world_route(
+        self, receives: Sequence[int], sends: Sequence[int], like: Tensor, group: ProcessGroup | None,
         sizes: BatchSizes = NOT_COUNTED,
     ) -> Route:  # fmt: skip
         """Return the route of messages from and to these world ranks, of tensors on the device of `like`."""
@@ -212,13 +212,15 @@ class Exchange:
         Returns:
             int64 [2, n]: least and greatest.
         """
+        if (own := self.mesh.collectives) is not None:
+            return own.spread(self, header)
         if self._header_routes is None:
             mesh, self._header_routes = self.mesh, []
             for step in range((mesh.sequence_size - 1).bit_length()):
                 rank, apart = mesh.sequence_rank, 1 << step
                 ahead, behind = (mesh.global_rank_in_sequence(one) for one in (rank + apart, rank - apart))
                 # Headers are CPU tensors: NCCL could not send them.
-                self._header_routes.append(self._route([behind], [ahead], header, mesh.cpu_group))
+                self._header_routes.append(self.world_route([behind], [ahead], header, mesh.cpu_group))
         least = greatest = tuple(header.tolist())
         for route in self._header_routes:
             known = torch.tensor([least, greatest], dtype=torch.int64)
@@ -233,17 +235,22 @@ class Exchange:
         """Return every rank's (equally shaped, contiguous) tensor, in group order."""
         if group is None:
             return [tensor]
+        if (own := self._own_collectives(group)) is not None:
+            return own.all_gather(self, tensor.contiguous(), group)
         # One allocation; slices along dim 0 are contiguous.
         parts = list(torch.empty((size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
         check_alive(self.mesh, None)
-        own = tensor.contiguous()
-        self._finish(dist.all_gather(parts, own, group=group, async_op=True), group, [own], parts)
+        sent = tensor.contiguous()
+        self._finish(dist.all_gather(parts, sent, group=group, async_op=True), group, [sent], parts)
         self.counters.bytes_sent += tensor.nbytes * (size - 1)
         return parts
 
     def all_reduce(self, tensor: Tensor, group: ProcessGroup) -> None:
         """Sum over the ranks of a group, in place."""
         check_alive(self.mesh, None)
+        if (own := self._own_collectives(group)) is not None:
+            tensor.copy_(torch.stack(own.all_gather(self, tensor.contiguous(), group)).sum(dim=0))
+            return
         work = dist.all_reduce(tensor, group=group, async_op=True)
         self._finish(work, group, [], [tensor])
 
@@ -251,6 +258,8 @@ class Exchange:
         """Send part i of this rank to rank i of the group; all parts have one shape."""
         if group is None:
             return list(parts)
+        if (own := self._own_collectives(group)) is not None:
+            return own.all_to_all(self, parts, group)
         sends = [part.contiguous() for part in parts]
         check_alive(self.mesh, None)
         if torch.__version__ < "2.12" and sends[0].device.type == "cpu":
@@ -276,6 +285,10 @@ class Exchange:
         for part in received[1:]:
             total = total + part
         return total
+
+    def _own_collectives(self, group: ProcessGroup | None) -> Collectives | None:
+        """Return what replaces torch's on a group with ranks of other rings; None for torch's."""
+        return None if group is dist.group.WORLD else self.mesh.collectives
 
     def _finish(
         self, work: dist.Work | None, group: ProcessGroup, sent: list[Tensor], got: list[Tensor]

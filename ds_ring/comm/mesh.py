@@ -13,9 +13,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, TypedDict, Unpack
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +36,7 @@ from ds_ring.schedule.grid import Grid
 
 if TYPE_CHECKING:
     from ds_ring.comm.in_flight import Pending
+    from ds_ring.schedule.plan import Plan
 
 # A mesh counts its calls, and messages are matched by order, so two threads that call at once would mix up
 # their tensors. A forked child would use its parent's sockets.
@@ -97,6 +99,25 @@ class Watchdog(Protocol):
 
     def synchronize(self, mesh: RingMesh) -> None:
         """Wait until all batches so far are over, and raise if one has failed."""
+
+
+class Collectives(Protocol):
+    """Collectives of a ring that has no process group of its own, only one with further ranks.
+
+    Each is called as the method of `Exchange` with its name. They send with the exchange that they are given.
+    """
+
+    def spread(self, exchange: Any, header: Tensor) -> Tensor:
+        """Return the least and the greatest header of all ranks."""
+        ...
+
+    def all_gather(self, exchange: Any, own: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+        """Return every rank's (equally shaped, contiguous) tensor, in ring order."""
+        ...
+
+    def all_to_all(self, exchange: Any, parts: Sequence[Tensor], group: ProcessGroup | None) -> list[Tensor]:
+        """Send part i of this rank to ring rank i."""
+        ...
 
 
 class MeshState:
@@ -220,7 +241,10 @@ class MeshCoordinates:
         ring_rank, ulysses_rank, data_rank: this rank's coordinates.
         sequence_rank: index in the sequence group: ring_rank * ulysses_size + ulysses_rank.
         calls: counter of the ring's headers, equal on all its ranks.
+        collectives: of a smaller ring that has no groups of its own; None: torch's.
     """
+
+    collectives: ClassVar[Collectives | None] = None
 
     ring_size: int
     ulysses_size: int
@@ -429,6 +453,10 @@ class RingMesh(MeshCoordinates):
         """
         if self.state.work_watchdog is not None:
             self.state.work_watchdog.synchronize(self)
+
+    def takes(self, plan: Plan) -> bool:
+        """Return whether the ranks of this ring may send to each other as a plan does; see `plan_of`."""
+        return True
 
     def global_rank_of(self, ring_rank: int) -> int:
         """Return the world rank of another member of this rank's ring; the index wraps around."""

@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 import ds_ring
+from ds_ring.integrations.deepspeed.intervals import SubRings
 from ds_ring.integrations.deepspeed.loader import SampleOrder, padded
 from ds_ring.integrations.deepspeed.packing import PackedRows
 from ds_ring.integrations.deepspeed.session import RingSession
-from ds_ring.integrations.deepspeed.sub_rings import make_sub_rings
 from tests.dist.deepspeed_ranks import (
     VOCABULARY,
     Size,
@@ -238,7 +238,7 @@ def test_the_longest_sample_of_a_batch_scales_positions_on_all_rings(rank_pool):
 
 def session_with_rings(ring_size: int, documents: bool) -> RingSession:
     session = forking_session(ring_size, dynamic_ring=True, pattern={"documents": documents})
-    session.dynamic.meshes, session.dynamic.times = make_sub_rings(session.mesh), Machine()
+    session.dynamic.rings, session.dynamic.times = SubRings(session.mesh), Machine()
     return session
 
 

@@ -30,7 +30,7 @@ from ds_ring import (
 )
 from ds_ring.comm.collective import collective
 from ds_ring.comm.mesh import destroy_dropped_groups
-from ds_ring.integrations.deepspeed.sub_rings import make_sub_rings
+from ds_ring.integrations.deepspeed.intervals import SubRings
 from tests.clock import unqueued_seconds
 from tests.dist.harness import RankPool, run_ranks
 from tests.dist.test_wrong_inputs import attend, error_of_a_correct_pass, right_arguments
@@ -234,14 +234,20 @@ def test_meshes_that_are_closed_or_dropped_leave_nothing_behind(how: str) -> Non
 def with_smaller_rings(rank: int, world_size: int) -> tuple[int, int]:
     before = len(dist.distributed_c10d._world.pg_map)
     mesh = RingMesh.from_world(world_size)
-    rings = make_sub_rings(mesh)
-    between = len(dist.distributed_c10d._world.pg_map)
-    assert between > before + len(rings) - 1
+    made = len(dist.distributed_c10d._world.pg_map)
+    rings = SubRings(mesh)
+    for first in range(world_size):
+        for ranks in range(1, world_size - first + 1):
+            one = rings.of([(first, ranks)])
+            assert one.ring_size == (ranks if first <= rank < first + ranks else world_size)
+    assert len(dist.distributed_c10d._world.pg_map) == made > before, "no group is made for a smaller ring"
     mesh.close()
+    with pytest.raises(RingMeshError, match=r"mesh\.close"):
+        attend(right_arguments(rings.of([(0, world_size)])))
     return before, len(dist.distributed_c10d._world.pg_map)
 
 
-def test_closing_a_mesh_destroys_the_groups_of_its_smaller_rings(rank_pool: Pool) -> None:
+def test_closing_a_mesh_destroys_the_groups_and_closes_its_smaller_rings(rank_pool: Pool) -> None:
     for before, after in rank_pool(4).run(with_smaller_rings):
         assert before == after
 

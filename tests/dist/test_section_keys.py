@@ -119,7 +119,7 @@ def observe(section: dict[str, Any], name: str, folder: str, defaults: dict[bool
     if name == "long":
         return in_the_model(start(section, build_model(SIZE, "sdpa")).module)
     if name == "rings":
-        return str(sorted(start(section, build_model(SIZE, "sdpa")).ring.dynamic.meshes))
+        return str(start(section, build_model(SIZE, "sdpa")).ring.dynamic.rings is not None)
     engine = defaults.get(name != "NaN" and not section) or start(section, Own(of_the_session))
     if not section and name != "NaN":
         defaults[True] = engine  # the same for all rows that begin with it

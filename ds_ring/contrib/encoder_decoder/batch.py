@@ -123,8 +123,7 @@ class Pairs(BatchKind):
             mesh = RingMesh.single()
         ids = encoder.pop(DOCUMENT_IDS, None)
         if ids is None:
-            key = *tokens, mesh.sequence_size
-            sharding = session.kept_by_length(key, lambda: shard_pair(session, tokens, mesh))
+            sharding = session.kept_by_length(tokens, mesh, lambda: shard_pair(session, tokens, mesh))
         else:
             sharding = shard_pair(session, tokens, mesh, group_rows(ids, token_shape(encoder)[0]))
         if not is_short:

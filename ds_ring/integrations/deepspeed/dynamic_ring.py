@@ -11,7 +11,8 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +28,11 @@ from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
+from ds_ring.integrations.deepspeed.intervals import Place, SubRings, ring_order, stays_linked
 from ds_ring.integrations.deepspeed.loader import SampleOrder, is_sliced, padded
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
 from ds_ring.integrations.deepspeed.sub_rings import BatchLengths as Lengths
-from ds_ring.integrations.deepspeed.sub_rings import SampleSeconds, SubRing, divide, make_sub_rings
+from ds_ring.integrations.deepspeed.sub_rings import SampleSeconds, SubRing, divide
 from ds_ring.masks.catalog import Causal, Full
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.slots import count_slots
@@ -125,6 +127,11 @@ class SampleTimes:
 
     def _attention(self, tokens: int, ranks: int) -> float:
         """Return the seconds of the slowest rank's passes of all layers, forward and backward."""
+        # Four sizes an octave are planned, from 8 ranks on; between them seconds are linear.
+        step = 1 << max(ranks.bit_length() - 3, 0)
+        if beyond := ranks % step:
+            low, high = (self._attention(tokens, ranks - beyond + more) for more in (0, step))
+            return low + (high - low) * beyond / step
         if (tokens, ranks) not in self._known:
             sizes, total = self.sizes, 0.0
             name = "contiguous" if ranks == 1 else self.config.layout
@@ -133,7 +140,9 @@ class SampleTimes:
             )
             for pattern, layers in self._layers.items():
                 heads, kv_heads, prune = sizes.heads, sizes.kv_heads, self.config.prune
-                plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=prune)
+                build = partial(build_plan, pattern, layout, query_heads=heads, kv_heads=kv_heads)
+                plan = build(prune=prune)
+                plan = plan if stays_linked(plan, ring_order(ranks), 2 * ranks) else build(prune=False)
                 total += layers * max(self._pass(plan, rank) for rank in sampled_origins(ranks))
             self._known[tokens, ranks] = total
         return self._known[tokens, ranks]
@@ -261,6 +270,7 @@ class Assigned(NamedTuple):
     """Hold a rank's part of a batch before it is read."""
 
     ring: SubRing  # the ranks that share it
+    places: tuple[Place, ...]  # of all rings of the division
     # what they hold; of a ring without samples one of the others', to know names and types by
     pieces: tuple[DocumentPart, ...]
     longest: int  # the greatest position in the whole batch
@@ -271,14 +281,14 @@ class Assigned(NamedTuple):
 class DynamicRing:
     """Hold what divisions are made with; empty until `start`."""
 
-    meshes: dict[int, RingMesh] = field(default_factory=dict)  # this rank's ring of every size
+    rings: SubRings | None = None
     times: SampleSeconds | None = None  # what samples take
 
     def start(self, sizes: ModelSizes, session: Any, dtype: torch.dtype) -> None:
-        """Make the smaller rings and measure the machine. Collective over the world."""
-        mesh = session.mesh
-        self.meshes = make_sub_rings(mesh)
-        if mesh.ring_size > 1:
+        """Measure the machine. Collective over the world."""
+        self.rings = SubRings(session.mesh)
+        if (ranks := session.mesh.ring_size) > 1:
+            mesh = self.rings.of([(0, ranks)])
             self.times = measure_times(sizes, session.config, mesh, session.device, dtype)
 
     def assign(
@@ -288,10 +298,12 @@ class DynamicRing:
         if self.times is None or mesh.ring_size == 1:
             rings: tuple[SubRing, ...] = (SubRing(0, 1, tuple(range(len(pieces)))),)
         else:
-            rings = divide(Lengths(lengths, most_tokens, not packed), mesh.ring_size, self.times).rings
+            node = 0 if self.rings is None else self.rings.node
+            rings = divide(Lengths(lengths, most_tokens, not packed), mesh.ring_size, self.times, node).rings
         mine = next(one for one in rings if one.first <= mesh.ring_rank < one.first + one.ranks)
         held = tuple(pieces[sample] for sample in mine.samples) or (pieces[0],)
-        return Assigned(mine, held, max(lengths) - 1, zlib.crc32(repr((rings, lengths)).encode()))
+        places = tuple((one.first, one.ranks) for one in rings)
+        return Assigned(mine, places, held, max(lengths) - 1, zlib.crc32(repr((rings, lengths)).encode()))
 
 
 class AssignedBatches:

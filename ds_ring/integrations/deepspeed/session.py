@@ -171,8 +171,8 @@ class RingSession:
     latest: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stop_request: StopRequest = field(default_factory=StopRequest, repr=False)
     speeds: list[float] = field(default_factory=list)  # of the ranks of the ring; empty for equal ones
-    # of (tokens, greatest position, ranks), the latest last; batches of others are placed anew
-    _by_length: OrderedDict[tuple[int, int, int], BatchSharding] = field(
+    # of (tokens, greatest position, ring), the latest last; batches of others are placed anew
+    _by_length: OrderedDict[tuple[int, int, RingMesh | None], BatchSharding] = field(
         default_factory=OrderedDict, repr=False
     )
 
@@ -300,7 +300,8 @@ class RingSession:
         self.check_at_work()
         report, mesh, longest = ready.report, None, None
         if assigned is not None:
-            mesh, longest = self.dynamic.meshes[assigned.ring.ranks], assigned.longest
+            assert self.dynamic.rings is not None, "a loader of dynamic rings"
+            mesh, longest = self.dynamic.rings.of(assigned.places), assigned.longest
             first = self.mesh.global_rank_of(assigned.ring.first)
             report = report._replace(first_rank=first, division_crc=assigned.crc)
         labelled_tokens = check_consistency(report, ready.fault, self.mesh, self.device)
@@ -632,8 +633,11 @@ class RingSession:
             sharding = replace(sharding, real_tokens=real_tokens)
         return local, sharding
 
-    def kept_by_length(self, key: tuple[int, int, int], make: Callable[[], BatchSharding]) -> BatchSharding:
+    def kept_by_length(
+        self, sizes: tuple[int, int], mesh: RingMesh, make: Callable[[], BatchSharding]
+    ) -> BatchSharding:
         """Return the sharding of batches of some lengths, made at the first one; the latest are kept."""
+        key = (*sizes, mesh if mesh.sequence_size > 1 else None)
         if key not in self._by_length:
             self._by_length[key] = make()
         self._by_length.move_to_end(key)
@@ -680,8 +684,9 @@ class RingSession:
     ) -> BatchSharding:
         groups = groups or _groups_of(prepared)
         if not groups:
-            key = tokens, longest, mesh.sequence_size
-            return self.kept_by_length(key, lambda: self._new_sharding(tokens, longest, mesh))
+            return self.kept_by_length(
+                (tokens, longest), mesh, lambda: self._new_sharding(tokens, longest, mesh)
+            )
         return self._new_sharding(tokens, longest, mesh, groups)
 
     def _new_sharding(

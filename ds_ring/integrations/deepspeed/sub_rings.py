@@ -1,81 +1,36 @@
-"""Smaller rings of a mesh for short samples: their process groups, and which samples each ring gets.
+"""Divide a ring into smaller ones for the samples of a batch: their sizes, and which samples each gets.
 
 [Note: rings for samples]
 Long samples need the memory and the time of many ranks; short ones lose both to messages there. So `divide`
-cuts the ring into smaller rings, blocks of consecutive ranks, whose groups are made once, at the start. This
-is the idea of FlexSP (Wang et al. 2024, arXiv:2412.01523), which solves an integer program, and ByteScale (Ge
-et al. 2025, arXiv:2502.21231). Here the search splits and merges rings, beginning with equal ones, and gives
-samples, the longest first, to the ring that is done first (Graham 1969, LPT). The seconds come from rates
-that are the same on all ranks to the bit, so all find the same division.
+cuts the ring into smaller rings of any size, blocks of consecutive ranks (`intervals.py`). This is the idea
+of FlexSP (Wang et al. 2024, arXiv:2412.01523), which solves an integer program, and ByteScale (Ge et al.
+2025, arXiv:2502.21231). Here the search begins with equal rings, moves ranks to the ring that is done last,
+splits and merges rings, and gives samples, the longest first, to the ring that is done first (Graham 1969,
+LPT). The seconds come from rates that are the same on all ranks to the bit, so all find the same division.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ds_ring.comm.groups import NO_LIMIT, make_groups
-from ds_ring.comm.mesh import RingMesh
-from ds_ring.errors import RingConfigError, RingMeshError
-from ds_ring.health.client import call_guarded
-from ds_ring.limits import divisors
+from ds_ring.errors import RingConfigError
 from ds_ring.masks.tiles import UNBOUNDED
-from ds_ring.schedule.grid import Grid
 
-_FIRST_STEP = 3  # of the guarded calls: those before are the start's (config_agreement.py, mesh.py)
-
-
-def make_sub_rings(mesh: RingMesh) -> dict[int, RingMesh]:
-    """Return this rank's ring of every size that divides the ring of `mesh`, itself included. Collective.
-
-    A smaller ring is a block of consecutive ring ranks. All of them share the failure detector and the owners
-    of `mesh` (buffers, host memory, observers), and are closed with it. Each has its own plans and its own
-    counter of calls. Only one is used at a time.
-
-    Raises:
-        RingMeshError: Ulysses ranks share a sequence, whose heads smaller groups could not split alike.
-        RingPeerError: another rank failed during the call.
-    """
-    if mesh.ulysses_size > 1:
-        raise RingMeshError.wrong("make_sub_rings", "no Ulysses ranks", f"{mesh.ulysses_size}", "set it to 1")
-    shared: dict[str, Any] = {
-        "detector": mesh.detector,
-        "state": mesh.state,
-        "timeouts": mesh.timeouts,
-    }
-    found = {mesh.ring_size: mesh}
-    for step, size in enumerate(divisors(mesh.ring_size)[:-1], start=_FIRST_STEP):
-        if size == 1:
-            found[1] = RingMesh(Grid(1, 1), 0, owners=mesh.owners.derived(), **shared | {"detector": None})
-            continue
-        grid = Grid(mesh.grid.world_size, size, 1, mesh.grid.order)
-        what = f"the making of the process groups of rings of {size}"
-        make = functools.partial(make_groups, grid, NO_LIMIT)
-        groups = call_guarded(make, mesh.detector, grid, what, step, mesh.timeouts.limit("start"))
-        mesh.own(groups)
-        more: dict[str, Any] = {
-            **shared,
-            "ranks_per_node": mesh.ranks_per_node,
-            "owners": mesh.owners.derived(),
-        }
-        found[size] = RingMesh(grid, mesh.global_rank, *groups, **more)
-    return found
-
+Sizes = tuple[int, ...]  # ranks of each ring, descending
 
 WORTH_IT = 0.99  # of the whole ring's seconds: a division that saves less is not taken
-_STEPS = 32  # splits and merges at most
+_STEPS = 32  # moves, splits and merges at most
 
 
 class SubRing(NamedTuple):
     """A block of consecutive ring ranks, and the samples of the batch that they share."""
 
-    first: int  # ring rank of its first member, a multiple of `ranks`
+    first: int  # ring rank of its first member
     ranks: int
     samples: tuple[int, ...]  # ascending numbers; none for ranks that are left without
 
@@ -109,8 +64,10 @@ class BatchLengths(NamedTuple):
     padded: bool  # the samples of a ring are rows as long as its longest; otherwise they are packed
 
 
-def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Division:
+def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds, node: int = 0) -> Division:
     """Return the division of a ring's ranks that should be done first; the whole ring, where none is faster.
+
+    `node` neighbours share a node, 0 if that is not known: rings keep inside one where they can.
 
     Raises:
         RingConfigError: a batch without samples, or a sample without tokens.
@@ -125,37 +82,45 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds) -> Divisio
         known = {tokens: times.sample(tokens, ranks) for tokens in set(batch.lengths)}
         return [known[tokens] for tokens in batch.lengths]
 
-    def fill(sizes: tuple[int, ...], batch: BatchLengths = batch) -> Division | None:
+    @cache
+    def fill(sizes: Sizes, batch: BatchLengths = batch) -> Filled | None:
         return _filled(batch, sizes, times, sample_seconds)
 
     whole = fill((ring_size,), batch._replace(most_tokens=UNBOUNDED))
     assert whole is not None
-    equal = [(size,) * (ring_size // size) for size in divisors(ring_size)]
-    tried = {sizes: fill(sizes) for sizes in equal}
     seconds = operator.attrgetter("seconds")
-    best = min((found for found in tried.values() if found), key=seconds, default=whole)
+    equal = (_equal(ring_size, rings) for rings in range(1, ring_size + 1))
+    best = min((whole, *filter(None, map(fill, equal))), key=seconds)
     for _ in range(_STEPS):
-        sizes = tuple(sorted((one.ranks for one in best.rings), reverse=True))
-        for other in _neighbours(sizes, ring_size):
-            if other not in tried:
-                tried[other] = fill(other)
-        better = min((found for found in tried.values() if found), key=seconds, default=best)
+        around = dict.fromkeys(_neighbours(best.sizes, best.slowest))
+        better = min(filter(None, map(fill, around)), key=seconds, default=best)
         if better.seconds >= best.seconds:
             break
         best = better
-    return best if best.seconds < WORTH_IT * whole.seconds else whole
+    best = best if best.seconds < WORTH_IT * whole.seconds else whole
+    rings, left = [], list(zip(best.sizes, best.held, strict=True))
+    for first, size in _places(best.sizes, node):
+        index = next(i for i, (ranks, _) in enumerate(left) if ranks == size)
+        rings.append(SubRing(first, size, tuple(sorted(left.pop(index)[1]))))
+    return Division(tuple(rings), best.seconds)
+
+
+class Filled(NamedTuple):
+    """Rings of some sizes with their samples, before they get places."""
+
+    sizes: Sizes
+    held: tuple[tuple[int, ...], ...]
+    slowest: int  # index of the ring that is done last
+    seconds: float
 
 
 def _filled(
     batch: BatchLengths,
-    sizes: tuple[int, ...],
+    sizes: Sizes,
     times: SampleSeconds,
     sample_seconds: Callable[[int], list[float]],
-) -> Division | None:
+) -> Filled | None:
     """Give samples to rings of these sizes, the longest first; None where one fits none of them."""
-    places = _places(sizes)
-    if places is None:
-        return None
     ranks = np.array(sizes)
     seconds = np.array([times.fixed(size) for size in sizes])
     tokens, kinds = np.zeros(len(sizes), dtype=np.int64), list(dict.fromkeys(sizes))
@@ -174,40 +139,42 @@ def _filled(
         seconds[chosen], row[chosen] = after[chosen], as_long[chosen]
         tokens[chosen] += length[chosen]
         held[chosen].append(sample)
-    rings = [
-        SubRing(place, size, tuple(sorted(samples)))
-        for place, size, samples in zip(places, sizes, held, strict=True)
-    ]
-    return Division(tuple(sorted(rings)), float(seconds.max()))
+    return Filled(sizes, tuple(map(tuple, held)), int(seconds.argmax()), float(seconds.max()))
 
 
-def _places(sizes: tuple[int, ...]) -> list[int] | None:
-    """Return the first rank of each block, a multiple of its size; None where they find no room."""
-    taken: set[int] = set()
-    places = []
-    for size in sizes:
-        blocks = (set(range(first, first + size)) for first in range(0, sum(sizes) - size + 1, size))
-        block = next((one for one in blocks if not one & taken), None)
-        if block is None:
-            return None
-        taken |= block
-        places.append(min(block))
-    return places
+def _equal(ring_size: int, rings: int) -> Sizes:
+    """Return the sizes of so many rings, which differ by one at most."""
+    size, larger = divmod(ring_size, rings)
+    return (size + 1,) * larger + (size,) * (rings - larger)
 
 
-def _neighbours(sizes: tuple[int, ...], ring_size: int) -> Iterator[tuple[int, ...]]:
-    """Yield the sizes after one ring is split into equal parts, or equal rings are merged."""
-    for size in dict.fromkeys(sizes):
-        rest = list(sizes)
+def _neighbours(sizes: Sizes, slowest: int) -> Iterator[Sizes]:
+    """Yield the sizes after ranks are moved to the slowest ring, after a split, or after a merge with it."""
+    mine, others = sizes[slowest], [*sizes[:slowest], *sizes[slowest + 1 :]]
+    for size in dict.fromkeys(others):
+        rest = list(others)
         rest.remove(size)
-        for parts in _primes(size):
-            yield tuple(sorted([*rest, *[size // parts] * parts], reverse=True))
-        for parts in _primes(ring_size // size):
-            if (number := sizes.count(size)) >= parts:
-                others = [one for one in sizes if one != size] + [size] * (number - parts)
-                yield tuple(sorted([*others, size * parts], reverse=True))
+        moved = 1
+        while moved < size:
+            yield _sorted([*rest, mine + moved, size - moved])
+            moved *= 2
+        yield _sorted([*rest, mine + size])
+        if size > 1:  # its samples move to rings that are done earlier
+            yield _sorted([*rest, mine, size // 2, size - size // 2])
+    for part in {1, mine // 3, mine // 2} - {0, mine}:
+        yield _sorted([*others, part, mine - part])
 
 
-def _primes(number: int) -> list[int]:
-    """Return the prime divisors of a number."""
-    return [p for p in divisors(number) if p > 1 and all(p % n for n in range(2, math.isqrt(p) + 1))]
+def _sorted(sizes: Iterable[int]) -> Sizes:
+    return tuple(sorted(sizes, reverse=True))
+
+
+def _places(sizes: Sizes, node: int) -> Iterator[tuple[int, int]]:
+    """Yield first rank and size of each ring; rings that fit into what is left of a node go there first."""
+    left, first = sorted(sizes, reverse=True), 0
+    while left:
+        room = node - first % node if node else sum(left)
+        size = next((size for size in left if size <= room), left[0])
+        yield first, size
+        left.remove(size)
+        first += size

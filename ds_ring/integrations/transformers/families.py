@@ -62,7 +62,7 @@ def pooled_token(model: PreTrainedModel, session: RingSession) -> list[Any]:
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], logits_BSL: Tensor
     ) -> Tensor:
         sharding = session.batches.current
-        if sharding.mesh is not mesh:
+        if sharding.mesh.sequence_size != mesh.sequence_size:
             raise RingShapeError(
                 f"{type(model).__name__}: expected a sharded sequence, got {sharding.layout.tokens} tokens,"
                 ' below min_sequence_length; set "min_sequence_length": 0 for a loss over the sequence'

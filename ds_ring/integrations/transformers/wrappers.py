@@ -217,7 +217,7 @@ class WrappedModel:
                 log.warning(_SENDS, self._name, flow.found)
             return False
         reason = ""
-        if sharding.mesh is not session.mesh:
+        if sharding.mesh.sequence_size != session.mesh.sequence_size:
             reason = (
                 f"the {sharding.layout.tokens} tokens of this batch are on fewer ranks than the ring has; set"
                 ' "min_sequence_length": 0 and "dynamic_ring": false in the "ring_attention" section'

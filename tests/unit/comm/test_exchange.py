@@ -29,7 +29,7 @@ def raising(error: BaseException) -> Any:
 
 
 def route_that(error: BaseException) -> Route:
-    like = exchange_of_two()._route([1], [1], torch.zeros(1), None)
+    like = exchange_of_two().world_route([1], [1], torch.zeros(1), None)
     return like._replace(begin=raising(error))
 
 

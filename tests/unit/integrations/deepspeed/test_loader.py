@@ -70,7 +70,7 @@ def assigned_to_ranks(
             len(dataset), batch, replica, shuffle=True, seed=3, drop_last=False, lengths=lengths
         )
         session = SimpleNamespace(
-            dynamic=DynamicRing({}, Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
+            dynamic=DynamicRing(None, Machine()), mesh=SimpleNamespace(ring_size=ring_size, ring_rank=rank)
         )
         batches = AssignedBatches(order, dataset, lengths or (), 100, packed, session)
         found.append([one for (one,) in batches])

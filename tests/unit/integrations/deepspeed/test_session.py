@@ -87,7 +87,7 @@ def test_a_session_that_has_ended_shards_nothing() -> None:
 
 @pytest.mark.parametrize("sample", [{"labels": IDS}, {"tokens": IDS}])
 def test_samples_of_dynamic_rings_have_input_ids(sample: dict[str, Tensor]) -> None:
-    assigned = Assigned(SubRing(0, 1, (0,)), (DocumentPart(0, 0, 8, 0),), 7, 0)
+    assigned = Assigned(SubRing(0, 1, (0,)), ((0, 1),), (DocumentPart(0, 0, 8, 0),), 7, 0)
     with pytest.raises(RingShapeError, match="expected input_ids in sample 0, got"):
         joined(assigned, [sample], packed=False)
 

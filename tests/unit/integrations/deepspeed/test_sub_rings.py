@@ -1,32 +1,27 @@
-"""Smaller rings: who is in them, what they share, and which samples each gets (in bounds, by time)."""
+"""Divisions of a ring: sizes, places, and which samples each ring gets (in bounds, by time)."""
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ring.comm.mesh import CallCounter, RingMesh
-from ds_ring.errors import RingConfigError, RingMeshError
-from ds_ring.integrations.deepspeed import sub_rings
+from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.sub_rings import (
     BatchLengths,
     Division,
+    _filled,
     _neighbours,
+    _places,
     divide,
-    make_sub_rings,
 )
-from ds_ring.memory.regions import ResultStore
-from ds_ring.ops.context import ContextCache
-from ds_ring.ring.observer import Observers
-from ds_ring.ring.pool import Buffers
-from ds_ring.schedule.grid import Grid
 
-RINGS = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])
+RINGS = st.integers(1, 16)
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=24).map(tuple)
 
 
@@ -61,7 +56,6 @@ def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most:
     assert sorted(sample for ring in found.rings for sample in ring.samples) == list(range(len(lengths)))
     ranks = [rank for ring in found.rings for rank in range(ring.first, ring.first + ring.ranks)]
     assert ranks == list(range(ring_size)), "disjoint blocks, in order"
-    assert all(ring_size % ring.ranks == 0 == ring.first % ring.ranks for ring in found.rings)
     assert [found.of_rank(rank) for rank in range(ring_size)] == [
         ring for ring in found.rings for _ in range(ring.ranks)
     ]
@@ -80,11 +74,18 @@ def test_what_every_division_has(lengths: tuple[int, ...], ring_size: int, most:
     )
 
 
+def all_sizes(ranks: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Every division of so many ranks into rings of at most `most`."""
+    for size in range(min(ranks, most), 0, -1):
+        yield from ((size, *rest) for rest in all_sizes(ranks - size, size))
+    if not ranks:
+        yield ()
+
+
 def best_of_all(lengths: tuple[int, ...], ring_size: int, machine: Machine) -> float:
-    """The least seconds of any division of four ranks or fewer, by trying each."""
-    blocks = {1: [(1,)], 2: [(2,), (1, 1)], 4: [(4,), (2, 2), (2, 1, 1), (1, 1, 1, 1)]}[ring_size]
+    """The least seconds of any division and any way to give samples to its rings, by trying each."""
     least = math.inf
-    for sizes in blocks:
+    for sizes in all_sizes(ring_size, ring_size):
         for owners in product(range(len(sizes)), repeat=len(lengths)):
             loads = [machine.fixed(size) for size in sizes]
             for sample, owner in enumerate(owners):
@@ -93,15 +94,26 @@ def best_of_all(lengths: tuple[int, ...], ring_size: int, machine: Machine) -> f
     return least
 
 
-@given(
-    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=5).map(tuple),
-    ring_size=st.sampled_from([2, 4]),
-)
+@given(lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=4).map(tuple), ring_size=st.integers(2, 4))
 def test_close_to_the_best_there_is(lengths: tuple[int, ...], ring_size: int) -> None:
     """LPT is within a third of the best on equal machines; here the sizes are chosen as well."""
     machine = Machine()
     found = divide(BatchLengths(lengths, 10**9, False), ring_size, machine)
     assert found.seconds <= 4 / 3 * best_of_all(lengths, ring_size, machine)
+
+
+@pytest.mark.parametrize(("ring_size", "most"), [(6, 1.12), (8, 1.1), (12, 1.2)])
+def test_sizes_are_close_to_the_best_sizes(ring_size: int, most: float) -> None:
+    """Over draws of long-tailed lengths; the mean is within half a percent."""
+    drawn, ratios = random.Random(7), []
+    for _ in range(12):
+        lengths = tuple(int(drawn.lognormvariate(6, 1.3)) + 1 for _ in range(drawn.choice([3, 6, 12])))
+        batch, machine = BatchLengths(lengths, 10**9, False), Machine(drawn.choice([0.0, 50.0, 300.0]))
+        times = {size: [machine.sample(n, size) for n in lengths] for size in range(1, ring_size + 1)}
+        every = (_filled(batch, sizes, machine, times.get) for sizes in all_sizes(ring_size, ring_size))  # type: ignore[arg-type]
+        best = min(one.seconds for one in every if one is not None)
+        ratios.append(divide(batch, ring_size, machine).seconds / best)
+    assert max(ratios) < most and sum(ratios) / len(ratios) < 1.02, ratios
 
 
 def test_one_long_sample_among_short_ones() -> None:
@@ -136,39 +148,16 @@ def test_samples_without_tokens_are_refused(lengths: tuple[int, ...]) -> None:
         divide(BatchLengths(lengths, 10, False), 2, Machine())
 
 
-def test_neighbours_merge_all_rings_of_a_size_too() -> None:
-    assert (2, 2) in _neighbours((2, 1, 1), 4) and (4,) in _neighbours((2, 2), 4)
+@pytest.mark.parametrize("sizes", [(4,), (3, 1), (2, 1, 1), (1, 1, 1, 1), (5, 5, 3, 2, 1)])
+def test_neighbours_have_as_many_ranks(sizes: tuple[int, ...]) -> None:
+    for slowest in range(len(sizes)):
+        around = list(_neighbours(sizes, slowest))
+        assert around and all(sum(one) == sum(sizes) and min(one) > 0 for one in around)
+        assert all(list(one) == sorted(one, reverse=True) for one in around)
 
 
-def test_smaller_rings_are_blocks_of_the_whole_one_and_share_what_it_keeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two rings of four in an order of their own; checkpoints of small rings go to the host, too."""
-    asked: list[Grid] = []
-
-    def make_groups(grid: Grid, timeout: Any) -> tuple[Any, ...]:
-        asked.append(grid)
-        return ("ring", "ulysses", "sequence", "data", "cpu")
-
-    monkeypatch.setattr(sub_rings, "make_groups", make_groups)
-    order = (4, 5, 6, 7, 0, 1, 2, 3)
-    for rank in range(8):
-        mesh = RingMesh(Grid(8, 4, 1, order), rank, ranks_per_node=2)
-        found = make_sub_rings(mesh)
-        assert found.keys() == {1, 2, 4} and found[4] is mesh
-        for size, one in found.items():
-            assert one.ring_size == size and one.ring_rank == mesh.ring_rank % size
-            for name in ("state", "timeouts"):
-                assert getattr(one, name) is getattr(mesh, name), (size, name)
-            for kind in (Buffers, ResultStore, Observers):
-                assert one.owners[kind] is mesh.owners[kind], (size, kind)
-            for kind in (CallCounter, ContextCache):
-                assert (one.owners[kind] is mesh.owners[kind]) == (one is mesh), (size, kind)
-        assert found[2].ranks_per_node == 2 and found[2].ring_group == "ring"
-        assert found[1].ring_group is None and found[1].detector is None
-    assert set(asked) == {Grid(8, 2, 1, order)}
-
-
-def test_ulysses_ranks_are_refused() -> None:
-    with pytest.raises(RingMeshError, match="expected no Ulysses ranks, got 2"):
-        make_sub_rings(RingMesh(Grid(4, 2, 2), 0))
+def test_rings_keep_inside_a_node_where_they_can() -> None:
+    assert list(_places((6, 5, 3, 2), 8)) == [(0, 6), (6, 2), (8, 5), (13, 3)]
+    assert list(_places((6, 6, 4), 8)) == [(0, 6), (6, 6), (12, 4)], "one has to cross"
+    assert list(_places((8, 16, 4, 4), 8)) == [(0, 8), (8, 4), (12, 4), (16, 16)]
+    assert list(_places((3, 1), 0)) == [(0, 3), (3, 1)]
