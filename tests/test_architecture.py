@@ -81,6 +81,7 @@ IMPORTERS = {
     "integrations.deepspeed.loss": {"comm.exchange", "ring.merge"},  # the accumulators' dtype
     "integrations.metrics.step_metrics": {"comm.exchange"},  # the limit of a sum
     "integrations.deepspeed.dynamic_ring": {"comm.exchange"},  # measures it
+    "integrations.deepspeed.intervals": {"comm.exchange"},  # collectives of rings without groups
     "integrations.transformers.generation": {"comm.exchange"},  # the prompt's last logits, to all ranks
     "contrib.images.model": {"comm.exchange"},  # features, to the ranks of their tokens
     "integrations.transformers.ring_cache": {"comm.exchange"},  # a convolution's last inputs
