@@ -14,8 +14,8 @@ together. (Megatron-LM, pull request 7097, has such an order, too.) For this
 - a plan whose pruned messages would go further (gradients return to their owners) is not pruned: keys and the
   sums of their gradients go once around the ring.
 
-Not held to these four: stages inside a node ("auto" on a GPU), bfloat16 gradients, transport "tiles", scans
-and selected keys, and rings of whole nodes that travel on two levels.
+Not held to these four: stages inside a node ("auto" on a GPU), bfloat16 gradients, transports "tiles" and
+"reproducible", scans and selected keys, and rings of whole nodes that travel on two levels.
 """
 
 from __future__ import annotations

@@ -281,6 +281,8 @@ def share_memory(exchange: Exchange, nbytes: int, device: torch.device) -> HostS
         if rank != mesh.sequence_rank
     }
     made, card = None, card_of(device)
+    if mesh.collectives is not None and device.type == "cuda" and card["refused"] is None:
+        card["refused"] = "its ring, of dynamic rings, has no process group by which GPUs open memory"
     if card["refused"] is None:
         try:
             made = (CudaShared if device.type == "cuda" else HostShared)(nbytes, device, list(others))
