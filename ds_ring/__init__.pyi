@@ -50,6 +50,8 @@ from ds_ring.patterns.captured.mask_mod import MaskMod as MaskMod
 from ds_ring.patterns.dilated.pattern import Dilated as Dilated
 from ds_ring.patterns.documents.pattern import Documents as Documents
 from ds_ring.patterns.documents.pattern import Tree as Tree
+from ds_ring.patterns.private.pattern import BlockDiffusion as BlockDiffusion
+from ds_ring.patterns.private.pattern import Drafter as Drafter
 from ds_ring.patterns.slices.pattern import Slices as Slices
 from ds_ring.schedule.layout import make_layout as make_layout
 from ds_ring.schedule.plan import build_plan as build_plan

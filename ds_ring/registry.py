@@ -41,6 +41,7 @@ class LayoutRow(NamedTuple):
         home: returns the layout.
         takes_speeds: whether `home` deals out work by the `speeds` of the ranks, too.
         if_uneven: returns candidates, given the speeds, for "auto" where contiguous and zigzag are uneven.
+        always: returns candidates that "auto" compares with contiguous and zigzag, for their own patterns.
         for_labels: returns layouts that keep tokens of equal labels on few ranks; "auto" compares them, too,
             where contiguous and zigzag are uneven, and takes the one whose modelled time is least.
         for_blocks: returns layouts that "auto" compares for a kernel in blocks; None: not for these patterns.
@@ -49,6 +50,7 @@ class LayoutRow(NamedTuple):
     home: str
     takes_speeds: bool = False
     if_uneven: str | None = None
+    always: str | None = None
     for_blocks: str | None = None
     for_labels: str | None = None
 
@@ -70,6 +72,10 @@ LAYOUTS = {
     "document_zigzag": LayoutRow(
         "ds_ring.patterns.documents.layout.make_document_zigzag",
         for_labels="ds_ring.patterns.documents.shared.whole_and_shared",
+    ),
+    "private": LayoutRow(
+        "ds_ring.patterns.private.layout.make_private",
+        always="ds_ring.patterns.private.layout.candidates",
     ),
 }
 

@@ -103,6 +103,9 @@ def layout_for(name: str, pattern: Pattern, *, tokens: int, ring_size: int, mult
     except RingLayoutError:
         if name == "document_zigzag":
             return make_layout(name, pattern=ds_ring.Documents(document_ids(tokens)), **sizes)
+        if name == "private":  # runs of that layout of another pattern
+            half = ds_ring.BlockDiffusion(7, tokens // 2, padding=tokens % 2)
+            return make_layout(name, pattern=half, **sizes)
         if name != "residue":
             raise
         from ds_ring.patterns.dilated.layout import ResidueLayout

@@ -71,6 +71,15 @@ def inside(q: np.ndarray, k: np.ndarray, q0: int, q1: int, k0: int, k1: int) -> 
     return (q0 <= q) & (q < q1) & (k0 <= k) & (k < k1)
 
 
+def diffusion(q: np.ndarray, k: np.ndarray, block: int, tokens: int) -> np.ndarray:
+    """A clean block sees clean ones up to itself, a corrupted one those before it and itself."""
+    q_block, k_block = q % tokens // block, k % tokens // block
+    clean = (k < tokens) & (k_block < q_block + (q < tokens))
+    return (
+        (clean | ((q >= tokens) & (k >= tokens) & (q_block == k_block))) & (q < 2 * tokens) & (k < 2 * tokens)
+    )
+
+
 class Mask(NamedTuple):
     """A pattern, and m(q, k) for query head h."""
 
@@ -139,6 +148,20 @@ MASKS: dict[str, Mask] = {
                 h: ((q + k) % (h + 2) != 0) & (k <= q) & (q - k < 30)),
             "mask function | window": Mask(mask_mod(three_apart) & Causal() | SlidingWindow(10), lambda q, k,
                 h: (((q - k) % 3 != 1) | (q - k < 10)) & (k <= q)),
+        },
+    ),
+    **rows_of(
+        "BlockDiffusion",
+        lambda block_diffusion: {
+            "block diffusion": Mask(block_diffusion(7, 46, padding=1), lambda q, k,
+                h: diffusion(q, k, 7, 46)),
+        },
+    ),
+    **rows_of(
+        "Drafter",
+        lambda drafter: {
+            "drafter at each token": Mask(drafter(31, 2), lambda q, k,
+                h: np.where(k < 31, k <= q % 31, (q % 31 == k % 31) & (k <= q))),
         },
     ),
     **rows_of(

@@ -142,6 +142,8 @@ CAPABILITIES = {
         named=3,
         why="the name of layouts of pieces, which the core has; two refusals advise it",
     ),
+    "private keys": Capability(("patterns.private",),
+        words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private"),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
     "functions of pairs": Capability(
         ("patterns.captured",),

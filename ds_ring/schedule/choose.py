@@ -13,9 +13,10 @@ For a kernel that computes whole blocks a layout is even enough if it computes a
 minimum.
 
 [Note: what auto compares]
-Contiguous and zigzag shards; where both are uneven, those of rows with `if_uneven`. A kernel in blocks rates
-them by its own count, and adds layouts that are made for blocks. If rows with `for_labels` have layouts, too,
-the least modelled time decides among them and the even ones.
+Contiguous and zigzag shards, and those of rows with `always`, which are for some patterns. Where all are
+uneven, those of rows with `if_uneven`. A kernel in blocks rates them by its own count, and adds layouts that
+are made for blocks. If rows with `for_labels` have layouts, too, the least modelled time decides among them
+and the even ones.
 
 [Note: modelled time]
 Messages travel while a rank computes, so a rank takes the longer of both: its pairs, or the tokens that it
@@ -169,6 +170,8 @@ def make_auto(
         return ChunkLayout(tokens, ring_size, multiple_of, 1)
     bound = tuple((bound_to_one_head(one), layers) for one, layers in mix)
     options = [rated(bound, ChunkLayout(tokens, ring_size, multiple_of, n), speeds) for n in (1, 2)]
+    for make in [load(row.always) for row in LAYOUTS.values() if row.always]:
+        options += make(tokens, ring_size, multiple_of, bound, speeds)
     labels: list[Layout] = []
     # Pieces mean more runs, so try them only if no chunk layout is even.
     if min(o.imbalance for o in options) > EVEN:
