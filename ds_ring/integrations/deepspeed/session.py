@@ -294,6 +294,7 @@ class RingSession:
         return self._shard(lambda: joined(assigned, samples, packed), assigned)
 
     def _shard(self, batch: Callable[[], Mapping[str, Tensor]], assigned: Assigned | None = None) -> Batch:
+        self.check_at_work()
         return self._shard_prepared(self._prepare(batch), assigned)
 
     def _shard_prepared(self, ready: PreparedBatch, assigned: Assigned | None = None) -> Batch:
