@@ -187,8 +187,8 @@ def make_auto(
     if labels:
         even = [one.layout for one in to_compare(options)]
         compared = timed(bound, [*even, *labels])
-        # never slower than an even layout
-        slowest = min(one.time for one in compared[: len(even)])
+        # never slower than the even layout that would be taken without the others
+        slowest = min(compared[: len(even)], key=lambda one: one.tokens_sent).time
         slowest = min(slowest, AS_FAST * min(one.time for one in compared))
         best = min((one for one in compared if one.time <= slowest), key=lambda one: one.tokens_sent)
     else:
