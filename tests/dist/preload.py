@@ -30,6 +30,10 @@ _MODULES = (
     "deepspeed.module_inject.auto_ep_layer",  # these when the first engine is made
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.comm.mori",
+    "torch._subclasses.schema_check_mode",
+    "torch.utils.serialization.config",
     "setuptools",
     "distutils.unixccompiler",  # with it, where Python has none of its own; by torch's C++ extensions
     "encodings.idna",  # when a first address is looked up
@@ -47,6 +51,9 @@ _OWN = [
 for _module in (*_MODULES, *_OWN):
     with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
         importlib.import_module(_module)
+with contextlib.suppress(Exception):
+    # DeepSpeed compiles a program to see which operators it may build: once here, not in every rank.
+    importlib.import_module("deepspeed.ops").__compatible_ops__  # noqa: B018
 with contextlib.suppress(ImportError):
     joining = importlib.import_module("ds_ring.health.joining")
     folder = str(Path(joining.handshake.__file__).parent)
