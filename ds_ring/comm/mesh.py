@@ -455,7 +455,7 @@ class RingMesh(MeshCoordinates):
             self.state.work_watchdog.synchronize(self)
 
     def takes(self, plan: Plan) -> bool:
-        """Return whether the ranks of this ring may send to each other as a plan does; see `plan_of`."""
+        """Return whether the ranks of this ring may send to each other as a plan does."""
         return True
 
     def global_rank_of(self, ring_rank: int) -> int:
