@@ -1,4 +1,4 @@
-"""Terms of scores: two score_mods, and terms of keys that travel with the keys."""
+"""Terms of scores: score_mods, and terms of keys that travel with the keys."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ds_ring.masks.tiles import ScoreFunction
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,22 @@ class Alibi:
     def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
         slopes = torch.tensor(self.slopes, dtype=score.dtype, device=score.device)
         return score + slopes[head] * (key - query)
+
+
+@dataclass(frozen=True, eq=False)
+class AlongPaths:
+    """Give a score_mod the number of each token in its path instead of its position in the sequence.
+
+    Attributes:
+        score_mod: which changes the scores.
+        depths: of each position of the sequence, int64 [T], on the CPU (`Tree.depths`).
+    """
+
+    score_mod: ScoreFunction
+    depths: Tensor
+
+    def __call__(self, score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+        return self.score_mod(score, batch, head, self.depths[query], self.depths[key])
 
 
 _WIDTH = 8  # head dims of kernels are multiples of it

@@ -236,9 +236,7 @@ def with_an_orphan(rank: int, world_size: int, request: CheckRequest) -> list[Mo
 
 # Of the first one, which numbers tokens by itself, the numbers go on along each path.
 TREES = (
-    {}
-    if FORMS == ROWS
-    else {"xmod": EXACT, "deepseek_v4": "no blocks of tokens with a tree", "bloom": "no ALiBi with a tree"}
+    {} if FORMS == ROWS else {"xmod": EXACT, "deepseek_v4": "no blocks of tokens with a tree", "bloom": EXACT}
 )
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ring.api import RingAttention
-from ds_ring.comm.device_tables import outside_inference_mode
+from ds_ring.comm.device_tables import outside_inference_mode, to_device
 from ds_ring.comm.exchange import once_a_batch
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.config.section import RingConfig
@@ -35,13 +35,12 @@ from ds_ring.integrations.deepspeed.batch import (
 )
 from ds_ring.integrations.deepspeed.packing import RowGroup
 from ds_ring.integrations.layer_patterns import LayerPatterns
-from ds_ring.layers.scores import Alibi
 from ds_ring.masks.catalog import Chunked
 from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import MakePlan
-from ds_ring.patterns.documents.pattern import Tree
+from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.registry import load
 from ds_ring.schedule.layout import Layout
 from ds_ring.schedule.lowering import lower_class
@@ -51,7 +50,6 @@ T = TypeVar("T")
 REMEMBERED = 64  # batches; more are never between a loader and the model
 
 _CROSS_ATTENTION = "ds_ring.layers.cross.attention.CrossAttention"  # for keys of another sequence
-_ROLLOUTS = "pass the rollouts as rows of their own"
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +91,21 @@ class BatchSharding:
         mine = torch.from_numpy(whole[first : first + self.local_tokens].copy()).long()
         return replace(self, slots=mine.to(device))
 
+    def numbers_in_paths(self, device: torch.device) -> Tensor:
+        """Return the number of each local token in its sequence, or its path, [1, S] or [B, S]."""
+
+        def make() -> Tensor:
+            slots_S = self.with_slots(torch.device("cpu")).slots
+            assert slots_S is not None
+            trees = {row: one.pattern for one in self.groups for row in one.rows}
+            rows = [
+                torch.from_numpy(tree.depths)[slots_S] if isinstance(tree, Tree) else slots_S
+                for _, tree in sorted(trees.items())
+            ]
+            return to_device(torch.stack(rows or [slots_S]), device)
+
+        return self.cached(("numbers in paths", device), make)
+
     def cached(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make` for this batch, which is kept as long as the batch's sharding."""
         if key not in self._kept:
@@ -105,7 +118,8 @@ class BatchSharding:
     ) -> Pattern:
         """Return the pattern of a layer without its documents; see `LayerPatterns.for_layer`."""
         parts = () if model_pattern is None else model_pattern.conjuncts
-        if self.groups and any(isinstance(part, Chunked) for part in parts):
+        packed = any(isinstance(group.pattern, Documents) for group in self.groups)
+        if packed and any(isinstance(part, Chunked) for part in parts):
             raise RingPatternError(
                 f"expected no documents with {model_pattern}, whose chunks begin with each document; set"
                 f' "documents": false, or config.attention_chunk_size to {self.layout.tokens}'
@@ -144,15 +158,17 @@ class BatchSharding:
         JSON's; `make` is the module that attends, None for `RingAttention`.
         """
         asked = self.patterns.pattern if pattern is None else pattern
-        if isinstance(score_mod, Alibi) and any(isinstance(group.pattern, Tree) for group in self.groups):
-            raise RingPatternError.wrong("a layer", "no ALiBi with a tree of rollouts", "it", _ROLLOUTS)
         key = (scale, asked, asked.mask_ids, score_mod, make)
         if key not in self._kept:
             module: Callable[..., RingAttention] = make or RingAttention
             if self.key_layout is not None:
                 module = partial(load(_CROSS_ATTENTION), key_layout=self.key_layout)
-            given = {"mesh": self.mesh, "layout": self.layout, "scale": scale, "score_mod": score_mod}
-            parts = [module(self.config, pattern=one, **given) for one in self.of_rows(asked)]
+            given = {"mesh": self.mesh, "layout": self.layout, "scale": scale}
+            of_rows = [group.along_paths(score_mod) for group in self.groups] or [score_mod]
+            parts = [
+                module(self.config, pattern=one, score_mod=changed, **given)
+                for one, changed in zip(self.of_rows(asked), of_rows, strict=True)
+            ]
             self._kept[key] = RowsAttention(parts, tuple(group.rows for group in self.groups))
         found: RowsAttention = self._kept[key]
         return found

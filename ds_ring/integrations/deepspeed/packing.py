@@ -26,7 +26,9 @@ from torch.utils.data import Dataset
 
 from ds_ring.comm.device_tables import on_device
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
+from ds_ring.layers.scores import AlongPaths, Softcap
 from ds_ring.masks.pattern import Pattern
+from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.patterns.documents.pattern import Documents, Tree
 from ds_ring.registry import ROW_KINDS, load
 
@@ -47,6 +49,12 @@ class RowGroup(NamedTuple):
             RingPatternError: a pattern that trees of rollouts do not have along their paths.
         """
         return self.pattern.narrowed(asked) if isinstance(self.pattern, Tree) else asked & self.pattern
+
+    def along_paths(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
+        """Return a layer's score_mod for these rows: in trees a distance is one of depths."""
+        if score_mod is None or isinstance(score_mod, Softcap) or not isinstance(self.pattern, Tree):
+            return score_mod
+        return AlongPaths(score_mod, torch.from_numpy(self.pattern.depths))
 
     @property
     def documents(self) -> Documents:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_ring.errors import RingPatternError, shown, whole_number
 from ds_ring.masks.branches import Branch, equal_labels, labelled
-from ds_ring.masks.catalog import Causal, SlidingWindow
+from ds_ring.masks.catalog import Causal, Chunked, SlidingWindow
 from ds_ring.masks.pattern import Pattern, QueryHead, check_numbers
 from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import UNBOUNDED
@@ -138,19 +138,35 @@ class Tree(Pattern):
             check_numbers(self, "window")
 
     def narrowed(self, asked: Pattern) -> Tree:
-        """Return the tree with the pattern that a layer asks for along each path: causal, or a window.
+        """Return the tree with the pattern that a layer asks for along each path: causal, windows, chunks.
 
         Raises:
             RingPatternError: another pattern.
         """
-        windows = [self.window] if self.window is not None else []
+        windows, chunk = [] if self.window is None else [self.window], None
         for part in asked.conjuncts:
             if isinstance(part, SlidingWindow) and part.causal:
                 windows.append(part.window)
+            elif isinstance(part, Chunked) and part.causal and chunk in (None, part.chunk):
+                chunk = part.chunk
             elif part != Causal():
-                expected = "Causal() or a causal SlidingWindow with a tree of rollouts"
+                expected = "Causal(), a causal SlidingWindow or Chunked with a tree of rollouts"
                 raise RingPatternError.wrong("a layer", expected, str(asked), "pass the rollouts as rows")
-        return replace(self, window=min(windows)) if windows else self
+        tree = self if chunk is None else self._in_chunks(chunk)
+        return replace(tree, window=min(windows)) if windows else tree
+
+    def _in_chunks(self, size: int) -> Tree:
+        """Return the forest whose paths are the chunks of this tree's: each chunk begins at a root."""
+        parents, lengths, last = list[int](), list[int](), list[int]()  # the last piece of each node
+        for start, parent, length in zip(self.starts.tolist(), self.parents, self.lengths, strict=False):
+            above, depth = last[parent] if parent >= 0 else -1, int(self.depths[start])
+            end = depth + length
+            while depth < end:
+                parents.append(above if depth % size else -1)
+                lengths.append(min(end - depth, size - depth % size))
+                above, depth = len(parents) - 1, depth + lengths[-1]
+            last.append(above)
+        return replace(self, parents=tuple(parents), lengths=tuple(lengths))
 
     @cached_property
     def starts(self) -> IntArray:

@@ -109,8 +109,14 @@ def layer(x: Inputs, context: ScanContext, matrix: bool) -> Tensor:
             move = step(move, x, torch.zeros(B, K, dtype=torch.float64), t, True)
         moves.append(move if matrix else x["decay"][:, list(tokens)].prod(dim=1)[..., None])
         finals.append(state)
-    starts = ring_scan(torch.stack(moves), torch.stack(finals), matrix=matrix, **named)
+    if not moves:  # no token is on this rank, which takes part all the same
+        none = beside.flatten()[:0].sum()  # of the halo: backward passes are in one order on all ranks
+        moves = [zero.new_zeros(0, B, K, K if matrix else 1) + none]
+        finals = [zero.new_zeros(0, B, K, V) + none]
+    of_runs = (torch.stack(one) if context.pieces else one[0] for one in (moves, finals))
+    starts = ring_scan(*of_runs, matrix=matrix, **named)
     out = torch.zeros(B, x["v"].shape[1], V, dtype=torch.float64)
+    out = out + starts.flatten()[:0].sum()
     for piece, values in zip(context.pieces, v, strict=True):
         state, parts = starts[piece.run], list[Tensor]()
         for t in range(piece.slot, piece.slot + piece.length):

@@ -1,4 +1,4 @@
-"""Llama 4's temperature tuning on a ring: queries are scaled by their position in the whole sequence.
+"""Llama 4's temperature tuning on a ring: queries are scaled by their position in the sequence, or path.
 
 Shapes: B samples, S local tokens, E width of all query heads.
 """
@@ -70,7 +70,7 @@ class QueryScale:
 
     @_patch(
         TABLE.given("q_proj", "torch.nn.Linear"), stage="after_forward",
-        reason="scales queries by global positions",
+        reason="scales queries by positions in the sequence",
     )  # fmt: skip
     def scaled(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], queries_BSE: Tensor
@@ -78,11 +78,10 @@ class QueryScale:
         """Return the projected queries [B, S, H * D], scaled as the layer would do it."""
         if self._sharding is None:
             return queries_BSE
-        positions_S = self._sharding.with_slots(queries_BSE.device).slots
-        assert positions_S is not None
-        steps_S = torch.floor((positions_S.float() + 1.0) / self._module.floor_scale)
-        scale_S = torch.log1p(steps_S) * self._module.attn_scale + 1.0
-        return (queries_BSE * scale_S[:, None]).to(queries_BSE.dtype)
+        numbers_BS = self._sharding.numbers_in_paths(queries_BSE.device)
+        steps_BS = torch.floor((numbers_BS.float() + 1.0) / self._module.floor_scale)
+        scale_BS = torch.log1p(steps_BS) * self._module.attn_scale + 1.0
+        return (queries_BSE * scale_BS[..., None]).to(queries_BSE.dtype)
 
     @_patch(
         _SCALING, stage="after_forward", options=("always_call",),

@@ -1,107 +1,91 @@
-"""Trees of rollouts through every kind of layer: windows, sinks, convolutions, recurrences.
-
-Log-probabilities and gradients of a policy's loss, of one row that has the common prefixes once on a ring,
-against each rollout by itself on one process. Models of transformers by their own configurations, small.
+"""Random trees of rollouts through every kind of layer, and through models: a few rounds of
+`tools/tree_campaign.py`, and faults that a round must find.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from ds_ring.errors import RingError
-from ds_ring_launcher.check import small_model
-from tests.dist.family_ranks import attached, start_session
+from ds_ring.integrations.deepspeed.packing import RowGroup
+from ds_ring.layers.scan import context, halo
+from ds_ring.layers.scores import AlongPaths
+from ds_ring.patterns.documents.pattern import Tree
+from tests.dist import tree_rounds
 from tests.dist.harness import RankPool
+from tests.dist.tree_rounds import MODELS, OPERATORS, play, random_rollouts, tokens_of
 
 Pool = Callable[[int], RankPool]
-PROMPT, VOCABULARY = 13, 40
-# What each family adds: a window, sinks, linear attention with convolutions, two kinds of scans.
-FAMILIES = [
-    "qwen3_5_text", "gpt_oss", "gemma3_text", "kimi_linear", "nemotron_h", "lfm2", "mamba", "mamba2",
-    "recurrent_gemma", "rwkv", "qwen3_next", "falcon_h1", "minimax", "bamba", "mistral", "olmo_hybrid",
-]  # fmt: skip
 
 
-class Step(NamedTuple):
-    """Log-probabilities of each rollout, and the gradients of a loss of them; or why there are none."""
-
-    logprobs: list[Tensor]
-    gradients: dict[str, Tensor]
-    refused: str = ""
-
-
-def rollouts(seed: int) -> list[Tensor]:
-    """Answers to two prompts; some begin alike."""
-    drawn, found = torch.Generator().manual_seed(seed), []
-    for _ in range(2):
-        prompt = torch.randint(3, VOCABULARY, (PROMPT,), generator=drawn)
-        for number in range(3):
-            tail = torch.randint(3, VOCABULARY, (5 + 3 * number,), generator=drawn)
-            tail[: 2 * number] = torch.arange(3, 3 + 2 * number)
-            found.append(torch.cat([prompt, tail]))
-    return found
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 4])
+@pytest.mark.day("3-attention", "3-chunks", "3-ALiBi in windows", "4-delta rule after a convolution")
+def test_layers_on_a_tree(rank_pool: Pool, ring_size: int, name: str) -> None:
+    assert not [one.wrong for one in play(name, range(4), rank_pool(ring_size)) if one.wrong]
 
 
-def built(family: str, seed: int) -> Any:
-    config = small_model.shrink(small_model.read_config(family), 40)
-    return small_model.build(config, "causal-lm", seed)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("ring_size", [1, 2, 3, 4])
+@pytest.mark.day("4-qwen3_5_text", "2-gpt_oss", "2-rwkv", "3-bloom", "2-llama4_text")
+def test_models_on_a_tree(rank_pool: Pool, ring_size: int, name: str) -> None:
+    assert not [one.wrong for one in play(name, range(3), rank_pool(ring_size)) if one.wrong]
 
 
-def loss_of(logprobs: list[Tensor]) -> Tensor:
-    return torch.stack([(one * torch.linspace(-1, 2, len(one))).mean() for one in logprobs]).sum()
+def _of_the_run_before(runs: Any) -> Callable[..., Any]:
+    """Runs of a tree of which each goes on from the one before it, as in one sequence."""
+
+    def wrong(*given: Any) -> Any:
+        found = runs(*given)
+        return replace(found, previous=np.arange(len(found.starts)) - 1)
+
+    return wrong
 
 
-def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+# What is replaced, and by what, on the ranks of the ring.
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "windows": (Tree, "narrowed", lambda tree, asked: tree),
+    "chunks": (Tree, "_in_chunks", lambda tree, size: replace(tree, window=size)),
+    "ALiBi": (AlongPaths, "__call__", lambda self, *given: self.score_mod(*given)),
+    "decay after a convolution": (context, "sequence_runs", _of_the_run_before(context.sequence_runs)),
+    "delta rule after a convolution": (halo, "halo_messages", lambda *given, of=halo.halo_messages: of(*given[:5])),
+    "bloom": (RowGroup, "along_paths", lambda group, score_mod: score_mod),
+    "mistral": (Tree, "depths", property(lambda tree: np.arange(tree.tokens))),
+}  # fmt: skip
 
 
-def step_alone(family: str, seed: int) -> Step:
-    model, found = built(family, seed), []
-    for ids in rollouts(seed):
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
-        found.append(logits.float().log_softmax(-1).gather(1, ids[1:, None])[:, 0])
-    loss_of(found).backward()
-    return Step([one.detach() for one in found], gradients_of(model))
+def with_a_fault(rank: int, world_size: int, name: str, seeds: Sequence[int]) -> list[tree_rounds.Result]:
+    run = tree_rounds.operator_on_ring if name in OPERATORS else tree_rounds.model_on_ring
+    with patch.object(*FAULTS[name]):
+        return run(rank, world_size, name, seeds)
 
 
-def step_on_ring(rank: int, world_size: int, family: str, seed: int) -> Step:
-    session = start_session(world_size)
-    try:
-        model = attached(built(family, seed), session)
-        tree = session.tree_batch(rollouts(seed))
-        batch = session.shard_batch(tree.batch)
-        whole = session.gather(session.logprobs(model, batch))
-    except RingError as error:
-        return Step([], {}, str(error))
-    found = tree.of_rollouts(whole)
-    loss_of(found).backward()
-    gradients = gradients_of(model)
-    for gradient in gradients.values():
-        torch.distributed.all_reduce(gradient)
-        gradient /= world_size  # each rank has the whole loss
-    return Step([one.detach() for one in found], gradients)
+@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.day("chunks", "decay after a convolution", "bloom")
+def test_a_round_finds_a_fault(rank_pool: Pool, name: str) -> None:
+    found = list(play(name, [0, 1], rank_pool(2), with_a_fault))
+    assert any("outputs off by" in one.wrong for one in found), found
 
 
-def errors_of(got: Step, want: Step) -> tuple[float, float]:
-    """The largest error of a log-probability, and of a gradient over the largest norm."""
-    of_logprobs = max(float((a - b).abs().max()) for a, b in zip(got.logprobs, want.logprobs, strict=True))
-    norm = max(float(one.norm()) for one in want.gradients.values())
-    assert got.gradients.keys() == want.gradients.keys()
-    each = [float((got.gradients[name] - one).norm()) / norm for name, one in want.gradients.items()]
-    return of_logprobs, max(each)
+def fails(rank: int, world_size: int, name: str, seeds: Sequence[int]) -> None:
+    raise RuntimeError("seeded")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ring_size", [2, 4])
-@pytest.mark.day("4-qwen3_5_text", "2-gpt_oss", "2-rwkv")
-def test_a_tree_is_its_rollouts(rank_pool: Pool, family: str, ring_size: int) -> None:
-    want = step_alone(family, 0)
-    for got in rank_pool(ring_size).run(step_on_ring, family, 0, timeout_s=120):
-        assert not got.refused, got.refused
-        of_logprobs, of_gradients = errors_of(got, want)
-        assert of_logprobs < 2e-5 and of_gradients < 2e-5, (of_logprobs, of_gradients)
+def test_what_a_rank_raises_is_a_wrong_round(rank_pool: Pool) -> None:
+    (found,) = play("attention", [0], rank_pool(2), fails)
+    assert "attention, tree 0, 2 ranks: rank 0 raised" in found.wrong and "seeded" in found.wrong
+
+
+def test_trees_vary_and_cost_less_than_their_rollouts() -> None:
+    drawn = [random_rollouts(seed) for seed in range(40)]
+    assert {1} < {len(one) for one in drawn} and any(len(x) == 1 for one in drawn for x in one)
+    assert any(torch.equal(a, b) for one in drawn for a, b in itertools.pairwise(one))
+    trees, rows = tokens_of(1, 3)
+    assert all(a < b for a, b in zip(trees, rows, strict=True))

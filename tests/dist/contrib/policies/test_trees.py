@@ -144,13 +144,16 @@ def test_windows_are_those_of_each_path(window: int) -> None:
         assert largest_error(passed, one_by_one(tree)) < 1e-12, (seed, tree, layout)
 
 
-def test_a_layer_of_windows_narrows_a_tree_and_other_patterns_are_refused() -> None:
+def test_windows_and_chunks_of_a_layer_narrow_a_tree_and_other_patterns_are_refused() -> None:
     tree = Tree((-1, 0, 0), (5, 3, 4))
     assert tree.narrowed(Causal()) is tree
     narrow = tree.narrowed(Causal() & SlidingWindow(4))
     assert narrow == replace(tree, window=4) and narrow.narrowed(SlidingWindow(9)) == narrow
     assert str(narrow) != str(tree)
-    for pattern in (SlidingWindow(4, causal=False), Full(), Causal() & Chunked(4)):
+    in_chunks = tree.narrowed(Causal() & Chunked(4))
+    assert (in_chunks.parents, in_chunks.lengths) == ((-1, -1, 1, 1, -1), (4, 1, 3, 3, 1))
+    two_sizes = Chunked(4) & Chunked(3)
+    for pattern in (SlidingWindow(4, causal=False), Full(), Chunked(4, causal=False), two_sizes):
         with pytest.raises(
             RingPatternError, match=r"a layer: expected Causal.* with a tree of rollouts, got"
         ):
@@ -347,10 +350,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
     llama, ids = transformers.LlamaConfig(**sizes), tree.batch["input_ids"]
     return {
-        "chunks": message(transformers.Llama4TextConfig(**sizes, attention_chunk_size=8, head_dim=8)),
         "another pattern": message(llama, {"pattern": {"window": 8}}),
         "documents": message(llama, {"pattern": {"documents": True}}),
-        "ALiBi": message(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=VOCABULARY)),
         "labels": message(llama, labels=ids),
         "a mask": message(llama, attention_mask=torch.ones_like(ids)),
         "no labels": message(llama, shift_labels=None),
@@ -358,10 +359,8 @@ def refused(rank: int, world_size: int) -> dict[str, str]:
 
 
 REFUSED = {
-    "chunks": "expected no documents with Chunked",
     "another pattern": "expected Causal\\(\\) and no documents",
     "documents": "no documents or attention_mask with trees",
-    "ALiBi": "expected no ALiBi with a tree",
     "labels": "expected shift_labels with a tree",
     "a mask": "no documents or attention_mask with trees",
     "no labels": "logprobs: expected shift_labels",

@@ -29,6 +29,7 @@ from ds_ring.integrations.deepspeed.batch_sharding import BatchSharding
 from ds_ring.integrations.transformers.attention_name import NAME
 from ds_ring.integrations.transformers.layer_masks import LayerMask
 from ds_ring.integrations.transformers.variants.eager_attention.families import Family, RoundedAlibi
+from ds_ring.patterns.documents.pattern import Documents
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class ModuleAttention:
         if scores.bias is not None:
             assert family.bias is not None
             changed = family.bias(self.module, scores.bias)
-            if isinstance(changed, RoundedAlibi) and self.sharding.groups:
+            packed = any(isinstance(group.pattern, Documents) for group in self.sharding.groups)
+            if isinstance(changed, RoundedAlibi) and packed:
                 expected = "expected no documents beside config.alibi, got some"
                 raise RingPatternError(f'{type(self.module).__name__}: {expected}; set "documents": false')
         # Models compute scores in float32 where a kernel does so by itself.

@@ -86,8 +86,9 @@ def with_halo(context: ScanContext, x: Tensor, before: int, call: Callable[[Tens
     for piece in context.pieces:
         front = beside[:, :, piece.run] if piece.is_first else zeros
         parts += [front, x[:, :, piece.slot : piece.slot + piece.length]]
-    if not parts:  # no tokens, but the backward pass is every rank's
-        return x + beside.flatten(2).sum()
+    if not parts:  # no tokens, but the backward pass is every rank's, and so are gradients of weights
+        of_padding = call(torch.cat([zeros, x[:, :, :1]], dim=2))
+        return x + beside.flatten(2).sum() + of_padding[:, :, :0].sum()
     convolved = call(torch.cat(parts, dim=2))
     found, first = [], 0
     for piece in context.pieces:
