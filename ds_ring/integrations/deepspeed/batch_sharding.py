@@ -94,6 +94,7 @@ class BatchSharding:
     def numbers_in_paths(self, device: torch.device) -> Tensor:
         """Return the number of each local token in its sequence, or its path, [1, S] or [B, S]."""
 
+        @outside_inference_mode  # kept, and saved for later backward passes
         def make() -> Tensor:
             slots_S = self.with_slots(torch.device("cpu")).slots
             assert slots_S is not None
