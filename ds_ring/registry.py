@@ -189,6 +189,7 @@ class PassRow(NamedTuple):
         no_hop_sums: why no kernel may keep a sum over the hops of a rank; None: one may.
         whole_blocks: its layouts have runs of whole blocks of `block_size` tokens.
         shares_memory: ranks copy out of memory that those of one node share; no backend sees a message.
+        few_queries: function that makes its forward pass of queries that all ranks have; None: the usual.
     """
 
     home: str
@@ -198,6 +199,7 @@ class PassRow(NamedTuple):
     no_hop_sums: str | None = None
     whole_blocks: bool = False
     shares_memory: bool = False
+    few_queries: str | None = None
 
 
 class CodecRow(NamedTuple):
@@ -268,11 +270,12 @@ PASSES = {
         shares_memory=True,
     ),
     "reproducible": PassRow(
-        "ds_ring.transports.reproducible.make_pass",
+        "ds_ring.transports.reproducible.sharded.make_pass",
         no_hops="passes nothing on",
         no_offload="takes all of them at once",
         no_hop_sums="adds the gradients of blocks in an order of its own",
         whole_blocks=True,
+        few_queries="ds_ring.transports.reproducible.few_queries.make_forward",
     ),
     "tiles": PassRow(
         "ds_ring.transports.tiles.tile_pass.make_pass",
@@ -315,6 +318,8 @@ ROW_KINDS = {
 # Functions that are methods of `engine.ring`, too: their first argument is the session.
 SESSION_METHODS = {
     "tree_batch": "ds_ring.contrib.policies.trees.tree_batch",
+    "batch_invariant": "ds_ring.contrib.batch_invariant.session.batch_invariant",
+    "generated_logprobs": "ds_ring.contrib.batch_invariant.session.generated_logprobs",
 }
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.

@@ -59,7 +59,9 @@ IMPORTERS = {
     "transports.pull.shared_memory": {"comm.exchange"},  # ranks tell each other how to open it
     "transports.owner_walk": {"comm.exchange"},  # a way to exchange
     "transports.all_gather": {"comm.exchange", "kernels", "ring.merge"},  # the yardstick
-    "transports.reproducible": {"comm.exchange", "kernels", "ring.merge"},
+    "transports.reproducible.blocks": {"kernels", "ring.merge"},
+    "transports.reproducible.sharded": {"comm.exchange", "kernels", "ring.merge"},
+    "transports.reproducible.few_queries": {"kernels", "ring.merge"},
     "transports.tiles.tile_pass": {"comm.exchange", "kernels", "ring.merge"},
     "ops.ring_op": {"kernels", "ring.merge"},  # dtypes and operands
     "ops.passes": {"kernels"},  # in annotations
@@ -91,8 +93,8 @@ IMPORTERS = {
 }
 ON_THE_CPU = {"simulation.scans", "contrib.policies.trees"}  # index tensors of the CPU
 PASSES = {
-    "ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible",
-    "transports.tiles.tile_pass",
+    "ring.ring_pass", "transports.all_gather", "decode.replicated", "transports.reproducible.sharded",
+    "transports.reproducible.few_queries", "transports.tiles.tile_pass",
 }  # fmt: skip
 MAY_IMPORT_A_PASS = {
     "ops.ring_op",

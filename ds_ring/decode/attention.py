@@ -93,6 +93,8 @@ def check_context(context: RingContext) -> None:
         raise RingConfigError.wrong(
             "decode_attention", "a mesh with ulysses_size 1", mesh.ulysses_size, "use ring_size"
         )
+    if options.row.few_queries is not None:
+        return
     fields, names = type(options).model_fields, ["gradient_payload", "kv_payload"]
     for name in names if options.has_hops else ["transport"]:
         value, usual = getattr(options, name), fields[name].default

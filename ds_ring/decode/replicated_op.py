@@ -20,6 +20,7 @@ from ds_ring.ops.handles import operator
 from ds_ring.ops.passes import count_forward_pass
 from ds_ring.ops.ring_op import register
 from ds_ring.ops.sinks import add_sinks, check_sinks, sinks_gradient
+from ds_ring.registry import load
 from ds_ring.schedule.lowering import count_heads
 
 
@@ -31,10 +32,21 @@ def replicated_attention_op(
 
     The positions are a tensor, so that a compiled graph of a decoding loop takes the step as an input.
     """
-    context = context_of(handle)
+    return run_replicated(context_of(handle), q, k, v, positions, sinks)
+
+
+def run_replicated(
+    context: RingContext, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run the forward pass and return (out, lse), with sinks."""
     with context.call("replicated attention forward", q) as call:
         made = _prepared(context, call, q, k, v, positions, sinks=sinks)
-        return add_sinks(*made.forward(q, k, v), sinks)
+        forward, own = made.forward, context.options.row.few_queries
+        if own is not None:
+            layout = context.layout_for(k.shape[2], k.device.type)
+            where = query_positions(context.pattern, layout, q.shape[2], _as_array(positions))
+            forward = load(own)(context, made.kernel, made.scale, layout, where)
+        return add_sinks(*forward(q, k, v), sinks)
 
 
 @operator("ds_ring::replicated_attention_backward")

@@ -29,6 +29,7 @@ from ds_ring.integrations.transformers.model_adapter import (
 )
 from ds_ring.integrations.transformers.variants import attention_names, own_attention, variants
 from ds_ring.integrations.transformers.variants.variant import AttachRequest
+from ds_ring.registry import PASSES
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,10 @@ def _keeps_its_own(config: RingConfig, model: PreTrainedModel) -> bool:
     # Any other pattern (LongNet's dilation, a window, documents) replaces the model's causal mask, as the
     # JSON asks: only with attn_implementation="ds_ring".
     is_plain_causal = config.pattern == PatternConfig()
-    return not config.long_sequence.any and config.sequence_parallel_size == 1 and is_plain_causal
+    # Bits that do not depend on the ring's size are those of its blocks, on one rank, too.
+    has_own_bits = PASSES[config.transport].whole_blocks
+    one_rank = config.sequence_parallel_size == 1
+    return not config.long_sequence.any and one_rank and is_plain_causal and not has_own_bits
 
 
 def _refuse_unknown_encoder(model: PreTrainedModel) -> None:

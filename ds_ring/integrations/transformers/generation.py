@@ -49,6 +49,7 @@ from ds_ring.masks.pattern import Pattern
 from ds_ring.masks.tiles import ScoreFunction
 from ds_ring.ops.context import ContextCache
 from ds_ring.ops.shard import shard_sequence
+from ds_ring.registry import PASSES
 from ds_ring.ring.observer import Observers
 from ds_ring.schedule.grid import Grid
 
@@ -173,12 +174,13 @@ class Generation(ModelPart):
             call.agree(_described(asked, settings))
         given: dict[str, Any] = {}
         if cache_in(asked) is None:
-            name = cache_name(self.signature.parameters)
+            name, config = cache_name(self.signature.parameters), self.session.config
             has_states = any(variant.has_states(self.model) for variant in variants())
             given[name] = _cache_class()(
                 self.mesh.ring_rank, self.mesh.ring_size,
                 self.model.config.get_text_config(decoder=True) if has_states else None,
-                Exchange(self.mesh, self.session.config.hop_timeout_seconds),
+                Exchange(self.mesh, config.hop_timeout_seconds),
+                config.block_size if PASSES[config.transport].whole_blocks else 1,
             )  # fmt: skip
         # Replicas that end early go on with the others: at ZeRO 3 each layer's weights come from all ranks.
         sharded = any(hasattr(parameter, "ds_id") for parameter in self.model.parameters())

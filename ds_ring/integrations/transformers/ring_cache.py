@@ -37,13 +37,14 @@ _RESERVED = 64  # slots a rank reserves at once for tokens that are generated
 class RingCache(Cache):
     """Hold this rank's part of every layer's keys and values, and the states of recurrent layers.
 
-    A prompt stays where its ring pass had it; each token after it is kept by one rank, in turn. So a rank
-    holds 1/P of what `DynamicCache` would, and up to 64 slots a layer more.
+    A prompt stays where its ring pass had it; each token (or block) after it is kept by one rank, in
+    turn. So a rank holds 1/P of what `DynamicCache` would, and up to 64 slots a layer more.
 
     Args:
         ring_rank, ring_size: this rank's place.
         config: of a model with recurrent layers: the cache then has the layers of `DynamicCache(config)`.
         exchange: of the ring, by which the ranks get states; None for one rank.
+        block: consecutive tokens that stay on one rank.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class RingCache(Cache):
         ring_size: int,
         config: PreTrainedConfig | None = None,
         exchange: Exchange | None = None,
+        block: int = 1,
     ) -> None:
-        self.ring_rank, self.ring_size = ring_rank, ring_size
+        self.ring_rank, self.ring_size, self.block = ring_rank, ring_size, block
         self.layout: CacheLayout | None = None  # of all reserved slots; None before the prompt
         self.real_BT: Tensor | None = None  # which tokens are no padding, on the CPU; None if all are
         self.groups: dict[int, tuple[RowGroup, ...]] = {}  # rows by their padding, by the length of a layout
@@ -88,7 +90,8 @@ class RingCache(Cache):
         needed = self._tokens + tokens
         if self.layout is None or needed > self.layout.tokens:
             reserved = needed + _RESERVED * self.ring_size
-            self.layout = CacheLayout(reserved, self.ring_size, prompt=prompt)
+            reserved = -(-reserved // self.block) * self.block
+            self.layout = CacheLayout(reserved, self.ring_size, prompt=prompt, block=self.block)
 
     def finish(self) -> None:
         """Count what every layer has stored."""

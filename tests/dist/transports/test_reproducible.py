@@ -23,8 +23,10 @@ from ds_ring import (
     RingLayoutError,
     RingMesh,
     SlidingWindow,
+    decode_attention,
     gather_sequence,
     make_layout,
+    ring_attention,
     shard_sequence,
 )
 from ds_ring.masks.pattern import Pattern
@@ -32,7 +34,7 @@ from ds_ring.ops.context import context_for
 from ds_ring.ops.frontend import attend
 from ds_ring.ops.options import Options
 from ds_ring.schedule.layout import in_whole_blocks, whole_blocks
-from ds_ring.transports.reproducible import TreeSum
+from ds_ring.transports.reproducible.trees import TreeSum
 from tests import calls
 from tests.dist.harness import RankPool
 from tests.reference import dense_attention, relative_error
@@ -101,6 +103,28 @@ def test_bits_depend_on_neither_ring_nor_layout(rank_pool: Pool, ranks: int, see
     for number, cases in enumerate(zip(*everyones, strict=True)):
         assert len(set().union(*(bits for bits, _ in cases))) == 1, f"case {seeds[number]}"
         assert all(error < 1e-5 for _, error in cases), (seeds[number], cases[0][1])
+
+
+def few_queries(rank: int, world_size: int) -> list[str]:
+    """Hash rows of the pass over the whole sequence, and the same rows as few queries, on every ring."""
+    tokens, at = 6 * BLOCK + 5, [6 * BLOCK + 4, 40, 41, 17]
+    found, generator = [], torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, tokens, 8, generator=generator) for heads in (4, 2, 2))
+    for pattern in (Causal(), SlidingWindow(30), Causal() & Documents(np.arange(tokens) // 50)):
+        for size in (1, 2, 4):
+            mesh = RingMesh.from_world(size)
+            layout = in_whole_blocks(make_layout("zigzag", tokens=tokens, ring_size=size), BLOCK)
+            kv = [shard_sequence(x, layout, mesh=mesh, dim=2) for x in (k, v)]
+            call = {"pattern": pattern, "layout": layout, "mesh": mesh, "options": OPTIONS}
+            out = ring_attention(shard_sequence(q, layout, mesh=mesh, dim=2), *kv, **call)
+            rows = gather_sequence(out, layout, mesh=mesh, dim=2)[:, :, at].contiguous()
+            few = decode_attention(q[:, :, at].contiguous(), *kv, positions=at, **call)
+            found += [f"{pattern} {hashlib.sha256(x.numpy().tobytes()).hexdigest()}" for x in (rows, few)]
+    return found
+
+
+def test_few_queries_have_the_bits_of_the_whole_pass(rank_pool: Pool) -> None:
+    assert len(set().union(*rank_pool(4).run(few_queries))) == 3  # a pattern each
 
 
 def test_the_bits_of_a_ring_pass_do(rank_pool: Pool) -> None:

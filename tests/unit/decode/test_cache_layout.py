@@ -6,6 +6,8 @@ import pytest
 
 from ds_ring import make_layout
 from ds_ring.decode.cache_layout import CacheLayout
+from ds_ring.schedule.layout import in_whole_blocks
+from ds_ring.transports.reproducible.blocks import blocks_of
 
 
 @pytest.mark.parametrize("ring_size", [1, 3, 4])
@@ -21,3 +23,17 @@ def test_a_cache_gives_what_follows_a_prompt_to_the_ranks_in_turn(ring_size: int
             slot = cache.slot(rank, position)
             assert (slot is None) == (position not in expected)
             assert slot is None or found[slot] == position
+
+
+@pytest.mark.parametrize("ring_size", [1, 3, 4])
+def test_blocks_stay_whole(ring_size: int) -> None:
+    prompt = in_whole_blocks(make_layout("zigzag", tokens=75, ring_size=ring_size), 8)
+    cache = CacheLayout(75 + 61, ring_size, prompt=prompt, block=8)
+    owners = cache.slots_by_position() // cache.local_tokens
+    for rank in range(ring_size):
+        places = [(one.number, one.length) for one in blocks_of(cache, rank, 8, True)]
+        assert places == [(number, 8) for number in range(17) if owners[8 * number] == rank]
+        for position in range(75, 136):
+            slot = cache.slot(rank, position)
+            assert (slot is None) == (owners[position] != rank)
+            assert slot is None or cache.positions(rank)[slot] == position

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,108 +27,27 @@ from torch import Tensor
 
 from ds_ring.comm.exchange import Exchange
 from ds_ring.kernels.interface import Kernel, Operands, value_dim
-from ds_ring.masks.pattern import BoundPattern
-from ds_ring.masks.slots import IntArray
 from ds_ring.masks.tiles import Tiles
 from ds_ring.ops.context import RingContext
 from ds_ring.ops.prepare import Prepared
-from ds_ring.ring.merge import accumulator_dtype, empty_results, merge_
-from ds_ring.schedule.layout import Layout, whole_blocks
+from ds_ring.ring.merge import accumulator_dtype, empty_results
+from ds_ring.schedule.layout import whole_blocks
 from ds_ring.schedule.lowering import query_heads_of
 from ds_ring.schedule.plan import Plan
 from ds_ring.transports.owner_walk import walk_owners
+from ds_ring.transports.reproducible.blocks import (
+    Partial,
+    TokenBlock,
+    attend_square,
+    blocks_of,
+    has_whole_blocks,
+    merged,
+    squares_of,
+    tiles_of,
+)
+from ds_ring.transports.reproducible.trees import Node, TreeSum, nodes_left
 
-T = TypeVar("T")
-Node = tuple[int, int]  # level k and number i of a tree: leaves i * 2^k to (i + 1) * 2^k - 1
 Square = tuple[int, int, int]  # head class, block of queries, block of keys
-
-
-class TreeSum(Generic[T]):
-    """Add leaves in any order along one binary tree.
-
-    Args:
-        leaves: numbers of the leaves that the whole tree has, ascending.
-        add: of what is left and right; a node without leaves on one side is the other side.
-    """
-
-    def __init__(self, leaves: IntArray, add: Callable[[T, T], T]) -> None:
-        self._leaves, self._add = leaves, add
-        self._top = int(leaves[-1]).bit_length() if len(leaves) else 0
-        self.nodes: dict[Node, T] = {}
-
-    def insert(self, node: Node, value: T) -> None:
-        """Add a leaf (0, i), or a node that is complete."""
-        level, number = node
-        while level < self._top:
-            first = (number ^ 1) << level
-            low, high = np.searchsorted(self._leaves, (first, first + (1 << level)))
-            if low < high:
-                other = self.nodes.pop((level, number ^ 1), None)
-                if other is None:
-                    break
-                value = self._add(other, value) if number & 1 else self._add(value, other)
-            level, number = level + 1, number >> 1
-        self.nodes[level, number] = value
-
-    @property
-    def total(self) -> T | None:
-        """Return the sum; None without leaves."""
-        assert len(self.nodes) < 2, "leaves are missing"
-        return next(iter(self.nodes.values()), None)
-
-
-class _TokenBlock(NamedTuple):
-    """A block of a shard: its number in the sequence, its first slot, and its tokens."""
-
-    number: int
-    slot: int
-    length: int
-
-    def tokens(self, x_BHSD: Tensor) -> Tensor:
-        """Return a contiguous copy: the strides of a shard depend on the ring."""
-        return x_BHSD[:, :, self.slot : self.slot + self.length].clone(memory_format=torch.contiguous_format)
-
-
-@lru_cache(maxsize=256)
-def _blocks(layout: Layout, ring_rank: int, size: int) -> tuple[_TokenBlock, ...]:
-    found, slot = [], 0
-    for start, _, length in whole_blocks(layout, size).runs(ring_rank).tolist():
-        for first in range(0, length, size):
-            found.append(_TokenBlock((start + first) // size, slot + first, min(size, length - first)))
-        slot += length
-    return tuple(found)
-
-
-@lru_cache(maxsize=64)
-def _squares(pattern: BoundPattern, tokens: int, size: int) -> np.ndarray:
-    """Return which squares may have pairs, bool [blocks of queries, blocks of keys]: the same everywhere."""
-    count = -(-tokens // size)
-    found = np.zeros((count, count), dtype=bool)
-    whole = np.array([[0, 1, tokens]])
-    tiles = pattern.tiles(whole, whole)
-    columns = (tiles.q.position, tiles.q.last_position, tiles.k.position, tiles.k.last_position)
-    rows = zip(*(x.tolist() for x in (*columns, tiles.least, tiles.most)), strict=True)
-    for q_first, q_last, k_first, k_last, least, most in rows:
-        for block in range(q_first // size, q_last // size + 1):
-            low, high = max(q_first, block * size), min(q_last, (block + 1) * size - 1)
-            first, last = max(k_first, low - most), min(k_last, high - least)
-            found[block, max(first, 0) // size : max(last, -1) // size + 1] |= first <= last
-    return found
-
-
-@lru_cache(maxsize=1 << 14)
-def _tiles(pattern: BoundPattern, tokens: int, size: int, query: int, key: int) -> Tiles:
-    runs = [np.array([[i * size, 1, min(size, tokens - i * size)]]) for i in (query, key)]
-    return pattern.tiles(*runs)
-
-
-@lru_cache(maxsize=1 << 14)
-def _returned(leaves: tuple[int, ...], own: tuple[int, ...]) -> tuple[Node, ...]:
-    """Return the nodes that remain where a rank has some of a tree's leaves."""
-    tree = TreeSum[bool](np.array(leaves), lambda left, right: True)
-    for leaf in own:
-        tree.insert((0, leaf), True)
-    return tuple(sorted(tree.nodes))
 
 
 def make_pass(
@@ -163,37 +80,27 @@ class ReproduciblePass:
         """Run the forward pass; same contract as `RingPass.forward`."""
         dtype = accumulator_dtype(q.dtype)
         out, lse = empty_results(q, value_dim(self.kernel, v), dtype)
-        trees: dict[tuple[int, int], TreeSum[tuple[Tensor, Tensor]]] = {}
-
-        def merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            merge_(*left, *right)
-            return left
+        trees: dict[tuple[int, int], TreeSum[Partial]] = {}
 
         def compute(owner: int, keys: Sequence[Tensor]) -> Sequence[Tensor]:
             for (number, query, key), place, k_j, v_j in self._of_owner(owner, keys):
                 heads = self._heads[number][0]
-                q_i = place.tokens(q[:, heads])
-                part = empty_results(q_i, out.shape[-1], dtype)
                 kernel, tiles = self.kernel.of_heads(heads), self._tiles(number, query, key)
-                for one in kernel.forward(q_i, k_j, v_j, tiles, self.scale):
-                    rows, own = one.q_rows, one.heads
-                    merge_(rows.of(part[0][:, own]), rows.of(part[1][:, own]), one.out_BHSD, one.lse_BHS)
+                q_i = place.tokens(q[:, heads])
+                part = attend_square(kernel, q_i, k_j, v_j, tiles, self.scale, out.shape[-1])
                 if (number, query) not in trees:
                     trees[number, query] = TreeSum(np.flatnonzero(self._squares(number)[query]), merged)
                 trees[number, query].insert((0, key), part)
             return ()
 
         self._walk(k, v, compute, None)
-        for block in self._blocks(self.ring_rank):
-            slots = slice(block.slot, block.slot + block.length)
-            for number, (heads, _) in enumerate(self._heads):
+        for number, (heads, _) in enumerate(self._heads):
+            for block in self._blocks(self.ring_rank, number):
                 tree = trees.get((number, block.number))
-                if tree is None or tree.total is None:
-                    continue
-                # By a contiguous copy: the bits of `exp` depend on the memory layout.
-                first = block.tokens(out[:, heads]), block.tokens(lse[:, heads])
-                merge_(*first, *tree.total)
-                out[:, heads, slots], lse[:, heads, slots] = first
+                if tree is not None and tree.total is not None:
+                    out_i, lse_i = tree.total
+                    out[:, heads, block.slots] = out_i[:, :, : block.length]
+                    lse[:, heads, block.slots] = lse_i[:, :, : block.length]
         return out.to(q.dtype), lse
 
     def backward(
@@ -241,58 +148,67 @@ class ReproduciblePass:
                 of_keys[number, block.number].insert(node, list(pair))
 
         self._walk(k, v, compute, add)
-        for block in self._blocks(self.ring_rank):
-            slots = slice(block.slot, block.slot + block.length)
-            for number, (heads, kv) in enumerate(self._heads):
+        for number, (heads, kv) in enumerate(self._heads):
+            for block in self._blocks(self.ring_rank, number):
                 at = number, block.number
                 sum_of_queries = of_queries[at].total if at in of_queries else None
                 if sum_of_queries is not None:
-                    totals[0][:, heads, slots] = sum_of_queries
+                    totals[0][:, heads, block.slots] = sum_of_queries[:, :, : block.length]
                 if at in of_keys:
                     for x, total in zip(totals[1:], of_keys[at].total or (), strict=True):
-                        x[:, kv, slots] = total
+                        x[:, kv, block.slots] = total[:, :, : block.length]
         dq, dk, dv = (total.to(x.dtype) for total, x in zip(totals, (q, k, v), strict=True))
         return dq, dk, dv
 
     # What travels: for each head class the blocks of keys that a rank reads, in the owner's order of slots.
 
-    def _blocks(self, ring_rank: int) -> tuple[_TokenBlock, ...]:
-        return _blocks(self.plan.layout, ring_rank, self.size)
+    def _tokens(self, number: int) -> int:
+        """Return the length of the sequence for a head class, filled up to whole blocks where that may be."""
+        tokens = self.plan.layout.tokens
+        filled = has_whole_blocks(self.plan.classes[number].pattern)
+        return -(-tokens // self.size) * self.size if filled else tokens
+
+    def _blocks(self, ring_rank: int, number: int) -> tuple[TokenBlock, ...]:
+        layout = whole_blocks(self.plan.layout, self.size)
+        return blocks_of(layout, ring_rank, self.size, has_whole_blocks(self.plan.classes[number].pattern))
 
     def _squares(self, number: int) -> np.ndarray:
-        return _squares(self.plan.classes[number].pattern, self.plan.layout.tokens, self.size)
+        return squares_of(self.plan.classes[number].pattern, self._tokens(number), self.size)
 
     def _tiles(self, number: int, query: int, key: int) -> Tiles:
-        return _tiles(self.plan.classes[number].pattern, self.plan.layout.tokens, self.size, query, key)
+        return tiles_of(self.plan.classes[number].pattern, self._tokens(number), self.size, query, key)
 
-    def _read(self, owner: int, reader: int) -> Iterator[tuple[int, _TokenBlock, tuple[int, ...]]]:
+    def _read(self, owner: int, reader: int) -> Iterator[tuple[int, TokenBlock, tuple[int, ...]]]:
         """Yield head class, block of the owner's keys, and the reader's blocks of queries that read it."""
-        queries = np.array([block.number for block in self._blocks(reader)], dtype=np.int64)
         for number in range(len(self._heads)):
+            queries = np.array([block.number for block in self._blocks(reader, number)], dtype=np.int64)
             squares = self._squares(number)
-            for block in self._blocks(owner):
+            for block in self._blocks(owner, number):
                 reading = queries[squares[queries, block.number]]
                 if len(reading):
                     yield number, block, tuple(sorted(reading.tolist()))
 
-    def _nodes(self, owner: int, reader: int) -> Iterator[tuple[int, _TokenBlock, Node]]:
+    def _nodes(self, owner: int, reader: int) -> Iterator[tuple[int, TokenBlock, Node]]:
         """Yield the sums of gradients that a reader returns to the owner of the keys."""
         for number, block, reading in self._read(owner, reader):
             leaves = np.flatnonzero(self._squares(number)[:, block.number]).tolist()
-            for node in _returned(tuple(leaves), reading):
+            for node in nodes_left(tuple(leaves), reading):
                 yield number, block, node
 
     def _of_owner(
         self, owner: int, keys: Sequence[Tensor]
-    ) -> Iterator[tuple[Square, _TokenBlock, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Square, TokenBlock, Tensor, Tensor]]:
         """Yield the squares of this rank's queries and an owner's keys: square, queries, K and V."""
-        places = {block.number: block for block in self._blocks(self.ring_rank)}
+        places = [
+            {block.number: block for block in self._blocks(self.ring_rank, number)}
+            for number in range(len(self._heads))
+        ]
         pairs = zip(keys[::2], keys[1::2], strict=True)
         for (number, block, reading), (k_j, v_j) in zip(
             self._read(owner, self.ring_rank), pairs, strict=True
         ):
             for query in reading:
-                yield (number, query, block.number), places[query], k_j, v_j
+                yield (number, query, block.number), places[number][query], k_j, v_j
 
     def _walk(
         self, k: Tensor, v: Tensor, compute: Callable[[int, Sequence[Tensor]], Sequence[Tensor]],
@@ -306,7 +222,7 @@ class ReproduciblePass:
             return [block.tokens(x[:, kv]) for kv, block in at for x in (k, v)]
 
         def empty(owner: int) -> list[Tensor]:
-            at = [(self._heads[number][1], block.length) for number, block, _ in self._read(owner, rank)]
+            at = [(self._heads[number][1], block.side) for number, block, _ in self._read(owner, rank)]
             return [x.new_empty(x[:, kv, :1].expand(-1, -1, n, -1).shape) for kv, n in at for x in (k, v)]
 
         def empty_sums(reader: int) -> list[Tensor]:

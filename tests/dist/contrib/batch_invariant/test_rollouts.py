@@ -1,0 +1,73 @@
+"""Log-probabilities of a rollout and of its update: the same bits, on rings of 1, 2 and 4.
+
+`tools/check_rollouts.py` does it for 20 random models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ds_ring.errors import RingConfigError
+from tests.dist.deepspeed_ranks import json_config, start_engine
+from tests.dist.harness import RankPool
+from tests.dist.test_generation import build
+
+Pool = Callable[[int], RankPool]
+
+BLOCK, PROMPT, NEW = 16, 77, 5  # generated tokens are in two blocks
+MODELS = ("Llama", "gpt-oss", "Mixtral", "qwen3", "gemma3_text")
+
+
+def bits(rank: int, world_size: int, name: str, ring_size: int, invariant: bool) -> set[str]:
+    """Return the different bits of the generation, of the update, and of the update of each sample."""
+    section = {"transport": "reproducible", "block_size": BLOCK}
+    engine = start_engine(build(name), json_config(ring_size, 1, 0, ring_attention=section))
+    engine.eval()
+    ids = torch.randint(1, 50, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    mode = engine.ring.batch_invariant() if invariant else torch.no_grad()
+    with mode, torch.no_grad():
+        output = engine.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=True, top_k=8,
+            pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        found = [engine.ring.generated_logprobs(output)]
+        for batches in ([output.sequences], output.sequences.split(1)):
+            each = []
+            for rows in batches:
+                batch = engine.ring.shard_batch({"input_ids": rows, "labels": rows})
+                numbers = engine.ring.gather(engine.ring.logprobs(engine, batch))
+                each.append(numbers[:, PROMPT - 1 : -1].contiguous())
+            found.append(torch.cat(each))
+    assert all(torch.allclose(x, found[0], atol=1e-4) for x in found)
+    return {hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.day("Llama")
+def test_one_number_for_rollout_and_update(rank_pool: Pool, name: str) -> None:
+    found: set[str] = set()
+    for ring_size in (1, 2, 4) if name != "Llama" else (1, 2):
+        found |= set().union(*rank_pool(ring_size).run(bits, name, ring_size, True))
+    assert len(found) == 1
+
+
+@pytest.mark.night
+def test_without_the_mode_there_are_several(rank_pool: Pool) -> None:
+    assert len(set().union(*rank_pool(2).run(bits, "Llama", 2, False))) > 1
+
+
+def refused(rank: int, world_size: int) -> str:
+    engine = start_engine(build("Llama"), json_config(world_size, 1, 0))
+    with pytest.raises(RingConfigError) as raised, engine.ring.batch_invariant():
+        pass
+    return str(raised.value)
+
+
+def test_another_transport_is_refused(rank_pool: Pool) -> None:
+    for text in rank_pool(2).run(refused):
+        assert 'expected "transport": "reproducible", got "ring"' in text
