@@ -9,7 +9,7 @@ for the trees and for their rollouts as rows of their own.
 
 Example:
     python tools/tree_campaign.py --rounds 200
-    python tools/tree_campaign.py --rounds 5 --seed 1000 --names ALiBi bloom --rings 3
+    python tools/tree_campaign.py --rounds 5 --seed 1000 --names ALiBi bloom --rings 2 3 --all-rings
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the tests' round
 from tests.dist.harness import RankPool
 from tests.dist.tree_rounds import MODELS, OPERATORS, Tokens, play, tokens_of
 
-AT_ONCE = 25  # trees of one call of the ranks
+AT_ONCE = 40  # trees, of which the ranks of a ring are given their part in one call
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(
         __doc__, rounds=(200, "trees of each operator and model"), seed=(0, "of the first tree"),
         names=(["all"], "operators and models", ("all", *OPERATORS, *MODELS)),
-        rings=([1, 2, 3, 4], "ring sizes"), json=(False, "one JSON row each"),
+        rings=([1, 2, 3, 4], "ring sizes, which take turns"),
+        all_rings=(False, "each tree on all ring sizes"), json=(False, "one JSON row each"),
         output=("", "append the rows to this file as a table"),
     )  # fmt: skip
     options = parser.parse_args(arguments)
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"expected at least one round from seed 0 on, and rings, got {options}")
     names = [*OPERATORS, *MODELS] if "all" in options.names else options.names
     seeds = range(options.seed, options.seed + options.rounds)
+    turns = 1 if options.all_rings else len(options.rings)
     rows, bad = list[dict[str, object]](), 0
     with ExitStack() as stack:
         pools = [stack.enter_context(RankPool(size)) for size in options.rings]
@@ -50,8 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
             found = [
                 one
                 for first in range(0, len(seeds), AT_ONCE)
-                for pool in pools
-                for one in play(name, seeds[first : first + AT_ONCE], pool)
+                for number, pool in enumerate(pools)
+                for one in play(name, seeds[first : first + AT_ONCE][number % turns :: turns], pool)
             ]
             wrong = [one.wrong for one in found if one.wrong]
             for text in wrong[:3]:
@@ -64,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
             print_row(rows[-1] | {"seconds": round(time.monotonic() - started)}, options.json)
     tokens = list[dict[str, object]]()
     for size in options.rings:
-        each = [tokens_of(seed, size) for seed in seeds]
+        each = [tokens_of(seed, size) for seed in seeds]  # of all trees
         for of, at in (("trees", 0), ("rows", 1)):
             total = sum((pair[at] for pair in each), Tokens())
             tokens.append({"ring": size, "of": of} | total._asdict())

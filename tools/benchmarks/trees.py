@@ -5,8 +5,12 @@ ring, and take turns. Reported are tokens of the batch, seconds of a step (media
 peak of a rank's tensor memory above that before the step, and the largest relative difference of the
 loss and of each parameter's gradient between the two.
 
+The model is a Llama of the given sizes, or that of a config.json: one with recurrences, say, whose states
+follow the paths of a tree.
+
 Example:
     python tools/bench.py trees --prompt 4096 --answers 8 --length 512
+    python tools/bench.py trees --prompt 2048 --length 256 --model configs/models/qwen3_5_small.json
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ from typing import Any
 import torch
 from common import engine_of, llama, zero_of
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.measuring import ResultRow, Turns, clock, measure_on_ranks
 from ds_ring.measure.memory import measure_cpu_memory
 
 OPTIONS = {
     "prompt": 4096, "answers": 8, "length": 512, "ranks": 2, "hidden": 256, "heads": 4, "vocabulary": 1024,
-    "rounds": 3,
+    "rounds": 3, "model": ("", "a config.json instead of a Llama"),
 }  # fmt: skip
 
 
@@ -39,12 +44,16 @@ def prepare(options: argparse.Namespace) -> Turns:
     """Return both steps on this rank, and at the end how much their losses and gradients differ."""
     from deepspeed.utils import safe_get_full_grad
 
-    vocabulary, prompt = options.vocabulary, options.prompt
-    sizes = (vocabulary, options.hidden, 2 * options.hidden, 2, options.heads)
+    prompt = options.prompt
+    if options.model:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
+    else:
+        sizes = (options.vocabulary, options.hidden, 2 * options.hidden, 2, options.heads)
+        model = llama(prompt + options.length, *sizes)
+    vocabulary = model.config.vocab_size
     section = {"long_sequence": {"tiled_loss": True}}
-    engine = engine_of(
-        llama(prompt + options.length, *sizes), options.ranks, section, zero_of(1, 1 << 20), sgd=0.1
-    )
+    engine = engine_of(model, options.ranks, section, zero_of(1, 1 << 20), sgd=0.1)
     generator = torch.Generator().manual_seed(0)
     shared = torch.randint(0, vocabulary, (prompt,), generator=generator)
     rollouts = [
