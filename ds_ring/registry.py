@@ -313,6 +313,7 @@ MODEL_PARTS = {
 # Kinds of rows by the tensor of a batch that has their patterns (`RowKind` in `integrations/deepspeed`).
 ROW_KINDS = {
     "tree_ends": "ds_ring.contrib.policies.trees.TreeRows",
+    "diffusion_blocks": "ds_ring.contrib.diffusion.batch.DiffusionRows",
 }
 
 # Functions that are methods of `engine.ring`, too: their first argument is the session.
@@ -320,6 +321,7 @@ SESSION_METHODS = {
     "tree_batch": "ds_ring.contrib.policies.trees.tree_batch",
     "batch_invariant": "ds_ring.contrib.batch_invariant.session.batch_invariant",
     "generated_logprobs": "ds_ring.contrib.batch_invariant.session.generated_logprobs",
+    "diffusion_batch": "ds_ring.contrib.diffusion.batch.diffusion_batch",
 }
 
 # Functions that put the trainers of a package on a ring; `ds_ring.enable` calls those of installed packages.

@@ -146,7 +146,8 @@ CAPABILITIES = {
         named=3,
         why="the name of layouts of pieces, which the core has; two refusals advise it",
     ),
-    "private keys": Capability(("patterns.private",),
+    "block diffusion": Capability(("contrib.diffusion",), words=r"\bdiffusion_|contrib\.diffusion"),
+    "private keys": Capability(("patterns.private",), with_it=("block diffusion",),
         words=r"\bBlockDiffusion|\bDrafter|\bPrivate|patterns\.private"),
     "slices": Capability(("patterns.slices",), words=r"\bSlices\b|\bSliceKeys|patterns\.slices"),
     "functions of pairs": Capability(

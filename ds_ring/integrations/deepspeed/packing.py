@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -36,24 +36,40 @@ DOCUMENT_IDS = "document_ids"
 PADDING = -1  # the document of tokens that belong to none
 
 
+class RowPattern(Protocol):
+    """A pattern of rows other than documents: it says what a layer has with it."""
+
+    @property
+    def pairs(self) -> int:
+        """Return the pairs of a query and a key: what attention costs."""
+
+    def narrowed(self, asked: Pattern) -> Pattern:
+        """Return the pattern of a layer that asks for one; RingPatternError for one that it cannot have."""
+
+
 class RowGroup(NamedTuple):
     """Hold rows of a batch that attend alike; one ring pass."""
 
-    pattern: Documents | Tree  # narrows the pattern of every layer
+    pattern: Any  # `Documents`, or a `RowPattern`: narrows the pattern of every layer
     rows: tuple[int, ...]  # of the local batch, ascending
 
     def narrowed(self, asked: Pattern) -> Pattern:
         """Return the pattern of these rows where a layer asks for one.
 
         Raises:
-            RingPatternError: a pattern that trees of rollouts do not have along their paths.
+            RingPatternError: a pattern that such rows cannot have, as trees of rollouts along their paths.
         """
-        return self.pattern.narrowed(asked) if isinstance(self.pattern, Tree) else asked & self.pattern
+        own: Pattern | RowPattern = self.pattern
+        return asked & own if isinstance(own, Documents) else own.narrowed(asked)  # type: ignore[union-attr]
 
     def along_paths(self, score_mod: ScoreFunction | None) -> ScoreFunction | None:
         """Return a layer's score_mod for these rows: in trees a distance is one of depths."""
-        if score_mod is None or isinstance(score_mod, Softcap) or not isinstance(self.pattern, Tree):
+        if score_mod is None or isinstance(score_mod, Softcap) or isinstance(self.pattern, Documents):
             return score_mod
+        if not isinstance(self.pattern, Tree):
+            raise RingPatternError.wrong(
+                "a layer", f"no ALiBi with {self.pattern}", "it", "take a model with rotary positions"
+            )
         return AlongPaths(score_mod, torch.from_numpy(self.pattern.depths))
 
     @property
@@ -61,7 +77,7 @@ class RowGroup(NamedTuple):
         """Return the documents, for layers that read blocks of a row.
 
         Raises:
-            RingPatternError: the rows are trees.
+            RingPatternError: the rows are trees, or other ones than documents.
         """
         refuse_trees([self])
         assert isinstance(self.pattern, Documents)
@@ -69,11 +85,14 @@ class RowGroup(NamedTuple):
 
 
 def refuse_trees(groups: Sequence[RowGroup]) -> None:
-    """Raise RingPatternError where rows are trees: for layers that read blocks of consecutive tokens."""
+    """Raise RingPatternError unless rows are documents: for layers that read blocks of consecutive tokens."""
     if any(isinstance(group.pattern, Tree) for group in groups):
         raise RingPatternError.wrong(
             "a layer", "no blocks of tokens with a tree", "them", "pass rollouts as rows"
         )
+    others = [group.pattern for group in groups if not isinstance(group.pattern, Documents)]
+    if others:
+        raise RingPatternError.wrong("a layer", "softmax attention", str(others[0]), "take another model")
 
 
 def check_ids(document_ids: Tensor) -> None:
@@ -143,7 +162,7 @@ class RowKind(ABC):
         """
 
     @abstractmethod
-    def pattern_of(self, row_T: np.ndarray) -> Documents | Tree:
+    def pattern_of(self, row_T: np.ndarray) -> RowPattern:
         """Return the pattern of one row of the tensor."""
 
 
@@ -154,7 +173,7 @@ def row_kind(tensors: Mapping[str, Tensor]) -> RowKind | None:
 
 
 def group_rows(
-    ids: Tensor, batch_rows: int, of_row: Callable[[np.ndarray], Documents | Tree] | None = None
+    ids: Tensor, batch_rows: int, of_row: Callable[[np.ndarray], Any] | None = None
 ) -> tuple[RowGroup, ...]:
     """Group rows with equal documents, or trees; the group whose attention is most work comes first.
 
@@ -163,7 +182,7 @@ def group_rows(
     documents = [(of_row or _documents)(row) for row in ids.cpu().numpy()]
     if len(documents) == 1:
         documents *= batch_rows
-    rows_of: dict[Documents | Tree, list[int]] = {}
+    rows_of: dict[Any, list[int]] = {}
     for row, own in enumerate(documents):
         rows_of.setdefault(own, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -_pairs(group[0]))
@@ -186,7 +205,7 @@ def check_losses(losses: Tensor, batch: Mapping[str, Tensor], groups: Sequence[R
             "document_losses: expected one loss for each local token of a batch with shift_labels,"
             f" {'none' if labels is None else list(labels.shape)}, got {losses.dtype} {list(losses.shape)}"
         )
-    if any(isinstance(group.pattern, Tree) for group in groups):
+    if not all(isinstance(group.pattern, Documents) for group in groups):
         raise RingPatternError("document_losses: expected documents, got a tree; use tree.of_rollouts")
 
 
@@ -216,10 +235,10 @@ def _runs_of_ids(ids_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return starts, np.diff(starts, append=len(ids_T))
 
 
-def _pairs(documents: Documents | Tree) -> int:
+def _pairs(documents: Any) -> int:
     """Count the query and key pairs: what attention costs, but for the static pattern."""
-    if isinstance(documents, Tree):
-        return int((documents.depths[: documents.starts[-1]] + 1).sum())
+    if not isinstance(documents, Documents):
+        return int(documents.pairs)
     ids = np.array(documents.ids)
     lengths = np.diff(documents.starts, append=documents.tokens)[ids >= 0]
     tokens = np.bincount(ids[ids >= 0], weights=lengths) if len(lengths) else np.zeros(1)

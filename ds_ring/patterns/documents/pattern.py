@@ -183,6 +183,11 @@ class Tree(Pattern):
             ends.append(first + length)
         return found
 
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of a query and a key, a window apart."""
+        return int((self.depths[: self.starts[-1]] + 1).sum())
+
     @cached_property
     def _levels(self) -> tuple[Branch, ...]:
         # [Note: branches of a tree]

@@ -96,6 +96,12 @@ class BlockDiffusion(Pattern):
                 raise RingPatternError.wrong("a layer", expected, str(asked), "take another model")
         return replace(self, window=min(windows)) if windows else self
 
+    @property
+    def pairs(self) -> int:
+        """Return the number of pairs of a query and a key, a window apart."""
+        first, end, document = self.blocks.T
+        return int(((end - first) * 2 * (end - document)).sum())
+
     @cached_property
     def blocks(self) -> IntArray:
         """Return first token, end and first token of the document of each block of a copy, int64 [n, 3]."""
