@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.dist.deepspeed_ranks import Size, build_batch, build_model, json_config, start_engine
+from tests.dist.deepspeed_ranks import (
+    Size,
+    build_batch,
+    build_model,
+    json_config,
+    start_deepspeed,
+    start_engine,
+)
+from tests.dist.harness import run_ranks_collect
 
 SIZE = Size(hidden=16, layers=1, tokens=24, samples=2)
 
@@ -87,21 +94,23 @@ def test_a_model_that_numbers_its_tokens_by_itself_is_named(rank_pool: Any) -> N
     assert other.error_type == "RingMismatchError" and "rank 1" in other.message, other.report
 
 
-def test_a_script_without_a_launcher_hears_of_it(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch, ds_ring\n"
-        "CONFIG = {'train_batch_size': 1, 'sequence_parallel_size': 1, 'ring_attention': {}}\n"
-        "sys.modules['mpi4py'] = None  # not installed\n"
-        "ds_ring.initialize(model=torch.nn.Linear(1, 1), config=CONFIG)\n"
-    )
-    started_by = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in started_by}
-    found = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert found.returncode == 1
-    assert "RingConfigError: expected a process that a launcher has started" in found.stderr, found.stderr
+def without_a_launcher(rank: int, world_size: int) -> None:
+    """As in a script that `python` runs: no process group, none of a launcher's variables, no mpi4py."""
+    torch.distributed.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]
+    start_deepspeed()
+    import ds_ring
+
+    config = {"train_batch_size": 1, "sequence_parallel_size": 1, "ring_attention": {}}
+    ds_ring.initialize(model=torch.nn.Linear(1, 1), config=config)
+
+
+def test_a_script_without_a_launcher_hears_of_it() -> None:
+    (found,) = run_ranks_collect(without_a_launcher, 1)
+    assert found.error_type == "RingConfigError"
+    assert "expected a process that a launcher has started" in found.message
 
 
 def test_check_model_takes_no_script(tmp_path: Path) -> None:

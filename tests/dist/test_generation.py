@@ -132,14 +132,16 @@ STATES = (
     "olmo_hybrid", "bailing_hybrid", "mamba", "mamba2",
 )  # fmt: skip
 NIGHTLY = {
+    "ring 4, every way",
     "windows in some layers, sinks",  # gpt-oss has two cases
     "dynamic rotary embedding", "learned positions", "experts", "values of another width",
     *(f"states: {name} on 4" for name in ("qwen3_5_text", *STATES)),
 }  # fmt: skip
 CASES = {
     "ring 4, every way": Case(4, tuple(WAYS)),
-    "ring 2, more tokens than a rank reserves at once": Case(
-        2, ("greedy", "padded on the left", "beams"), stage=2, section={"layout": "striped"}, reserved=2
+    "ring 4": Case(4, ("greedy", "padded on the left")),
+    "ring 2, every way, more tokens than a rank reserves at once": Case(
+        2, tuple(WAYS), stage=2, section={"layout": "striped"}, reserved=2
     ),
     "ring 2 x data 2, ZeRO 3, replicas that end at other steps": Case(2, ("ended", "sampled"), stage=3),
     "ring 2 x Ulysses 2": Case(2, ("greedy", "padded on the left"), section={"ulysses_size": 2}),

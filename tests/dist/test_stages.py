@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from ds_ring import RingMesh
@@ -54,39 +55,47 @@ def attend(mesh: RingMesh, name: str, layout_name: str, **options: Any) -> dict[
     return off | {"stages": float(len(stages) and min(map(len, stages)))}
 
 
-def of_everything(rank: int, world_size: int, beside: list[dict[str, Any]]) -> list[dict[str, float]]:
+def of_everything(rank: int, world_size: int, every: bool) -> list[tuple[dict[str, Any], dict[str, float]]]:
+    """Every option with every pattern, or with the next one."""
     mesh, found = RingMesh.from_world(world_size), []
-    for options in beside:
-        for name, layout in (("causal", "zigzag"), ("window", "contiguous"), ("dilated", "zigzag")):
-            found.append(attend(mesh, name, layout, stage_bytes=2 * SHARD_BYTES, **options))
+    patterns = (("causal", "zigzag"), ("window", "contiguous"), ("dilated", "zigzag"))
+    for number, options in enumerate(BESIDE):
+        for name, layout in patterns if every else patterns[number % 3 :][:1]:
+            found.append((options, attend(mesh, name, layout, stage_bytes=2 * SHARD_BYTES, **options)))
     return found
 
 
-def test_stages_beside_other_options_are_exact(rank_pool: Pool) -> None:
-    for number, found in enumerate(rank_pool(4).run(of_everything, BESIDE, timeout_s=120)[0]):
-        options = BESIDE[number // 3]
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.day("False")
+def test_stages_beside_other_options_are_exact(rank_pool: Pool, every: bool) -> None:
+    for options, found in rank_pool(4).run(of_everything, every, timeout_s=120)[0]:
         assert found.pop("stages") == 2, options
         rounded = options.get("gradient_payload") == "bfloat16"
         for name, error in found.items():
             assert error < (4e-3 if rounded and name in ("dk", "dv") else 1e-12), (options, name, error)
 
 
-def with_a_part_for_the_end(rank: int, world_size: int) -> list[dict[str, float]]:
+def with_a_part_for_the_end(rank: int, world_size: int, every: bool) -> list[tuple[str, dict[str, float]]]:
+    """Every kernel with every pattern, in stages and hop by hop, or in one of both: then any two meet."""
     mesh, found = RingMesh.from_world(world_size), []
     with least_kept(1):
-        for kernel in ("cpu", "flash", "reference"):
-            for stage_bytes in (0, 2 * SHARD_BYTES):
-                for name, layout in PARTED:
+        for number, kernel in enumerate(("cpu", "flash", "reference")):
+            for turn, (name, layout) in enumerate(PARTED):
+                for stage_bytes in (
+                    (0, 2 * SHARD_BYTES) if every else ((number + turn) % 2 * 2 * SHARD_BYTES,)
+                ):
                     options = {"kernel": kernel, "stage_bytes": stage_bytes, "chunk_bytes": 1}
-                    found.append(attend(mesh, name, layout, **options))
+                    found.append((f"{name}, {options}", attend(mesh, name, layout, **options)))
     return found
 
 
-def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool) -> None:
+@pytest.mark.parametrize("every", [False, True])
+@pytest.mark.day("False")
+def test_a_part_of_the_own_shard_for_the_end_is_exact(rank_pool: Pool, every: bool) -> None:
     """[Note: a part for the end] of lowering.py, which real shards have from 4 Ki tokens on."""
-    for number, found in enumerate(rank_pool(4).run(with_a_part_for_the_end, timeout_s=120)[0]):
+    for what, found in rank_pool(4).run(with_a_part_for_the_end, every, timeout_s=120)[0]:
         found.pop("stages")
-        assert max(found.values()) < 1e-12, (PARTED[number % len(PARTED)], found)
+        assert max(found.values()) < 1e-12, (what, found)
 
 
 def differently(rank: int, world_size: int) -> tuple[str, list[str], float]:

@@ -10,6 +10,8 @@ import pytest
 
 from ds_ring_launcher import cli
 from ds_ring_launcher.plan import known_hardware
+from ds_ring_launcher.plan.estimate import Estimate, estimate
+from ds_ring_launcher.plan.inputs import settings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,6 +29,11 @@ LLAMA = {
 def plan(capsys, *arguments: str) -> dict:
     assert cli.main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def estimated(*arguments: str) -> Estimate:
+    """What the command estimates, without its searches and advice, which take most of its time."""
+    return estimate(settings_of(cli._parser().parse_args(["plan", *arguments])))
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -108,10 +115,11 @@ def test_what_would_make_a_run_fit_does_so_when_it_is_given(capsys, sizes, expec
     options = [remedy for remedy in found["remedies"] if "reduce_bucket_size" not in remedy["change"]]
     assert any(expected in remedy["change"] for remedy in options)
     for remedy in options:
-        then = plan(capsys, *SIZES, *CPU, *sizes, *remedy["change"].split())
-        assert then["memory"]["fits"] and then["remedies"] == []
-        assert then["memory"]["peak_bytes"] == remedy["peak_bytes"]
-        assert (then["devices"], then["tokens"]) == (remedy["devices"], remedy["tokens"])
+        then = estimated(*SIZES, *CPU, *sizes, *remedy["change"].split())
+        assert then.fits and then.peak.total == remedy["peak_bytes"]
+        assert (then.setting.devices, then.setting.tokens) == (remedy["devices"], remedy["tokens"])
+    then = plan(capsys, *SIZES, *CPU, *sizes, *options[0]["change"].split())
+    assert then["memory"]["fits"] and then["remedies"] == []
 
 
 def test_transfers_that_do_not_hide_are_warned_of(capsys):
@@ -191,12 +199,12 @@ def test_every_figure_names_its_options_and_other_methods_have_the_same(capsys):
         assert set(flags) <= set(row["options"]) and row["longest_tokens"] <= row["most_tokens"], row
     # each longest sequence fits with its options, and what is longer does not
     small = [*LLAMA_8B, "--tokens", str(own["longest_tokens"]), *flags]
-    assert plan(capsys, *small)["memory"]["fits"]
-    assert not plan(capsys, *small, "--tokens", str(int(1.05 * own["longest_tokens"])))["memory"]["fits"]
+    assert estimated(*small).fits
+    assert not estimated(*small, "--tokens", str(int(1.05 * own["longest_tokens"]))).fits
     more = [*LLAMA_8B, "--tokens", str(own["most_tokens"]), *own["most_options"]]
-    assert plan(capsys, *more)["memory"]["fits"]
+    assert estimated(*more).fits
     fewer = [*LLAMA_8B, "--tokens", str(1 << 20), "--devices", str(longest["fewest_devices"])]
-    assert plan(capsys, *fewer, *longest["fewest_options"])["memory"]["fits"]
+    assert estimated(*fewer, *longest["fewest_options"]).fits
     assert found["fewest_devices"] > longest["fewest_devices"]
 
 
@@ -209,7 +217,7 @@ def test_what_does_not_fit_with_all_options_is_told_what_would(capsys):
     changes = [remedy["change"] for remedy in found["remedies"]]
     assert changes and all(change.startswith("--devices") for change in changes), changes
     for change in changes:
-        assert plan(capsys, *arguments, *change.split())["memory"]["fits"], change
+        assert estimated(*arguments, *change.split()).fits, change
 
 
 @pytest.mark.parametrize(

@@ -47,10 +47,17 @@ def worst(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout_name", LAYOUTS)
 @pytest.mark.day(*(f"{DAY[n // 3 % len(DAY)]}-{mask}" for n, mask in enumerate(MASKS) if n % 3 == 0))
-def test_every_mask_is_its_formula_on_every_grid(mask: str, layout_name: str) -> None:
+def test_every_mask_is_its_formula_on_every_grid(
+    mask: str, layout_name: str, request: pytest.FixtureRequest
+) -> None:
+    """By day each mask takes the next grid."""
     ranks, pattern, given = 4, MASKS[mask].pattern, whole()
     layout, want = layout_for(layout_name, pattern, tokens=TOKENS, ring_size=ranks), truth(mask, given)
-    for grid in grids_of(ranks):
+    grids = grids_of(ranks)
+    if not request.config.getoption("night"):
+        turn = list(MASKS).index(mask) // 3 % len(grids)
+        grids = grids[turn : turn + 1]
+    for grid in grids:
         found, sent = on_threads(grid, pattern, layout, given)
         assert worst([found[0], *found[2:]], want) < EXACT, grid
         plan = tile_plan(pattern, layout, HEADS, KV_HEADS, grid)
