@@ -9,30 +9,44 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.contestants import Entry
-from conformance import main
+from conformance import main, table
 from field import flash_attn
 from field.cells import CELLS, NAMES, Cell, worst_errors
 from field.peers import PEERS, SEEDED, NotOfferedError, Peer, Where, pattern_of
-from field.ranks import answer_of, verdict, verdicts_of
+from field.ranks import Verdict, answer_of, verdict, verdicts_of
 
 CAUSAL = next(cell for cell in CELLS if cell.name == "causal")
 
 
 @pytest.mark.alone
-def test_a_short_round_finds_the_seeded_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "peers", [["ds_ring"], ["ds_ring", "torch context parallel", "DeepSpeed Ulysses"]], ids=["ours", "others"]
+)
+@pytest.mark.day("ours")
+def test_a_short_round_finds_the_seeded_fault(peers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "table.md"
-    peers = ["ds_ring", "torch context parallel", "DeepSpeed Ulysses"]
     arguments = ["--cells", "causal", "--seeded", "--no-trainers", "--output", str(path)]
     assert main(["--peers", *peers, *arguments]) == 0
     rows = {line.split(" |")[0]: line for line in path.read_text().splitlines() if line.startswith("| ")}
     found = {name: line for name, line in rows.items() if not name.startswith("| peer")}
-    assert len(found) == 4
+    assert len(found) == len(peers) + 1
     for name, line in found.items():
         verdict_shown = line.split("|")[2].strip()
         if "swapped" in name:
             assert verdict_shown.startswith("**wrong** dk") and ", dv" in verdict_shown, line
         else:  # torch's has no kernel on the CPU
             assert verdict_shown == ("does not run (1)" if "torch" in name else "exact"), line
+
+
+def test_the_table_numbers_reasons_and_tells_sizes_apart() -> None:
+    found = {
+        "ds_ring": [[Verdict("exact")], [Verdict("exact")]],
+        SEEDED.name: [[Verdict("wrong", "dk 1")], [Verdict("does not run", "no | kernel")]],
+    }
+    lines = table([PEERS[0], SEEDED], ["causal"], [2, 4], found).splitlines()
+    rows = [line.split(" | ")[1].removesuffix(" |") for line in lines if line.startswith("| ds_ring")]
+    assert rows == ["exact", "2: **wrong** dk 1; 4: does not run (1)"]
+    assert "1. no / kernel" in lines and f"- {SEEDED.name}: {SEEDED.note}." in lines
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)

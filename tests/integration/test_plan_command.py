@@ -33,7 +33,7 @@ def plan(capsys, *arguments: str) -> dict:
 
 def estimated(*arguments: str) -> Estimate:
     """What the command estimates, without its searches and advice, which take most of its time."""
-    return estimate(settings_of(cli._parser().parse_args(["plan", *arguments])))
+    return estimate(settings_of(cli._parser().parse_args(["plan", *arguments]), lambda what: None))
 
 
 def refused(capsys, *arguments: str) -> str:
