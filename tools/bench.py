@@ -40,6 +40,9 @@ BENCHMARKS = {
     "attention": Benchmark("causal attention against SDPA and other packages", "attention"),
     "dilated-peer": Benchmark("LongNet's pattern against dilated-attention-pytorch", "dilated_peer"),
     "dynamic": Benchmark("training steps with dynamic rings against a fixed ring", "dynamic"),
+    "dynamic-sizes": Benchmark(
+        "modelled: rings of all sizes, of divisors, and one", "dynamic_sizes", warm_up=0
+    ),
     "growth": Benchmark("processor time and bytes by number of tokens and ranks", "growth"),
     "guard": Benchmark("passes with the failure detector against bare waits", "guard"),
     "host": Benchmark("processor time of the host for one hop", "host", warm_up=5),

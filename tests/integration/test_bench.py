@@ -20,6 +20,7 @@ SIZES = "--hidden 64 --rounds 1"
 SMALL = {
     "attention": "--tokens 256 --rounds 1 --only ds_ring",
     "dynamic": f"--ranks 2 --longest 128 --batch 2 --layers 1 --kinds rows {SIZES}",
+    "dynamic-sizes": "--ranks 4 --draws 1 --batch 4 --longest 2048 --median 300",
     "growth": "--tokens 256 512 --ring-sizes 2 --rounds 1",
     "guard": "--tokens 256 --rounds 1",
     "latents": "--tokens 128 --heads 2 --rounds 1",

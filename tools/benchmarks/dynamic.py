@@ -3,8 +3,9 @@
 Contestants train the same model on the same samples (files of the standard library), step by step in turns,
 each on the fixed ring and with `"dynamic_ring": true`: batches of similar length, padded; rows of packed
 documents; one long row of packed documents. A step is all of it: reading, dividing, planning, forward,
-backward, optimizer. Tokens are those of the files; padding does not count. The gradient of the first step is
-compared between the two of each kind.
+backward, optimizer. Tokens are those of the files; padding does not count. Bytes are the payloads of ring
+passes that the rank with most of them sends. The gradient of the first step is compared between the two of
+each kind.
 
 Example:
     python tools/bench.py dynamic --ranks 4 --longest 2048 --batch 8 --rounds 12
@@ -27,6 +28,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from benchmarks.measuring import ResultRow, RoundResults, Turns, clock, measure_on_ranks
+from ds_ring import RingMesh
+from ds_ring.ring.observer import BatchEvent, Observers
 from ds_ring_launcher.demo.lm_data import END_OF_DOCUMENT, VOCABULARY
 
 KINDS = ["padded", "rows", "one row"]
@@ -53,6 +56,19 @@ class Files(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.samples[index], "labels": self.samples[index]}
 
 
+class Sends:
+    """Count the payloads of the passes on a ring, and on its smaller rings, which share its observers."""
+
+    def __init__(self, mesh: RingMesh) -> None:
+        self.bytes = 0
+        mesh.owners[Observers].append(self)
+
+    def on_batch(self, event: BatchEvent) -> None:
+        """Add what a batch has posted."""
+        if event.stage == "compute":
+            self.bytes += event.posted.bytes_sent
+
+
 class TrainedEngine:
     """Train one engine on one loader, step by step."""
 
@@ -63,6 +79,7 @@ class TrainedEngine:
         model = llama(options.longest, VOCABULARY, hidden, 4 * hidden, options.layers, options.heads)
         self.engine = engine_of(model, options.ranks, section, {"stage": options.zero}, batch=rows, sgd=0.01)
         self.first: dict[str, Tensor] = {}  # gradients of the first step
+        self.sends = Sends(self.engine.ring.mesh)
         tokens = {"pack_tokens": options.batch // rows * options.longest} if documents else {}
         more: dict[str, Any] = {"shuffle": True, "drop_last": True, "lengths": files.lengths, **tokens}
         self.batches: Iterator[Any] = iter(self.engine.ring.loader(files, rows, **more))
@@ -71,6 +88,7 @@ class TrainedEngine:
         """Train on the next batch."""
         import deepspeed
 
+        before = self.sends.bytes
         with clock() as taken:
             batch = next(self.batches)
             loss = self.engine(**batch).loss
@@ -82,7 +100,8 @@ class TrainedEngine:
             dist.barrier()
         ring = self.engine.ring
         mean, tokens = float(ring.mean_loss(loss)), batch["num_items_in_batch"] * ring.gradient_divisor
-        return taken | {"loss": mean, "tokens": float(tokens), "ring": ring.batches.current.mesh.ring_size}
+        counts = {"sent_bytes": self.sends.bytes - before, "ring": ring.batches.current.mesh.ring_size}
+        return taken | {"loss": mean, "tokens": float(tokens)} | counts
 
 
 def name_of(kind: str, dynamic: bool) -> str:
@@ -122,6 +141,8 @@ def row_of(kind: str, found: RoundResults) -> ResultRow:
         "fixed_tokens_per_s": round(rates[fixed]),
         "dynamic_tokens_per_s": round(rates[dynamic]),
         "ratio": found.ratio(fixed, dynamic, "wall_s"),
+        "fixed_sent_bytes": round(statistics.mean(found.each(fixed, "sent_bytes"))),
+        "dynamic_sent_bytes": round(statistics.mean(found.each(dynamic, "sent_bytes"))),
         "ratio_of_sums": round(sum(seconds[fixed]) / sum(seconds[dynamic]), 3),
         "gradient_difference": found.at_end[0][kind],
         "loss_difference": max(abs(a - b) for a, b in zip(losses[fixed], losses[dynamic], strict=True)),

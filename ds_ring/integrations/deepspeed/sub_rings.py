@@ -84,7 +84,7 @@ def divide(batch: BatchLengths, ring_size: int, times: SampleSeconds, node: int 
 
     @cache
     def fill(sizes: Sizes, batch: BatchLengths = batch) -> Filled | None:
-        return _filled(batch, sizes, times, sample_seconds)
+        return fill_rings(batch, sizes, times, sample_seconds)
 
     whole = fill((ring_size,), batch._replace(most_tokens=UNBOUNDED))
     assert whole is not None
@@ -114,7 +114,7 @@ class Filled(NamedTuple):
     seconds: float
 
 
-def _filled(
+def fill_rings(
     batch: BatchLengths,
     sizes: Sizes,
     times: SampleSeconds,

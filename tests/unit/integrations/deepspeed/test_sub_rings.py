@@ -15,10 +15,10 @@ from ds_ring.errors import RingConfigError
 from ds_ring.integrations.deepspeed.sub_rings import (
     BatchLengths,
     Division,
-    _filled,
     _neighbours,
     _places,
     divide,
+    fill_rings,
 )
 
 RINGS = st.integers(1, 16)
@@ -110,7 +110,7 @@ def test_sizes_are_close_to_the_best_sizes(ring_size: int, most: float) -> None:
         lengths = tuple(int(drawn.lognormvariate(6, 1.3)) + 1 for _ in range(drawn.choice([3, 6, 12])))
         batch, machine = BatchLengths(lengths, 10**9, False), Machine(drawn.choice([0.0, 50.0, 300.0]))
         times = {size: [machine.sample(n, size) for n in lengths] for size in range(1, ring_size + 1)}
-        every = (_filled(batch, sizes, machine, times.get) for sizes in all_sizes(ring_size, ring_size))  # type: ignore[arg-type]
+        every = (fill_rings(batch, sizes, machine, times.get) for sizes in all_sizes(ring_size, ring_size))  # type: ignore[arg-type]
         best = min(one.seconds for one in every if one is not None)
         ratios.append(divide(batch, ring_size, machine).seconds / best)
     assert max(ratios) < most and sum(ratios) / len(ratios) < 1.02, ratios
