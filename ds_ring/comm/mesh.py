@@ -454,9 +454,9 @@ class RingMesh(MeshCoordinates):
         if self.state.work_watchdog is not None:
             self.state.work_watchdog.synchronize(self)
 
-    def takes(self, plan: Plan) -> bool:
-        """Return whether the ranks of this ring may send to each other as a plan does."""
-        return True
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan whose messages go between ranks of this ring that may send to each other."""
+        return plan
 
     def global_rank_of(self, ring_rank: int) -> int:
         """Return the world rank of another member of this rank's ring; the index wraps around."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from ds_ring.comm.collective import Agreement, collective
@@ -168,12 +167,11 @@ def planner_of(context: RingContext, operands: Operands) -> MakePlan:
                 )  # fmt: skip
         if mesh.ulysses_size > 1:  # a dilated pattern depends on the number of the head
             pattern = HeadShard(pattern, mesh.ulysses_rank, mesh.ulysses_size)
-        build = partial(
-            build_plan, pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
-            gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
+        plan = build_plan(
+            pattern, layout, query_heads=query_heads, kv_heads=kv_heads,
+            prune=options.prune, gradient_payload=options.gradient_payload, kv_payload=options.kv_payload,
             ranks_per_node=node, stage_shards=stage,
         )  # fmt: skip
-        plan = build(prune=options.prune)
-        return plan if mesh.takes(plan) else build(prune=False)
+        return mesh.fitted(plan)
 
     return planned

@@ -253,10 +253,16 @@ class HeadClass:
         """Return a number above every slot: sets of several hops are joined by it."""
         return self.reads.layout.local_tokens + 1
 
+    def unpruned(self, origin: int) -> SlotRanges:
+        """Return the slots of a shard that go all the way round where `prune` is False."""
+        return self.reads.shards[origin]
+
     def held(self, origin: int, direction: Direction, hop: int) -> SlotRanges:
         """Return the slots of a shard that its reader at `hop` holds: those it reads, at hop 0 all slots."""
-        if hop == 0 or (not self.prune and 0 < hop <= direction.limit):
+        if hop == 0:
             return self.reads.shards[origin]
+        if not self.prune and hop <= direction.limit:
+            return self.unpruned(origin)
         if hop > direction.limit:
             return _NONE
         return self.reads.slots(origin, direction.reader(origin, hop, self._size))
@@ -265,7 +271,7 @@ class HeadClass:
         """Return what is held of a shard at hop 0 and at each hop at which some rank reads tokens of it."""
         shard = self.reads.shards[origin]
         if not self.prune:
-            return dict.fromkeys(range(direction.limit + 1), shard)
+            return {0: shard, **dict.fromkeys(range(1, direction.limit + 1), self.unpruned(origin))}
         readers = self.reads.readers(origin)
         hops = direction.hop(origin, np.array(readers, dtype=np.int64), self._size).tolist()
         pairs = sorted(zip(hops, readers, strict=True))
@@ -276,10 +282,10 @@ class HeadClass:
         """Return the hops of a direction at which a rank holds tokens, hop 0 always."""
         if not self.prune:
             later = range(1, direction.limit + 1)
-            every = self.reads.shards
-            return [0, *(hop for hop in later if len(every[direction.origin(reader, hop, self._size)]))]
-        origins = np.array(self.reads.origins(reader), dtype=np.int64)
-        hops = np.sort(direction.hop(origins, reader, self._size))
+            origins = [direction.origin(reader, hop, self._size) for hop in later]
+            return [0, *(hop for hop, one in zip(later, origins, strict=True) if len(self.unpruned(one)))]
+        read = np.array(self.reads.origins(reader), dtype=np.int64)
+        hops = np.sort(direction.hop(read, reader, self._size))
         return [0, *hops[hops <= direction.limit].tolist()]
 
     def _relayed(self, direction: Direction, held: SlotRanges, before: Sequence[SlotRanges]) -> SlotRanges:

@@ -15,13 +15,12 @@ import math
 import random
 import statistics
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 
 from benchmarks.measuring import ResultRow
 from ds_ring import Causal, Documents, RingConfig, make_layout
 from ds_ring.integrations.deepspeed.dynamic_ring import MeasuredRates, ModelSizes, SampleTimes
-from ds_ring.integrations.deepspeed.intervals import ring_order, stays_linked
+from ds_ring.integrations.deepspeed.intervals import between_neighbours, ring_order
 from ds_ring.integrations.deepspeed.sub_rings import BatchLengths, Filled, Sizes, divide, fill_rings
 from ds_ring.kernels.select import get_kernel
 from ds_ring.limits import divisors
@@ -64,10 +63,9 @@ def bytes_of(lengths: list[int], ranks: int, linked: bool) -> int:
     ids = [number for number, tokens in enumerate(lengths) for _ in range(tokens)]
     pattern = Causal() & Documents(ids)
     layout = make_layout("auto", tokens=len(ids), ring_size=ranks, pattern=pattern)
-    build = partial(build_plan, pattern, layout, query_heads=MODEL.heads, kv_heads=MODEL.kv_heads)
-    plan = build()
-    if linked and not stays_linked(plan, ring_order(ranks), 2 * ranks):
-        plan = build(prune=False)
+    plan = build_plan(pattern, layout, query_heads=MODEL.heads, kv_heads=MODEL.kv_heads)
+    if linked:
+        plan = between_neighbours(plan, ring_order(ranks), 2 * ranks)
     own = [plan.rank(rank) for rank in range(ranks)]
     # K and V in bfloat16, forward and backward; a float32 gradient of each for what arrived.
     return max(MODEL.layers * 2 * MODEL.head_dim * (4 * x.tokens_sent + 4 * x.tokens_received) for x in own)

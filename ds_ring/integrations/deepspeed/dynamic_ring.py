@@ -12,7 +12,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ from ds_ring.comm.messages import Message
 from ds_ring.config.section import RingConfig, named_patterns, pattern_from_config
 from ds_ring.errors import RingConfigError, RingPatternError, RingShapeError
 from ds_ring.integrations.deepspeed.batch import IGNORE, LABEL_KEYS, Batch
-from ds_ring.integrations.deepspeed.intervals import Place, SubRings, ring_order, stays_linked
+from ds_ring.integrations.deepspeed.intervals import Place, SubRings, between_neighbours, ring_order
 from ds_ring.integrations.deepspeed.loader import SampleOrder, is_sliced, padded
 from ds_ring.integrations.deepspeed.packing import DOCUMENT_IDS, DocumentPart, PackedRows, part_of
 from ds_ring.integrations.deepspeed.sub_rings import BatchLengths as Lengths
@@ -140,9 +139,8 @@ class SampleTimes:
             )
             for pattern, layers in self._layers.items():
                 heads, kv_heads, prune = sizes.heads, sizes.kv_heads, self.config.prune
-                build = partial(build_plan, pattern, layout, query_heads=heads, kv_heads=kv_heads)
-                plan = build(prune=prune)
-                plan = plan if stays_linked(plan, ring_order(ranks), 2 * ranks) else build(prune=False)
+                plan = build_plan(pattern, layout, query_heads=heads, kv_heads=kv_heads, prune=prune)
+                plan = between_neighbours(plan, ring_order(ranks), 2 * ranks)
                 total += layers * max(self._pass(plan, rank) for rank in sampled_origins(ranks))
             self._known[tokens, ranks] = total
         return self._known[tokens, ranks]

@@ -11,8 +11,8 @@ however long it is. So rank r sends to r - 2, r - 1, r + 1 and r + 2 (modulo P),
 together. (Megatron-LM, pull request 7097, has such an order, too.) For this
 - headers go around the ring in both directions, P / 2 rounds instead of log2 P;
 - an all-gather, an all-to-all and a sum are messages from neighbour to neighbour;
-- a plan whose pruned messages would go further (gradients return to their owners) is not pruned: keys and the
-  sums of their gradients go once around the ring.
+- where the messages of a plan would go further (gradients return to their owners), the tokens that any other
+  rank reads, and the sums of their gradients, go once around the ring.
 
 Not held to these four: stages inside a node ("auto" on a GPU), bfloat16 gradients, transports "tiles" and
 "reproducible", scans and selected keys, and rings of whole nodes that travel on two levels.
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ from ds_ring.comm.exchange import Exchange
 from ds_ring.comm.mesh import RingMesh
 from ds_ring.comm.messages import BatchSizes
 from ds_ring.errors import RingMeshError
+from ds_ring.masks.slots import SlotRanges, subtract_slots
 from ds_ring.schedule.grid import Coordinates, Grid
-from ds_ring.schedule.plan import Plan
+from ds_ring.schedule.head_class import HeadClass
+from ds_ring.schedule.plan import Plan, one_way
 
 Place = tuple[int, int]  # the first ring rank of an interval, and how many it has
 
@@ -71,6 +74,35 @@ def stays_linked(plan: Plan, numbers: Sequence[int], ring_size: int) -> bool:
                 if not are_linked(numbers[origin], numbers[reader], ring_size):
                     return False
     return True
+
+
+@dataclass(frozen=True)
+class OnceAround(HeadClass):
+    """Send what any other rank reads once around the ring, from neighbour to neighbour."""
+
+    @cached_property
+    def _read(self) -> list[SlotRanges]:
+        reads, found = self.reads, []
+        reads.find_readers(range(reads.layout.ring_size))
+        for origin, shard in enumerate(reads.shards):
+            unread = shard
+            for reader in reads.readers(origin):
+                unread = subtract_slots(unread, reads.slots(origin, reader))
+            found.append(subtract_slots(shard, unread))
+        return found
+
+    def unpruned(self, origin: int) -> SlotRanges:
+        """Return the slots of a shard that another rank reads."""
+        return self._read[origin]
+
+
+def between_neighbours(plan: Plan, numbers: Sequence[int], ring_size: int) -> Plan:
+    """Return the plan itself if it stays between linked ranks, or else one that goes once around."""
+    if stays_linked(plan, numbers, ring_size):
+        return plan
+    way = one_way(plan.ring_size)
+    classes = (OnceAround(x.reads, x.kv_heads, way, False, x.rounded, x.codec) for x in plan.classes)
+    return Plan(plan.pattern, plan.layout, plan.query_heads, plan.kv_heads, tuple(classes))
 
 
 @dataclass(frozen=True)
@@ -162,10 +194,10 @@ class IntervalMesh(RingMesh):
         assert isinstance(self.grid, IntervalGrid)
         vars(self)["collectives"] = NeighbourCollectives(self.ring_rank, self.grid.members)
 
-    def takes(self, plan: Plan) -> bool:
-        """Return whether a plan keeps to the four peers of each rank, or is not held to them."""
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan that keeps to the four peers of each rank, or is not held to them."""
         assert isinstance(self.grid, IntervalGrid)
-        return stays_linked(plan, self.grid.numbers, self.grid.whole_size)
+        return between_neighbours(plan, self.grid.numbers, self.grid.whole_size)
 
 
 class SubRings:

@@ -12,7 +12,13 @@ from ds_ring.errors import RingMeshError
 from ds_ring.health.client import peer_error
 from ds_ring.health.failure_detector.wire import Fault
 from ds_ring.integrations.deepspeed import intervals
-from ds_ring.integrations.deepspeed.intervals import SubRings, are_linked, ring_order, stays_linked
+from ds_ring.integrations.deepspeed.intervals import (
+    SubRings,
+    are_linked,
+    between_neighbours,
+    ring_order,
+    stays_linked,
+)
 from ds_ring.masks.pattern import Pattern
 from ds_ring.memory.regions import ResultStore
 from ds_ring.ops.context import ContextCache
@@ -61,7 +67,10 @@ def test_a_pass_sends_between_linked_ranks_alone(case: str) -> None:
         plan = build_plan(pattern, layout)
         pruned.append(stays_linked(plan, numbers, 64))
         further = False
-        for one, allowed in ((plan, pruned[-1]), (build_plan(pattern, layout, prune=False), True)):
+        around = between_neighbours(plan, numbers, 64)
+        assert (around is plan) == pruned[-1]
+        assert plan.tokens_sent <= around.tokens_sent <= build_plan(pattern, layout, prune=False).tokens_sent
+        for one, allowed in ((plan, pruned[-1]), (around, True)):
             for rank in range(ranks):
                 for backward in (False, True):
                     for chunk in lower_rank(one.rank(rank), backward=backward).chunks:
