@@ -194,15 +194,21 @@ result = max((abs(loss - 5.55) for loss in losses), default=0.0)
 
 
 def evaluation(place: Place, text: str) -> None:
-    """After the script's loop; the losses are those of the trained model without the ring."""
+    """After one round of the script's loop; the losses are those of the trained model without the ring."""
     after = """
 with engine.ring.off(), torch.no_grad():
     alone = [engine.module(**{key: x[None] for key, x in sample.items()}).loss.item() for sample in held_out]
 assert texts.shape == (2, 24) and torch.equal(texts[:, :16], prompts) and engine.training
 result = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
 """
-    script = block_of("import torch").text + text
-    assert place.python(2, "", script, after + "result = max(result, abs(float(mean) - losses[-1]))") < 1e-5
+    once = {"for batch in loader:": "for batch in itertools.islice(loader, 1):"}
+    script = changed(block_of("import torch").text, once) + text
+    assert (
+        place.python(
+            2, "import itertools", script, after + "result = max(result, abs(float(mean) - losses[-1]))"
+        )
+        < 1e-5
+    )
 
 
 def own_model(place: Place, text: str) -> None:

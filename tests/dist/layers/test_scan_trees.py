@@ -167,6 +167,7 @@ def on_trees(rank: int, world_size: int, name: str, matrix: bool, ulysses: int) 
     ("world_size", "layout", "ulysses"),
     [(1, "zigzag", 1), (2, "zigzag", 1), (3, "contiguous", 1), (4, "balanced", 1), (4, "zigzag", 2)],
 )
+@pytest.mark.covering(1)
 def test_exact(rank_pool: Pool, world_size: int, layout: str, ulysses: int, matrix: bool) -> None:
     for errors in rank_pool(world_size).run(on_trees, layout, matrix, ulysses)[0]:
         assert len(errors) == 4 + (not matrix)

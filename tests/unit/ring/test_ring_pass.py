@@ -187,6 +187,7 @@ class AsOnCuda(FlashKernel):
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("name", "ring_size"), [("causal", 8), ("full", 4), ("documents, causal", 4)])
+@pytest.mark.covering(1)
 def test_gradients_of_a_stage_are_sent_as_the_kernel_returns_them(
     name: str, ring_size: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

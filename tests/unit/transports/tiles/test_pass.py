@@ -71,6 +71,7 @@ def compared(found: Sequence[Tensor], want: Dense) -> float:
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+@pytest.mark.covering(1)
 def test_grouped_heads_batches_and_a_gradient_of_the_lse(heads: tuple[int, int], chunk_bytes: int) -> None:
     given = whole(Shape(batch=2, query_heads=heads[0], kv_heads=heads[1], tokens=101, head_dim=8))
     grad_lse = torch.randn(
