@@ -5,8 +5,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -89,3 +92,17 @@ def test_trees_vary_and_cost_less_than_their_rollouts() -> None:
     assert any(torch.equal(a, b) for one in drawn for a, b in itertools.pairwise(one))
     trees, rows = tokens_of(1, 3)
     assert all(a < b for a, b in zip(trees, rows, strict=True))
+
+
+@pytest.mark.night
+def test_the_tool_writes_tables(tmp_path: Path) -> None:
+    tool, table = Path(__file__).parents[4] / "tools/tree_campaign.py", tmp_path / "table.md"
+    command = [sys.executable, str(tool), "--rounds", "3", "--rings", "1", "2", "--output", str(table)]
+    done = subprocess.run([*command, "--names", "attention", "rwkv"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in table.read_text().splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[1:4] for line in lines[:3]] == [
+        ["rounds", "wrong", "refused"],
+        *[["3", "0", "0"]] * 2,
+    ]
+    assert len(lines) == 3 + 1 + 4
